@@ -1,0 +1,127 @@
+"""`ScheduledBatch`: what one step computes, from the scheduler to the workers; `ScheduledBatchOutput`: what came back."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.messages import TokenLogprobs
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedBlocks:
+    """Blocks that a running row gained: `block_ids` go at `start` of the row's block table."""
+
+    slot: int
+    start: int
+    block_ids: list[int]
+
+
+class ScheduledBatch:
+    """A frozen snapshot of one step, rows in batch order: decodes first, then prefill spans.
+
+    Row `i` computes the tokens `[context_lens[i] - num_scheduled_tokens[i], context_lens[i])` of its sequence. The
+    worker keeps rows between steps by `slot`: it needs `new_seqs` whole and, of the others, only `appended_blocks`.
+    Tokens and block tables are kept as a reference and a length, which is exact because both only grow in place.
+    """
+
+    def __init__(
+        self,
+        seqs: dict[int, Sequence],
+        num_scheduled_tokens: list[int],
+        total_tokens_num: int,
+        total_tokens_num_prefill: int = 0,
+        total_tokens_num_decode: int = 0,
+        total_seqs_num: int = 0,
+        total_seqs_num_prefill: int = 0,
+        total_seqs_num_decode: int = 0,
+        is_dummy_run: bool = False,
+        num_spec_step: int = 0,
+        scheduled_spec_decode_tokens: dict[int, list[int]] | None = None,
+        *,
+        context_lens: list[int] | None = None,
+        new_seqs: Rows[Sequence] = (),
+        appended_blocks: Rows[AppendedBlocks] = (),
+    ) -> None:
+        """`context_lens` defaults to each sequence's `num_tokens`: the span then ends at its last token."""
+        rows = list(seqs.values())
+        self.req_ids = list(seqs)
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.total_tokens_num = total_tokens_num
+        self.total_tokens_num_prefill = total_tokens_num_prefill
+        self.total_tokens_num_decode = total_tokens_num_decode
+        self.total_seqs_num = total_seqs_num
+        self.total_seqs_num_prefill = total_seqs_num_prefill
+        self.total_seqs_num_decode = total_seqs_num_decode
+        self.is_dummy_run = is_dummy_run
+        self.num_spec_step = num_spec_step
+        self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+        self.context_lens = [seq.num_tokens for seq in rows] if context_lens is None else context_lens
+        self.new_seqs = new_seqs
+        self.appended_blocks = appended_blocks
+        self._rows = rows
+        self._slots = [seq.slot for seq in rows]
+        self._tables = [(seq.block_table, len(seq.block_table)) for seq in rows]
+        self._num_cached = [seq.num_cached_tokens for seq in rows]
+
+    @property
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Worker row of each sequence. # [num_seqs]"""
+        return np.array(self._slots, dtype=np.int64)
+
+    @property
+    def scheduled_tokens(self) -> list[list[int]]:
+        """The token ids that each row computes, drafts included."""
+        tokens = []
+        for seq, end, count in zip(self._rows, self.context_lens, self.num_scheduled_tokens, strict=True):
+            drafts = self.scheduled_spec_decode_tokens.get(seq.id, [])
+            tokens.append(seq.token_ids[end - count : end - len(drafts)] + drafts)
+        return tokens
+
+    @property
+    def temperatures(self) -> list[float]:
+        return [seq.temperature for seq in self._rows]
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """Block ids of each row that has blocks."""
+        return [table[:length] for table, length in self._tables if length]
+
+    @property
+    def last_block_num_tokens(self) -> list[int]:
+        """Valid tokens in each row's last block once the step has run."""
+        size = self._rows[0].block_size if self._rows else 1
+        return [(length - 1) % size + 1 for length in self.context_lens]
+
+    @property
+    def num_cached_tokens(self) -> list[int]:
+        return self._num_cached
+
+    @property
+    def kind(self) -> str:
+        """`prefill`, `decode` or `mixed`; `dummy` for a warm-up."""
+        if self.is_dummy_run:
+            return "dummy"
+        if self.total_seqs_num_prefill and self.total_seqs_num_decode:
+            return "mixed"
+        return "prefill" if self.total_seqs_num_prefill else "decode"
+
+
+@dataclass(slots=True)
+class ScheduledBatchOutput:
+    """Tokens sampled in one step.
+
+    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is
+    absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one
+    entry a token. The key -1 in `token_ids` marks deferred output, as in the specification.
+    """
+
+    token_ids: dict[int, tuple[int, ...]]
+    draft_token_ids: dict[int, list[int]] | None = None
+    logprobs: dict[int, list[TokenLogprobs]] | None = None
+    req_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.req_ids = list(self.token_ids)

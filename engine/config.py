@@ -1,0 +1,154 @@
+"""`Config`: every knob of the server, typed and frozen. The command line, `KAON_*`, YAML and the docs derive from it.
+
+Section fields are spelled flat outside Python (`--port`, `KAON_PORT`, `port:`), so leaf names are unique
+across sections; `server.settings` checks that when it builds the command line.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    """Base of `Config` and its sections: immutable, no unknown fields, no coercion surprises."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ParallelConfig(Section):
+    """How the model is spread over processes and devices."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that each layer is sharded over."""
+
+    data_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Engine cores that each hold the whole model."""
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> Self:
+        for field in ("tensor_parallel_size", "data_parallel_size"):
+            value = getattr(self, field)
+            if value != 1:
+                raise ValueError(f"{field} is {value}, but this release runs one rank; set it to 1")
+        return self
+
+
+class CompilationConfig(Section):
+    """How the model's forward pass is compiled or captured."""
+
+    compilation_level: Literal[0] = 0
+    """0 runs the model eagerly; this release has no other level."""
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: how many draft tokens a step verifies."""
+
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 1
+    """Draft tokens proposed for, and verified in, each decode step."""
+
+
+class QuantizationConfig(Section):
+    """Weight quantisation."""
+
+    quantization: Literal["none"] = "none"
+    """Weight format; this release runs unquantised checkpoints only."""
+
+
+class ServerConfig(Section):
+    """The HTTP face."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """TCP port to listen on; 0 lets the system choose one, which is printed."""
+
+    served_model_name: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Model names that the API accepts and lists; default: the MODEL argument, `kaon-demo` for the embedded one."""
+
+    allow_unknown_fields: bool = False
+    """Ignore request fields that the API does not know, instead of answering 400."""
+
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 10 * 2**20
+    """Largest request body accepted, in bytes; over it the answer is 413."""
+
+    max_stop_strings: Annotated[int, Field(ge=1)] = 4
+    """Most stop strings a request may name (OpenAI's limit is 4)."""
+
+    max_n: Annotated[int, Field(ge=1)] = 128
+    """Most choices (`n`) a request may ask for (OpenAI's limit is 128)."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is logged."""
+
+
+class Config(Section):
+    """Master configuration of one server or one `LLMEngine`.
+
+    `num_kvcache_blocks`, `max_model_len` and the token ids below are known only once the checkpoint is read and
+    memory is measured: the engine core fills them in a copy (`model_copy(update=...)`), never in place.
+    """
+
+    model: str | None = None
+    """Hugging Face checkpoint directory or hub id; none serves the embedded demo model."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type the weights are computed in; `auto` takes the checkpoint's."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds the requests that bring no seed of their own, together with a per-request counter."""
+
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    """Longest prompt plus completion in tokens; default: the checkpoint's context length."""
+
+    max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 512
+    """Most sequences running at a time."""
+
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 16384
+    """Most tokens computed in one step; a longer prompt is prefilled in chunks of this size."""
+
+    scheduling_policy: Literal["prefill_first", "mixed"] = "prefill_first"
+    """`prefill_first`: waiting prompts before any decode; `mixed`: decodes first, prompt chunks fill the step."""
+
+    scheduler_delay_factor: Annotated[float, Field(ge=0.0)] = 0.0
+    """Hold prefills back for this many times the last prefill's latency, so that prompts batch up; 0 never waits."""
+
+    kv_cache_block_size: int = 16
+    """Tokens in a KV-cache block: a multiple of 16, or 1."""
+
+    num_kvcache_blocks: Annotated[int, Field(ge=1)] | None = None
+    """KV-cache blocks; default: as many as fit the memory set aside below."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """Share of a GPU's memory for weights, activations and KV cache together."""
+
+    cpu_kvcache_gib: Annotated[float, Field(gt=0.0)] | None = None
+    """KV-cache size on CPU in GiB; default: a quarter of the memory that is available, at most 4."""
+
+    enable_prefix_caching: bool = True
+    """Share KV blocks between requests whose prompts begin alike."""
+
+    bos_token_id: int | None = None
+    """Beginning-of-sequence token; default: the checkpoint's."""
+
+    eos_token_id: int | None = None
+    """End-of-sequence token; default: the checkpoint's."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a completion; default: the rest of the generation config's EOS list."""
+
+    parallel_config: ParallelConfig = ParallelConfig()
+    compilation_config: CompilationConfig = CompilationConfig()
+    speculative_config: SpeculativeConfig | None = None
+    quantization_config: QuantizationConfig = QuantizationConfig()
+    server_config: ServerConfig = ServerConfig()
+
+    @field_validator("kv_cache_block_size")
+    @classmethod
+    def _block_size_fits_kernels(cls, value: int) -> int:
+        if value != 1 and (value < 16 or value % 16):
+            raise ValueError(f"kv_cache_block_size is {value}; it must be 1 or a multiple of 16")
+        return value

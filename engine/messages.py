@@ -1,0 +1,134 @@
+"""Typed messages between the front end (`CoreManager`) and the engine core; msgpack by msgspec, never pickle.
+
+To the core: `Inbound`. From the core: `Outbound`, one `StepOutputs` an engine step.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from engine.sampling_params import SamplingParams
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities (natural, of the unmodified distribution) at one generated position."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int] = []
+    """The likeliest tokens, likeliest first; as many as the request asked for."""
+    top_logprobs: list[float] = []
+
+
+class RequestOutput(msgspec.Struct, array_like=True):
+    """What one engine step brought one request. The last one of a request has `finished` set.
+
+    `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `abort` or `error`
+    (then `error` says why); `openai_finish_reason` translates.
+    """
+
+    request_id: int
+    output_tokens: list[int]
+    finished: bool = False
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    queue_time: float | None = None
+    """Seconds from the core's receipt to the first scheduled step; on a request's first output only."""
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+def openai_finish_reason(leave_reason: str | None) -> str | None:
+    """OpenAI's name for an engine finish reason: `length` for `max_tokens`, `stop` for every kind of stop."""
+    if leave_reason is None:
+        return None
+    if leave_reason in ("abort", "error"):
+        return leave_reason
+    return "length" if leave_reason == "max_tokens" else "stop"
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    """One sequence to run. Ids are unique for the life of a core and chosen by the front end."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    stop_token_sequences: list[list[int]] = []
+    cache_salt: int | None = None
+    """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Stop these sequences and free their blocks. Unknown or finished ids are ignored."""
+
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Abort what runs, answer `Stopped`, and exit."""
+
+
+Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the front end needs to know of the loaded model."""
+
+    architecture: str
+    dtype: str
+    device: str
+    attention_backend: str
+    num_parameters: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_kvcache_blocks: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The core has loaded the model and produced a token."""
+
+    model: ModelInfo
+    startup_seconds: dict[str, float]
+    """Seconds spent by phase: import, load, warm-up."""
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The core cannot go on; `error` is a sentence for a person. `usage` marks the user's mistake, not a fault."""
+
+    error: str
+    usage: bool = False
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """Gauges after a step, and counters since the core started."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    prefill_tokens: int
+    """Prompt tokens computed, prefix hits left out."""
+    step_kind: str
+    """`prefill`, `decode` or `mixed`; what the step just run was."""
+    step_seconds: float
+    """Duration of the step just run: schedule, forward and postprocess."""
+
+
+class StepOutputs(msgspec.Struct, tag="step"):
+    """Everything one engine step has to tell."""
+
+    outputs: list[RequestOutput]
+    stats: SchedulerStats | None = None
+
+
+class Stopped(msgspec.Struct, tag="stopped"):
+    """The core has ended everything it ran and exits."""
+
+
+Outbound: TypeAlias = Ready | Failed | StepOutputs | Stopped

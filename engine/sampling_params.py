@@ -1,0 +1,70 @@
+"""`SamplingParams`: how one request's tokens are chosen and when it stops. Crosses the socket as is."""
+
+import math
+
+import msgspec
+
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask log probabilities of (OpenAI's limit)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sampling and stopping of one sequence. Raises `ValueError` naming field, value and limit.
+
+    Temperature 0 is greedy. Filters apply in the order penalties and bias, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    stop_strings: list[str] | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    """Keys the counter-based generator with the position; none: the engine picks one."""
+    logprobs: int | None = None
+    """Report the chosen token's log probability and this many alternatives'."""
+    min_tokens: int = 0
+    """EOS and stop tokens are not sampled before this many tokens."""
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _within("top_k", self.top_k, -1, 2**31 - 1)
+        _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        for text in self.stop_strings or ():
+            if not text:
+                raise ValueError("stop_strings holds an empty string; each must have at least 1 character")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without randomness."""
+        return self.temperature == 0.0
+
+
+def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    """Raise unless `low <= value <= high` (`low < value` when `low_open`); NaN is outside every range."""
+    if math.isnan(value) or value > high or value < low or (low_open and value == low):
+        opening = f"above {low:g} and at most {high:g}" if low_open else f"between {low:g} and {high:g}"
+        raise ValueError(f"{field} is {value:g}; it must be {opening}")

@@ -1,0 +1,146 @@
+"""`Sequence`: one request's tokens, blocks and timing while the engine core runs it. Never crosses a socket."""
+
+import itertools
+import time
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from engine.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+    EXIT_ENGINE = auto()
+    """Sentinel that asks the engine to exit."""
+
+
+class SequenceType(Enum):
+    """What a sequence does in the current step (a step, not a life: a preempted one prefills again)."""
+
+    DUMMY = auto()
+    PREFILL = auto()
+    DECODE = auto()
+
+
+class Sequence:
+    """A request's state in the core.
+
+    Two counts rule it: `num_tokens`, the tokens known (plus `num_placeholder`, sampled but not read back yet), and
+    `num_computed_tokens`, the tokens whose KV is in `block_table`'s blocks or will be once the scheduled steps have
+    run. `token_ids` only ever grows, and `block_table` grows or is replaced, never cleared in place: a
+    `ScheduledBatch` may keep a reference and a length instead of a copy.
+    """
+
+    _ids = itertools.count()
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        block_size: int,
+        sampling_params: SamplingParams = SamplingParams(),
+        stop_token_sequences: list[list[int]] | None = None,
+        stream_callback: Callable[[Any], None] | None = None,
+        id: int | None = None,
+        cache_salt: int | None = None,
+    ) -> None:
+        if not token_ids:
+            raise ValueError("a sequence needs at least 1 prompt token")
+        self.id = next(Sequence._ids) if id is None else id
+        self.block_size = block_size
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(token_ids)
+        self.num_placeholder = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.block_table: list[int] = []
+        self.block_hashes: list[int] = []
+        """Chain of digests of the leading full blocks, extended as blocks fill and never recomputed."""
+        self.cache_salt = cache_salt
+        self.slot = -1
+        """Row in the scheduler's and the worker's columns while running, else -1."""
+
+        self.status = SequenceStatus.WAITING
+        self.type = SequenceType.DUMMY
+        self.sampling_params = sampling_params
+        self.temperature = sampling_params.temperature
+        self.max_tokens = sampling_params.max_tokens
+        self.ignore_eos = sampling_params.ignore_eos
+        self.stop_strings = sampling_params.stop_strings
+        self.stop_token_sequences = stop_token_sequences or []
+        self.stream_callback = stream_callback
+        self.spec_token_ids: list[int] = []
+        """Draft tokens for the next step."""
+
+        self.arrive_time = time.time()
+        self.schedule_time = 0.0
+        """When a step of this sequence was first scheduled; 0 before."""
+        self.first_token_time = 0.0
+        self.leave_time = 0.0
+        self.leave_reason: str | None = None
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens plus placeholders. Setting it beyond the known tokens declares the rest placeholders."""
+        return len(self.token_ids) + self.num_placeholder
+
+    @num_tokens.setter
+    def num_tokens(self, value: int) -> None:
+        if value < len(self.token_ids):
+            raise ValueError(f"num_tokens is {value}, but {len(self.token_ids)} tokens are known")
+        self.num_placeholder = value - len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last of `num_blocks` blocks."""
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def last_token(self) -> int:
+        """The latest known token."""
+        return self.token_ids[-1]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The tokens generated so far (the specification's name for `completion_token_ids`)."""
+        return self.completion_token_ids
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self.num_cached_tokens // self.block_size
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.token_ids.append(token_id)
+
+    def block(self, index: int) -> list[int]:
+        """The tokens of block `index`; fewer than `block_size` in the last one."""
+        return self.token_ids[index * self.block_size : (index + 1) * self.block_size]

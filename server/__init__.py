@@ -1,0 +1,1 @@
+"""The public face: HTTP, SSE, errors, metrics and the command line. Imports no torch."""
