@@ -1,7 +1,8 @@
-"""`ScheduledBatch`: what one step computes, from the scheduler to the workers; `ScheduledBatchOutput`: what came back."""
+"""`ScheduledBatch`: one step's work, from the scheduler to the workers; `ScheduledBatchOutput`: its tokens."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,7 @@ from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class AppendedBlocks:
+class AppendedBlocks(NamedTuple):
     """Blocks that a running row gained: `block_ids` go at `start` of the row's block table."""
 
     slot: int
@@ -22,9 +22,10 @@ class AppendedBlocks:
 class ScheduledBatch:
     """A frozen snapshot of one step, rows in batch order: decodes first, then prefill spans.
 
-    Row `i` computes the tokens `[context_lens[i] - num_scheduled_tokens[i], context_lens[i])` of its sequence. The
-    worker keeps rows between steps by `slot`: it needs `new_seqs` whole and, of the others, only `appended_blocks`.
-    Tokens and block tables are kept as a reference and a length, which is exact because both only grow in place.
+    Row `i` computes its sequence's tokens `[context_lens[i] - num_scheduled_tokens[i], context_lens[i])`. The
+    worker keeps rows between steps by `slot`: it needs `new_seqs` whole and, of the others, only
+    `appended_blocks`. Tokens and block tables are kept as a reference and a length, which is exact because
+    both only grow in place.
     """
 
     def __init__(
@@ -63,8 +64,7 @@ class ScheduledBatch:
         self.appended_blocks = appended_blocks
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
-        self._tables = [(seq.block_table, len(seq.block_table)) for seq in rows]
-        self._num_cached = [seq.num_cached_tokens for seq in rows]
+        self._tables = [seq.block_table for seq in rows]
 
     @property
     def slots(self) -> npt.NDArray[np.int64]:
@@ -86,8 +86,10 @@ class ScheduledBatch:
 
     @property
     def block_tables(self) -> list[list[int]]:
-        """Block ids of each row that has blocks."""
-        return [table[:length] for table, length in self._tables if length]
+        """Block ids that hold each row's context, of the rows that have blocks."""
+        size = self._rows[0].block_size if self._rows else 1
+        lengths = (-(-length // size) for length in self.context_lens)
+        return [table[:length] for table, length in zip(self._tables, lengths, strict=True) if table]
 
     @property
     def last_block_num_tokens(self) -> list[int]:
@@ -97,7 +99,8 @@ class ScheduledBatch:
 
     @property
     def num_cached_tokens(self) -> list[int]:
-        return self._num_cached
+        """Tokens of each row that came from the prefix cache."""
+        return [seq.num_cached_tokens for seq in self._rows]
 
     @property
     def kind(self) -> str:
@@ -113,9 +116,9 @@ class ScheduledBatch:
 class ScheduledBatchOutput:
     """Tokens sampled in one step.
 
-    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is
-    absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one
-    entry a token. The key -1 in `token_ids` marks deferred output, as in the specification.
+    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed
+    is absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that
+    asked, one entry a token. The key -1 in `token_ids` marks deferred output, as in the specification.
     """
 
     token_ids: dict[int, tuple[int, ...]]

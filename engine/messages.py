@@ -10,7 +10,7 @@ import msgspec
 from engine.sampling_params import SamplingParams
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Log probabilities (natural, of the unmodified distribution) at one generated position."""
 
     token_id: int
@@ -20,7 +20,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float] = []
 
 
-class RequestOutput(msgspec.Struct, array_like=True):
+class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """What one engine step brought one request. The last one of a request has `finished` set.
 
     `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `abort` or `error`

@@ -27,6 +27,9 @@ class SequenceType(Enum):
     DECODE = auto()
 
 
+DEFAULT_SAMPLING_PARAMS = SamplingParams()
+
+
 class Sequence:
     """A request's state in the core.
 
@@ -42,7 +45,7 @@ class Sequence:
         self,
         token_ids: list[int],
         block_size: int,
-        sampling_params: SamplingParams = SamplingParams(),
+        sampling_params: SamplingParams = DEFAULT_SAMPLING_PARAMS,
         stop_token_sequences: list[list[int]] | None = None,
         stream_callback: Callable[[Any], None] | None = None,
         id: int | None = None,
@@ -60,6 +63,9 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[int] = []
         """Chain of digests of the leading full blocks, extended as blocks fill and never recomputed."""
+        self.num_published_blocks = 0
+        self.published_uid = -1
+        """Where the block manager goes on publishing this sequence's chain."""
         self.cache_salt = cache_salt
         self.slot = -1
         """Row in the scheduler's and the worker's columns while running, else -1."""
@@ -73,6 +79,9 @@ class Sequence:
         self.stop_strings = sampling_params.stop_strings
         self.stop_token_sequences = stop_token_sequences or []
         self.stream_callback = stream_callback
+        self.end_tokens: frozenset[int | None] = frozenset()
+        """Tokens that may end this sequence, and the length that does: `engine.stops` looks closely at these only."""
+        self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""
 

@@ -1,0 +1,448 @@
+"""`Scheduler`: decides which tokens each step computes, and takes the sampled tokens back (specification §1 and §5).
+
+Called by the engine core, step by step: `schedule()`, the model, `postprocess()`. How blocks are found is the block
+manager's room; why a sequence stops is `engine.stops`'.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
+
+from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
+from engine.messages import RequestOutput, SchedulerStats
+from engine.sequence import Sequence, SequenceStatus, SequenceType
+from engine.stops import StopConditions
+from kvcache.block_manager import BlockManager
+
+__all__ = ["ScheduledBatch", "ScheduledBatchOutput", "Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+SPEC_STATS_INTERVAL = 1000
+"""Draft tokens between two log lines on their acceptance."""
+
+
+class OutputQueue(Protocol):
+    """Where `postprocess` puts a step's outputs."""
+
+    def put_nowait(self, outputs: list[RequestOutput], /) -> None: ...
+
+
+class Scheduler:
+    """Continuous batching over `waiting` and `running` sequences.
+
+    Under `prefill_first` a step computes waiting prompts or, when none can start, one token of every running
+    sequence. Under `mixed` it computes the decodes first and fills the rest of its token budget with prompt chunks.
+    Constructed from any object with the specification's attributes; ours have defaults.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.max_num_seqs: int = config.max_num_seqs
+        self.max_num_batched_tokens: int = config.max_num_batched_tokens
+        self.bos_token_id: int | None = getattr(config, "bos_token_id", None)
+        self.eos_token_id: int | None = config.eos_token_id
+        self.stop_token_ids: Collection[int] = config.stop_token_ids or ()
+        self.block_manager = BlockManager(config)
+        self.waiting: deque[Sequence] = deque()
+        self.running: deque[Sequence] = deque()
+        self.prev_time = 0.0
+        self.prev_prompt = False
+        self.last_prompt_latency = 0.0
+        self.delay_factor: float = config.scheduler_delay_factor
+        speculative = getattr(config, "speculative_config", None)
+        self.use_spec = speculative is not None
+        self.mtp_k: int = speculative.num_speculative_tokens if speculative is not None else 0
+        self.total_draft_tokens = 0
+        self.total_accepted_tokens = 0
+        self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
+
+        capacity = len(self.block_manager.blocks) * self.block_manager.block_size
+        max_model_len: int | None = getattr(config, "max_model_len", None)
+        self.token_limit = capacity if max_model_len is None else min(capacity, max_model_len)
+        self.stops = StopConditions(self.eos_token_id, self.stop_token_ids, self.token_limit)
+
+        # Every running sequence decodes in each step, so no more may run than a step has tokens for.
+        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // (1 + self.mtp_k)))
+        self._free_slots = list(reversed(range(self._num_slots)))
+        self._prefilling: list[Sequence] = []
+        """Running sequences whose prompt is computed in part, in order of admission."""
+        self._decode_rows: _DecodeRows | None = None
+        """Running sequences whose prompt is computed; None after any of them came or went."""
+        self._prefix_queried_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._preemptions = 0
+        self._prefill_tokens = 0
+
+    # -- the queue ----------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises `ValueError` for one that an empty cache could not hold: it would never start."""
+        if seq.num_tokens >= self.token_limit:
+            raise ValueError(
+                f"the prompt has {seq.num_tokens} tokens; at most {self.token_limit - 1} leave room for an answer"
+            )
+        self.stops.prepare(seq)
+        self.waiting.append(seq)
+
+    def extend(self, seqs: Iterable[Sequence]) -> None:
+        """Queue sequences in order."""
+        for seq in seqs:
+            self.add(seq)
+
+    def abort(self, seq_ids: Collection[int]) -> list[RequestOutput]:
+        """End these sequences now and free their blocks; their terminal outputs. Ids not live are ignored."""
+        ids = set(seq_ids)
+        return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
+
+    def fail(self, seqs: Iterable[Sequence], error: str) -> list[RequestOutput]:
+        """End sequences that a step could not compute; `error` is the sentence their clients get."""
+        return self._remove([seq for seq in seqs if not seq.is_finished], "error", error)
+
+    def is_finished(self) -> bool:
+        """Whether nothing is waiting or running."""
+        return not self.waiting and not self.running
+
+    def has_requests(self) -> bool:
+        """Whether anything is waiting or running."""
+        return not self.is_finished()
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        return len(self.running), len(self.waiting)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Sequences waiting or running."""
+        return len(self.waiting) + len(self.running)
+
+    def get_next_batch_info(self) -> tuple[bool, int]:
+        """(whether the next step would prefill, how many tokens its first prompt, or all its decodes, have)."""
+        for seq in (*self._prefilling[:1], *list(self.waiting)[:1]):
+            return True, seq.num_tokens - max(seq.num_computed_tokens, seq.num_cached_tokens)
+        return False, len(self.running)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """Choose the next step's work and reserve its blocks; None when there is none."""
+        step = _Step(self.max_num_batched_tokens, self.mtp_k)
+        may_admit = self._passed_delay(time.time())
+        if self.mixed:
+            self._schedule_decodes(step)
+            self._schedule_prefills(step, may_admit)
+        else:
+            self._schedule_prefills(step, may_admit)
+            if not step.num_prefills:
+                self._schedule_decodes(step)
+        self.prev_prompt = step.num_prefills > 0
+        return step.batch() if step.seqs else None
+
+    def postprocess(
+        self,
+        seqs: list[Sequence],
+        fwd_output: ScheduledBatchOutput,
+        stream_output_queue: OutputQueue | None = None,
+    ) -> list[Sequence]:
+        """Give the step's sequences their tokens, stop and free the finished ones; returns those.
+
+        Tokens of a sequence that is no longer running (aborted or preempted meanwhile) are dropped, as are tokens
+        sampled past a stop. With a queue, it is given one list of `RequestOutput`s.
+        """
+        tokens_by_id = fwd_output.token_ids
+        running = SequenceStatus.RUNNING
+        finished: list[Sequence] = []
+        outputs: list[RequestOutput] = []
+        for seq in seqs:
+            new_tokens = tokens_by_id.get(seq.id)
+            if not new_tokens or seq.status is not running:
+                continue
+            token_ids = seq.token_ids
+            output = RequestOutput(seq.id, [])
+            for token_id in new_tokens:
+                token_ids.append(token_id)
+                output.output_tokens.append(token_id)
+                if token_id in seq.end_tokens or len(token_ids) >= seq.token_limit or seq.stop_token_sequences:
+                    reason = self.stops.leave_reason(seq, token_id)
+                    if reason is not None:
+                        seq.leave_reason = output.finish_reason = reason
+                        output.finished = True
+                        finished.append(seq)
+                        break
+            if seq.first_token_time == 0.0:
+                _tell_first_token(seq, output)
+            outputs.append(output)
+            if seq.stream_callback is not None:
+                seq.stream_callback(output)
+        if self.use_spec:
+            self._take_drafts(seqs, fwd_output)
+        if fwd_output.logprobs:
+            for output in outputs:
+                rows = fwd_output.logprobs.get(output.request_id)
+                output.logprobs = rows and rows[: len(output.output_tokens)]
+        for seq in finished:
+            self._release(seq, SequenceStatus.FINISHED)
+        if finished:
+            self.running = deque(seq for seq in self.running if seq.status is running)
+        if stream_output_queue is not None and outputs:
+            stream_output_queue.put_nowait(outputs)
+        return finished
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks back; it waits at the head of the queue and prefills again."""
+        if self.running and self.running[-1] is seq:
+            self.running.pop()
+        elif seq in self.running:
+            self.running.remove(seq)
+        self._release(seq, SequenceStatus.WAITING)
+        self.waiting.appendleft(seq)
+        self._preemptions += 1
+
+    def update_spec_stats(self, num_accepted_tokens: int) -> None:
+        """Count one verified draft: `num_accepted_tokens` were emitted, one of them the target model's own."""
+        self.total_draft_tokens += self.mtp_k
+        self.total_accepted_tokens += num_accepted_tokens - 1
+        if self.total_draft_tokens % SPEC_STATS_INTERVAL < self.mtp_k:
+            logger.info(
+                "[MTP Stats] Total draft tokens: %d, Accepted: %d, Acceptance rate: %.2f%%",
+                self.total_draft_tokens,
+                self.total_accepted_tokens,
+                100.0 * self.total_accepted_tokens / self.total_draft_tokens,
+            )
+
+    # -- watching -----------------------------------------------------------------------------------------------
+
+    def stats(self, step_kind: str, step_seconds: float) -> SchedulerStats:
+        """Gauges now and counters so far, told with the step that was just run."""
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_blocks_used=len(self.block_manager.used_block_ids),
+            kv_blocks_total=len(self.block_manager.blocks),
+            prefix_queried_tokens=self._prefix_queried_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            preemptions=self._preemptions,
+            prefill_tokens=self._prefill_tokens,
+            step_kind=step_kind,
+            step_seconds=step_seconds,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless queues, slots and blocks agree. Run when idle and by the property tests."""
+        self.block_manager.check_integrity(self.running)
+        slots = [seq.slot for seq in self.running]
+        if sorted(slots + self._free_slots) != list(range(self._num_slots)):
+            raise AssertionError(f"slots leak: {slots} running, {self._free_slots} free")
+        for seq in self.running:
+            if seq.status is not SequenceStatus.RUNNING:
+                raise AssertionError(f"sequence {seq.id} runs with status {seq.status}")
+        for seq in self.waiting:
+            if seq.status is not SequenceStatus.WAITING or seq.block_table or seq.slot != -1:
+                raise AssertionError(f"waiting sequence {seq.id} holds blocks or a slot")
+        if any(seq not in self.running for seq in self._prefilling):
+            raise AssertionError("a sequence prefills that does not run")
+
+    # -- the two phases -----------------------------------------------------------------------------------------
+
+    def _passed_delay(self, now: float) -> bool:
+        """Whether waiting prompts may start (specification §1.3)."""
+        if self.prev_prompt:
+            self.last_prompt_latency = now - self.prev_time
+        self.prev_time, self.prev_prompt = now, False
+        if self.delay_factor <= 0 or not self.waiting or not self.running:
+            return True
+        waited = now - min(seq.arrive_time for seq in self.waiting)
+        return waited > self.delay_factor * self.last_prompt_latency
+
+    def _schedule_prefills(self, step: "_Step", may_admit: bool) -> None:
+        """Go on with prompts begun, then start waiting ones, in order, while budget, slots and blocks last."""
+        for seq in list(self._prefilling):
+            count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
+            if count == 0:
+                return
+            self.block_manager.publish(seq, seq.num_computed_tokens + count)
+            self._add_prefill(step, seq, count)
+        while may_admit and self.waiting and self._free_slots and step.budget > 0:
+            seq = self.waiting[0]
+            num_cached = self.block_manager.count_cached_tokens(seq)
+            num_new = max(1, seq.num_tokens - num_cached)
+            count = min(num_new, step.budget)
+            if count < num_new and not self._may_split(step, num_new):
+                break
+            if not self.block_manager.can_allocate(seq):
+                break
+            self.waiting.popleft()
+            self._admit(step, seq, seq.num_tokens - num_new, count)
+
+    def _may_split(self, step: "_Step", num_new: int) -> bool:
+        """Whether a prompt that the step's rest cannot hold starts with a part of it."""
+        return self.mixed or (num_new > self.max_num_batched_tokens and not step.num_prefills)
+
+    def _admit(self, step: "_Step", seq: Sequence, start: int, count: int) -> None:
+        """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
+        self._prefix_queried_tokens += seq.num_tokens
+        self.block_manager.allocate(seq, start + count)
+        self._prefix_hit_tokens += seq.num_cached_tokens
+        seq.slot = self._free_slots.pop()
+        seq.status = SequenceStatus.RUNNING
+        seq.num_computed_tokens = start
+        if seq.schedule_time == 0.0:
+            seq.schedule_time = time.time()
+        self.running.append(seq)
+        self._prefilling.append(seq)
+        step.new_seqs.append(seq)
+        self._add_prefill(step, seq, count)
+
+    def _add_prefill(self, step: "_Step", seq: Sequence, count: int) -> None:
+        seq.type = SequenceType.PREFILL
+        seq.num_computed_tokens += count
+        self._prefill_tokens += count
+        if seq.num_computed_tokens == seq.num_tokens:
+            self._prefilling.remove(seq)
+            self._decode_rows = None
+        step.add_prefill(seq, count)
+
+    def _schedule_decodes(self, step: "_Step") -> None:
+        """One token, and its drafts, of every running sequence whose prompt is computed.
+
+        Python looks closely only at a sequence that needs a block or fills one, one step in `block_size`.
+        """
+        rows = self._decode_rows
+        if rows is None:
+            rows = self._decode_rows = _DecodeRows(seq for seq in self.running if seq not in self._prefilling)
+        lengths = list(map(len, rows.token_ids))
+        # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
+        size, k = self.block_manager.block_size, self.mtp_k
+        eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
+        for i in eventful:
+            if rows.seqs[i].status is SequenceStatus.RUNNING:
+                self._grow(step, rows.seqs[i], 1 + k)
+        if self._decode_rows is None:
+            self._schedule_decodes(step)
+        else:
+            step.add_decodes(rows, lengths)
+
+    def _grow(self, step: "_Step", seq: Sequence, num_new_tokens: int) -> None:
+        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
+        while not self.block_manager.can_append(seq, num_new_tokens):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is seq:
+                return
+        start = len(seq.block_table)
+        added = self.block_manager.may_append(seq, num_new_tokens)
+        if added:
+            step.appended_blocks.append(AppendedBlocks(seq.slot, start, added))
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def _take_drafts(self, seqs: list[Sequence], fwd_output: ScheduledBatchOutput) -> None:
+        """Count what was accepted, and keep the drafts for the next step."""
+        for seq in seqs:
+            if seq.spec_token_ids and seq.id in fwd_output.token_ids:
+                self.update_spec_stats(len(fwd_output.token_ids[seq.id]))
+            seq.spec_token_ids = (fwd_output.draft_token_ids or {}).get(seq.id, [])
+
+    def _remove(self, seqs: list[Sequence], reason: str, error: str | None = None) -> list[RequestOutput]:
+        for seq in seqs:
+            seq.leave_reason = reason
+            self._release(seq, SequenceStatus.FINISHED)
+        if seqs:
+            self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
+            self.waiting = deque(seq for seq in self.waiting if seq.status is SequenceStatus.WAITING)
+        return [RequestOutput(seq.id, [], finished=True, finish_reason=reason, error=error) for seq in seqs]
+
+    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
+        """Free blocks and slot of a sequence that stops running."""
+        seq.status = status
+        self._decode_rows = None
+        if status is SequenceStatus.FINISHED:
+            seq.leave_time = time.time()
+        self.block_manager.deallocate(seq)
+        seq.num_computed_tokens = 0
+        seq.spec_token_ids = []
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot = -1
+        if seq in self._prefilling:
+            self._prefilling.remove(seq)
+
+
+def _tell_first_token(seq: Sequence, output: RequestOutput) -> None:
+    """Add to a sequence's first output what is known only now."""
+    seq.first_token_time = time.time()
+    output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
+    output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+
+
+class _DecodeRows:
+    """The sequences that decode, and what of them stays the same from step to step."""
+
+    def __init__(self, seqs: Iterable[Sequence]) -> None:
+        self.seqs = list(seqs)
+        self.token_ids = [seq.token_ids for seq in self.seqs]
+        self.counts = [1] * len(self.seqs)
+        for seq in self.seqs:
+            seq.type = SequenceType.DECODE
+
+
+class _Step:
+    """The step being scheduled: what it computes so far, and the token budget that is left."""
+
+    def __init__(self, budget: int, num_drafts: int) -> None:
+        self.budget = budget
+        self.num_drafts = num_drafts
+        self.seqs: dict[int, Sequence] = {}
+        self.counts: list[int] = []
+        self.context_lens: list[int] = []
+        self.drafts: dict[int, list[int]] = {}
+        self.num_decodes = 0
+        self.num_decode_tokens = 0
+        self.new_seqs: list[Sequence] = []
+        self.appended_blocks: list[AppendedBlocks] = []
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.seqs) - self.num_decodes
+
+    def add_prefill(self, seq: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of a prompt; `seq.num_computed_tokens` counts them already."""
+        self.seqs[seq.id] = seq
+        self.counts.append(count)
+        self.context_lens.append(seq.num_computed_tokens)
+        self.budget -= count
+
+    def add_decodes(self, rows: _DecodeRows, lengths: list[int]) -> None:
+        """Compute the last known token of running sequences of these lengths, and their drafts. Comes first."""
+        for seq, length in zip(rows.seqs, lengths, strict=True):
+            seq.num_computed_tokens = length
+        self.seqs = {seq.id: seq for seq in rows.seqs}
+        self.num_decodes = len(rows.seqs)
+        self.counts, self.context_lens = rows.counts, lengths
+        if self.num_drafts:
+            self.drafts = {seq.id: list(seq.spec_token_ids) for seq in rows.seqs if seq.spec_token_ids}
+            drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]
+            self.counts = [1 + count for count in drafted]
+            self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
+        self.num_decode_tokens = sum(self.counts)
+        self.counts = self.counts.copy()
+        self.budget -= self.num_decodes * (1 + self.num_drafts)
+
+    def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
+        total = sum(self.counts)
+        batch = ScheduledBatch(
+            self.seqs,
+            self.counts,
+            total,
+            total - self.num_decode_tokens,
+            self.num_decode_tokens,
+            len(self.seqs),
+            self.num_prefills,
+            self.num_decodes,
+            num_spec_step=self.num_drafts,
+            scheduled_spec_decode_tokens=self.drafts,
+            context_lens=self.context_lens,
+            new_seqs=self.new_seqs,
+            appended_blocks=self.appended_blocks,
+        )
+        return batch, self.seqs

@@ -1,0 +1,36 @@
+"""`Block`: one fixed-size piece of KV cache, as the block pool keeps it."""
+
+from kvcache.hashing import NO_HASH
+
+UNPUBLISHED = -1
+"""`uid` of a block that no other sequence may share."""
+
+
+class Block:
+    """`block_size` tokens' worth of KV cache.
+
+    A published block has a `hash`, the `token_ids` it holds, and the `parent` it follows: that is what makes a hit a
+    proof. `uid` is new at each publication, so a child never outlives its parent by pointing at a recycled block.
+    """
+
+    __slots__ = ("block_id", "hash", "parent", "ref_count", "token_ids", "uid")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.update(NO_HASH, [])
+
+    def update(self, hash: int, token_ids: list[int], uid: int = UNPUBLISHED, parent: int = UNPUBLISHED) -> None:
+        """Set the block's digest and content, its `uid`, and the uid (or chain root) it follows."""
+        self.hash = hash
+        self.token_ids = token_ids
+        self.uid = uid
+        self.parent = parent
+
+    def reset(self) -> None:
+        """Make this a fresh block with one reference."""
+        self.ref_count = 1
+        self.update(NO_HASH, [])
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, refs={self.ref_count}, hash={self.hash}, tokens={len(self.token_ids)})"

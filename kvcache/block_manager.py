@@ -1,0 +1,171 @@
+"""`BlockManager`: gives sequences their KV-cache blocks and shares those of equal prefixes (specification §3 and §4).
+
+Called by the scheduler: `allocate` when a sequence starts, `may_append` as it grows, `deallocate` when it leaves.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from kvcache.block import Block
+from kvcache.block_pool import BlockPool, FreeBlocks
+from kvcache.hashing import NO_HASH, compute_hash
+
+__all__ = ["Block", "BlockManager", "BlockOwner"]
+
+
+class BlockOwner(Protocol):
+    """What the block manager needs of a `Sequence`."""
+
+    block_size: int
+    token_ids: list[int]
+    num_cached_tokens: int
+    block_table: list[int]
+    block_hashes: list[int]
+    published_uid: int
+    num_published_blocks: int
+
+    @property
+    def cache_salt(self) -> int | None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    def block(self, index: int) -> list[int]: ...
+
+
+class BlockManager:
+    """Paged KV-cache bookkeeping over a pool of `num_kvcache_blocks` blocks of `kv_cache_block_size` tokens.
+
+    Constructed from any object with those attributes and `enable_prefix_caching`. Not thread-safe: it belongs to the
+    scheduler's thread.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.block_size: int = config.kv_cache_block_size
+        self.enable_prefix_caching: bool = config.enable_prefix_caching
+        self.pool = BlockPool(config.num_kvcache_blocks)
+        self._match: tuple[BlockOwner, int, list[int]] | None = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.pool.blocks
+
+    @property
+    def free_block_ids(self) -> FreeBlocks:
+        return self.pool.free_block_ids
+
+    @property
+    def used_block_ids(self) -> set[int]:
+        return self.pool.used_block_ids
+
+    @property
+    def hash_to_block_id(self) -> dict[int, int]:
+        return self.pool.hash_to_block_id
+
+    @classmethod
+    def compute_hash(cls, token_ids: list[int], prefix: int = NO_HASH) -> int:
+        """Digest of a full block after the block with digest `prefix`; see `kvcache.hashing`."""
+        return compute_hash(token_ids, prefix)
+
+    def count_cached_tokens(self, seq: BlockOwner) -> int:
+        """Leading tokens of a waiting sequence whose KV `allocate` would find in the cache."""
+        return len(self._find_prefix(seq)) * self.block_size
+
+    def can_allocate(self, seq: BlockOwner) -> bool:
+        """Whether all blocks of a waiting sequence could be had now."""
+        free = len(self.pool.free_block_ids)
+        if free >= seq.num_blocks:
+            return True
+        in_use = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in self._find_prefix(seq))
+        return free >= seq.num_blocks - in_use
+
+    def allocate(self, seq: BlockOwner, num_computed: int | None = None) -> None:
+        """Give a waiting sequence all its blocks, cached ones where its prefix is known.
+
+        Publishes the full blocks among the first `num_computed` tokens, those that the step being scheduled computes:
+        all of them by default. Twins in one step share, because each layer writes K and V before it attends.
+        """
+        prefix = self._find_prefix(seq)
+        self._match = None
+        table = [self.pool.share(block_id).block_id for block_id in prefix]
+        seq.num_cached_tokens = len(prefix) * self.block_size
+        seq.num_published_blocks = len(prefix)
+        seq.published_uid = self.pool.blocks[prefix[-1]].uid if prefix else _chain_root(seq)
+        table += [self.pool.take().block_id for _ in range(seq.num_blocks - len(prefix))]
+        seq.block_table = table
+        self.publish(seq, seq.num_tokens if num_computed is None else num_computed)
+
+    def publish(self, seq: BlockOwner, num_computed: int) -> None:
+        """Let others share the full blocks among a sequence's first `num_computed` tokens."""
+        if not self.enable_prefix_caching:
+            return
+        full = min(num_computed, len(seq.token_ids)) // self.block_size
+        for index in range(seq.num_published_blocks, full):
+            block = self.pool.blocks[seq.block_table[index]]
+            seq.published_uid = self.pool.publish(block, _digest(seq, index), seq.block(index), seq.published_uid)
+            seq.num_published_blocks = index + 1
+
+    def can_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> bool:
+        """Whether a step can compute `num_new_tokens` tokens, the first of them the sequence's last known one."""
+        return len(self.pool.free_block_ids) >= self._missing_blocks(seq, num_new_tokens)
+
+    def may_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> list[int]:
+        """Reserve blocks for those tokens and publish what the step fills for sure; returns the added block ids.
+
+        Drafts may be rejected, so a block that they would fill is published once its tokens are known.
+        """
+        added = [self.pool.take().block_id for _ in range(self._missing_blocks(seq, num_new_tokens))]
+        seq.block_table += added
+        self.publish(seq, seq.num_tokens)
+        return added
+
+    def deallocate(self, seq: BlockOwner) -> None:
+        """Take a sequence's blocks back, tail first, so that the head of its prefix stays cached longest."""
+        for block_id in reversed(seq.block_table):
+            self.pool.release(block_id)
+        seq.block_table = []
+        seq.num_cached_tokens = 0
+        seq.num_published_blocks = 0
+
+    def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
+        """Raise `AssertionError` unless the blocks' state equals what these sequences' block tables say.
+
+        `sequences` are all that hold blocks.
+        """
+        tables = [seq.block_table for seq in sequences]
+        self.pool.check_integrity(Counter(block_id for table in tables for block_id in table))
+
+    def _missing_blocks(self, seq: BlockOwner, num_new_tokens: int) -> int:
+        needed = -(-(seq.num_tokens - 1 + num_new_tokens) // self.block_size)
+        return max(0, needed - len(seq.block_table))
+
+    def _find_prefix(self, seq: BlockOwner) -> list[int]:
+        """Blocks of the longest cached prefix, remembered while the cache does not change."""
+        if not self.enable_prefix_caching:
+            return []
+        if self._match is not None and self._match[0] is seq and self._match[1] == self.pool.version:
+            return self._match[2]
+        found: list[int] = []
+        parent = _chain_root(seq)
+        for index in range(len(seq.token_ids) // self.block_size):
+            block = self.pool.find(_digest(seq, index), seq.block(index), parent)
+            if block is None:
+                break
+            found.append(block.block_id)
+            parent = block.uid
+        self._match = (seq, self.pool.version, found)
+        return found
+
+
+def _digest(seq: BlockOwner, index: int) -> int:
+    """Digest of a sequence's block, computed at most once in the sequence's life."""
+    if index == len(seq.block_hashes):
+        prefix = seq.block_hashes[-1] if index else seq.cache_salt
+        seq.block_hashes.append(compute_hash(seq.block(index), NO_HASH if prefix is None else prefix))
+    return seq.block_hashes[index]
+
+
+def _chain_root(seq: BlockOwner) -> int:
+    """What a chain's first block follows: its salt, told apart from every block's uid by its sign."""
+    return -2 if seq.cache_salt is None else -3 - seq.cache_salt

@@ -1,0 +1,140 @@
+"""`BlockPool`: which blocks are free, in what order they are given out, and which hold a shareable prefix.
+
+The block manager decides for sequences; the pool only knows blocks.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from kvcache.block import UNPUBLISHED, Block
+from kvcache.hashing import NO_HASH
+
+
+class FreeBlocks:
+    """The free list: vacant blocks first, then cached ones, least recently used first. Every operation is O(1)."""
+
+    def __init__(self, block_ids: range) -> None:
+        self._vacant: deque[int] = deque(block_ids)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    def pop(self) -> int:
+        """Take the block whose content is least worth keeping."""
+        return self._vacant.popleft() if self._vacant else self._cached.popitem(last=False)[0]
+
+    def claim(self, block_id: int) -> None:
+        """Take this cached block, for its content."""
+        del self._cached[block_id]
+
+    def push(self, block_id: int, *, cached: bool) -> None:
+        """Give a block back: vacant, or as the most recently used of the cached ones."""
+        if cached:
+            self._cached[block_id] = None
+        else:
+            self._vacant.append(block_id)
+
+    def __len__(self) -> int:
+        return len(self._vacant) + len(self._cached)
+
+    def __iter__(self) -> Iterator[int]:
+        """The order in which blocks would be given out."""
+        yield from self._vacant
+        yield from self._cached
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._cached or block_id in self._vacant
+
+    def __getitem__(self, index: int) -> int:
+        return list(self)[index]
+
+
+class BlockPool:
+    """All blocks of one KV cache. Raises `IndexError`/`KeyError` on misuse only; callers check before they take."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_block_ids = FreeBlocks(range(num_blocks))
+        self.used_block_ids: set[int] = set()
+        self.hash_to_block_id: dict[int, int] = {}
+        self.version = 0
+        """Grows whenever what a prefix lookup would find may have changed."""
+        self._next_uid = 0
+
+    def take(self) -> Block:
+        """A fresh block with one reference; the content it cached, if any, is forgotten."""
+        block = self.blocks[self.free_block_ids.pop()]
+        if block.uid != UNPUBLISHED:
+            del self.hash_to_block_id[block.hash]
+            self.version += 1
+        block.reset()
+        self.used_block_ids.add(block.block_id)
+        return block
+
+    def share(self, block_id: int) -> Block:
+        """One more reference to a published block, in use or free."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            self.free_block_ids.claim(block_id)
+            self.used_block_ids.add(block_id)
+        block.ref_count += 1
+        return block
+
+    def release(self, block_id: int) -> None:
+        """One reference less; without any, the block is free, and keeps its content while it can."""
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.used_block_ids.remove(block_id)
+            self.free_block_ids.push(block_id, cached=block.uid != UNPUBLISHED)
+
+    def find(self, hash: int, token_ids: list[int], parent: int) -> Block | None:
+        """The published block with this digest, these very tokens, and this very parent."""
+        block_id = self.hash_to_block_id.get(hash)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        return block if block.parent == parent and block.token_ids == token_ids else None
+
+    def publish(self, block: Block, hash: int, token_ids: list[int], parent: int) -> int:
+        """Make a full block findable; returns the uid that the chain goes on from.
+
+        Where an equal block is findable already, that one's uid: both chains then go on as one. A digest taken by
+        other content keeps its first owner, and this chain ends in a uid that nothing finds.
+        """
+        known = self.find(hash, token_ids, parent)
+        if known is not None:
+            return known.uid
+        uid = self._next_uid
+        self._next_uid += 1
+        if hash not in self.hash_to_block_id:
+            block.update(hash, token_ids, uid, parent)
+            self.hash_to_block_id[hash] = block.block_id
+            self.version += 1
+        return uid
+
+    def check_integrity(self, references: dict[int, int]) -> None:
+        """Raise `AssertionError` unless the pool is consistent; `references` counts block-table entries by block."""
+        free = list(self.free_block_ids)
+        _check(len(free) == len(set(free)), "a block is in the free list twice")
+        _check(set(free).isdisjoint(self.used_block_ids), "a block is both free and used")
+        _check(len(free) + len(self.used_block_ids) == len(self.blocks), "free + used blocks are not all blocks")
+        for block in self.blocks:
+            expected = references.get(block.block_id, 0)
+            _check(block.ref_count == expected, f"{block} is referenced {expected} times by block tables")
+            _check(
+                (block.block_id in self.used_block_ids) == (block.ref_count > 0),
+                f"{block} is in the wrong list",
+            )
+            _check((block.uid == UNPUBLISHED) == (block.hash == NO_HASH), f"{block} is half published")
+            if block.uid != UNPUBLISHED:
+                _check(
+                    self.hash_to_block_id.get(block.hash) == block.block_id,
+                    f"{block} is not in the hash index",
+                )
+        for hash, block_id in self.hash_to_block_id.items():
+            _check(self.blocks[block_id].hash == hash, f"hash index entry {hash} names {self.blocks[block_id]}")
+
+
+def _check(condition: bool, message: str) -> None:
+    """Like `assert`, but kept under `python -O`: a wrong block table would answer with another request's text."""
+    if not condition:
+        raise AssertionError(f"KV-cache bookkeeping is broken: {message}")

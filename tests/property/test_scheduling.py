@@ -1,0 +1,233 @@
+"""The scheduler against a model of the KV cache: whatever happens, each step finds the KV it needs.
+
+The fake worker keeps, for each cache slot, the whole token prefix that its KV stands for. Before a row attends,
+every position of its context must hold exactly its own prefix. The next token is a function of the tokens alone,
+so each completion must equal the one that the sequence would get by itself.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.messages import RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+VOCAB = 5
+EOS = 4
+
+
+def next_token(tokens: list[int]) -> int:
+    """The pretended model: depends on the whole prefix."""
+    value = 1
+    for token in tokens:
+        value = (value * 31 + token + 7) % 1009
+    return value % VOCAB
+
+
+def expected_completion(prompt: list[int], max_tokens: int, ignore_eos: bool, limit: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, limit):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeWorker:
+    """Keeps rows by slot from what batches carry, as the real worker does, and KV as prefixes."""
+
+    def __init__(self, block_size: int, mtp_k: int) -> None:
+        self.block_size = block_size
+        self.mtp_k = mtp_k
+        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.salts: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        for seq in batch.new_seqs:
+            self.tokens[seq.slot] = list(seq.token_ids)
+            self.tables[seq.slot] = list(seq.block_table)
+            self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
+        for slot, start, block_ids in batch.appended_blocks:
+            assert len(self.tables[slot]) == start
+            self.tables[slot] += block_ids
+        rows = list(
+            zip(
+                batch.req_ids,
+                batch.slots.tolist(),
+                batch.context_lens,
+                batch.num_scheduled_tokens,
+                strict=True,
+            )
+        )
+        spans = {}
+        for (req_id, slot, end, count), scheduled in zip(rows, batch.scheduled_tokens, strict=True):
+            drafts = batch.scheduled_spec_decode_tokens.get(req_id, [])
+            context = [*self.tokens[slot], *drafts][:end]
+            assert scheduled == context[end - count :]
+            spans[req_id] = context
+            for position in range(end - count, end):
+                self.kv[self.cell(slot, position)] = self.content(slot, context, position)
+        for req_id, slot, end, _ in rows:
+            for position in range(end):
+                assert self.kv[self.cell(slot, position)] == self.content(slot, spans[req_id], position)
+        return self.sample(batch, rows)
+
+    def sample(self, batch: ScheduledBatch, rows: list[tuple[int, int, int, int]]) -> ScheduledBatchOutput:
+        """Verify drafts and propose new ones: the right token, then a wrong one, so that some are rejected."""
+        accepted: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, list[int]] = {}
+        for req_id, slot, end, _ in rows:
+            known = self.tokens[slot]
+            proposed = batch.scheduled_spec_decode_tokens.get(req_id, [])
+            if end < len(known) + len(proposed):
+                continue
+            new = [next_token(known)]
+            for draft in proposed:
+                if draft != new[-1]:
+                    break
+                new.append(next_token(known + new))
+            known += new
+            accepted[req_id] = tuple(new)
+            if self.mtp_k:
+                right = next_token(known)
+                drafts[req_id] = [right, (right + 1) % VOCAB, right, right][: self.mtp_k]
+        return ScheduledBatchOutput(accepted, drafts or None)
+
+    def cell(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot][position // self.block_size], position % self.block_size
+
+    def content(self, slot: int, context: list[int], position: int) -> tuple[int, ...]:
+        return (self.salts[slot], *context[: position + 1])
+
+
+class SchedulingMachine(RuleBasedStateMachine):
+    """Random add, step, abort and preempt; integrity after each."""
+
+    live = Bundle("live")
+    policy = "prefill_first"
+    block_size = 4
+    num_blocks = 12
+    budget = 16
+    mtp_k = 0
+    caching = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        speculative = SimpleNamespace(num_speculative_tokens=self.mtp_k) if self.mtp_k else None
+        self.scheduler = Scheduler(
+            SimpleNamespace(
+                max_num_seqs=4,
+                max_num_batched_tokens=self.budget,
+                kv_cache_block_size=self.block_size,
+                num_kvcache_blocks=self.num_blocks,
+                enable_prefix_caching=self.caching,
+                scheduler_delay_factor=0.0,
+                scheduling_policy=self.policy,
+                bos_token_id=None,
+                eos_token_id=EOS,
+                stop_token_ids=[],
+                speculative_config=speculative,
+            )
+        )
+        self.worker = FakeWorker(self.block_size, self.mtp_k)
+        self.seqs: dict[int, Sequence] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+
+    def put_nowait(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ended, "output after the terminal one"
+            self.outputs[output.request_id] += output.output_tokens
+            assert output.finished == (output.finish_reason is not None)
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output.finish_reason
+
+    @rule(
+        target=live,
+        prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=40),
+        max_tokens=st.integers(1, 20),
+        ignore_eos=st.booleans(),
+        salt=st.sampled_from([None, None, 0, 7]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, salt: int | None) -> Sequence:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        seq = Sequence(prompt, self.block_size, params, id=len(self.seqs), cache_salt=salt)
+        self.scheduler.add(seq)
+        self.seqs[seq.id] = seq
+        self.outputs[seq.id] = []
+        return seq
+
+    @precondition(lambda self: self.scheduler.has_requests())
+    @rule()
+    def step(self) -> None:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            assert self.scheduler.running or self.scheduler.waiting
+            return
+        batch, seqs = scheduled
+        assert batch.total_tokens_num == sum(batch.num_scheduled_tokens)
+        assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
+        assert all(count > 0 for count in batch.num_scheduled_tokens)
+        if self.policy == "prefill_first":
+            assert not (batch.total_seqs_num_prefill and batch.total_seqs_num_decode)
+        output = self.worker.forward(batch)
+        self.scheduler.postprocess(list(seqs.values()), output, self)
+
+    @rule(seq=consumes(live))
+    def abort(self, seq: Sequence) -> None:
+        outputs = self.scheduler.abort([seq.id])
+        assert len(outputs) == (seq.id not in self.ended)
+        self.put_nowait(outputs)
+        assert self.scheduler.abort([seq.id]) == []
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.scheduler.preempt(data.draw(st.sampled_from(list(self.scheduler.running))))
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if self.scheduler.is_finished():
+                break
+            self.step()
+        assert self.scheduler.is_finished(), "no progress"
+        assert len(self.scheduler.block_manager.free_block_ids) == self.num_blocks
+        assert self.ended.keys() == self.seqs.keys()
+        for seq_id, seq in self.seqs.items():
+            expected = expected_completion(
+                seq.prompt_token_ids, seq.max_tokens, seq.ignore_eos, self.block_size * self.num_blocks
+            )
+            if self.ended[seq_id] == "abort":
+                expected = expected[: len(self.outputs[seq_id])]
+            assert self.outputs[seq_id] == expected
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "prefill_first": {},
+    "prefill_first_without_cache": {"caching": False},
+    "mixed": {"policy": "mixed"},
+    "mixed_with_tiny_steps": {"policy": "mixed", "budget": 5},
+    "chunked_prompts": {"budget": 6},
+    "blocks_of_one_token": {"block_size": 1, "num_blocks": 48},
+    "drafts": {"mtp_k": 1},
+    "three_drafts_mixed": {"mtp_k": 3, "policy": "mixed"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_step_finds_its_kv_and_every_completion_is_its_own(variant: str) -> None:
+    machine = type(f"Machine_{variant}", (SchedulingMachine,), VARIANTS[variant])
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    machine.TestCase("runTest").runTest()
