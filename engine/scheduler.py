@@ -97,8 +97,14 @@ class Scheduler:
         return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
 
     def fail(self, seqs: Iterable[Sequence], error: str) -> list[RequestOutput]:
-        """End sequences that a step could not compute; `error` is the sentence their clients get."""
-        return self._remove([seq for seq in seqs if not seq.is_finished], "error", error)
+        """End sequences that a step could not compute; `error` is the sentence their clients get.
+
+        Their blocks were published when the step was scheduled: nobody may find in them what was never written.
+        """
+        live = [seq for seq in seqs if not seq.is_finished]
+        for seq in live:
+            self.block_manager.forget(seq)
+        return self._remove(live, "error", error)
 
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""

@@ -128,6 +128,11 @@ class BlockManager:
         seq.num_cached_tokens = 0
         seq.num_published_blocks = 0
 
+    def forget(self, seq: BlockOwner) -> None:
+        """Share this sequence's blocks with nobody further: a step that should have filled them may not have."""
+        for block_id in seq.block_table:
+            self.pool.unpublish(self.pool.blocks[block_id])
+
     def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
         """Raise `AssertionError` unless the blocks' state equals what these sequences' block tables say.
 

@@ -62,9 +62,7 @@ class BlockPool:
     def take(self) -> Block:
         """A fresh block with one reference; the content it cached, if any, is forgotten."""
         block = self.blocks[self.free_block_ids.pop()]
-        if block.uid != UNPUBLISHED:
-            del self.hash_to_block_id[block.hash]
-            self.version += 1
+        self.unpublish(block)
         block.reset()
         self.used_block_ids.add(block.block_id)
         return block
@@ -110,6 +108,13 @@ class BlockPool:
             self.hash_to_block_id[hash] = block.block_id
             self.version += 1
         return uid
+
+    def unpublish(self, block: Block) -> None:
+        """Make a block's content unfindable; sequences that hold the block keep it."""
+        if block.uid != UNPUBLISHED:
+            del self.hash_to_block_id[block.hash]
+            block.update(NO_HASH, [])
+            self.version += 1
 
     def check_integrity(self, references: dict[int, int]) -> None:
         """Raise `AssertionError` unless the pool is consistent; `references` counts block-table entries by block."""

@@ -1,0 +1,249 @@
+"""Paged KV-cache bookkeeping: what a reader of the specification's §3 and §4 may rely on, and its corrections."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import xxhash
+
+from engine.sequence import Sequence
+from kvcache import block_manager as block_manager_module
+from kvcache.block_manager import Block, BlockManager
+
+BLOCK_SIZE = 4
+
+
+def make_manager(num_blocks: int = 8, block_size: int = BLOCK_SIZE, caching: bool = True) -> BlockManager:
+    return BlockManager(
+        SimpleNamespace(kv_cache_block_size=block_size, num_kvcache_blocks=num_blocks, enable_prefix_caching=caching)
+    )
+
+
+def make_seq(tokens: list[int], block_size: int = BLOCK_SIZE, salt: int | None = None) -> Sequence:
+    return Sequence(tokens, block_size, cache_salt=salt)
+
+
+def test_block_starts_unhashed_and_reset_gives_it_one_reference() -> None:
+    block = Block(3)
+    assert (block.block_id, block.ref_count, block.hash, block.token_ids) == (3, 0, -1, [])
+    block.update(17, [1, 2])
+    assert (block.hash, block.token_ids) == (17, [1, 2])
+    block.reset()
+    assert (block.ref_count, block.hash, block.token_ids) == (1, -1, [])
+
+
+def test_hash_is_the_specifications_chained_xxhash64_of_int64_tokens() -> None:
+    tokens = [1, 2, 3, 2**31]
+    plain = xxhash.xxh64(np.array(tokens).tobytes()).intdigest()
+    assert BlockManager.compute_hash(tokens) == plain
+    chained = xxhash.xxh64((5).to_bytes(8, "little") + np.array(tokens).tobytes()).intdigest()
+    assert BlockManager.compute_hash(tokens, 5) == chained
+    assert plain != chained
+
+
+def test_allocate_takes_one_block_for_every_started_block_of_tokens() -> None:
+    manager = make_manager()
+    seq = make_seq(list(range(9)))
+    manager.allocate(seq)
+    assert seq.block_table == [0, 1, 2]
+    assert manager.used_block_ids == {0, 1, 2}
+    assert len(manager.free_block_ids) == 5
+    assert [manager.blocks[i].hash != -1 for i in seq.block_table] == [True, True, False]
+    manager.check_integrity([seq])
+
+
+def test_an_equal_prefix_shares_blocks_while_in_use_and_after() -> None:
+    manager = make_manager()
+    first, second = make_seq(list(range(10))), make_seq([*range(8), 99, 98])
+    manager.allocate(first)
+    manager.allocate(second)
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    assert second.num_cached_tokens == 8
+    assert manager.blocks[first.block_table[0]].ref_count == 2
+    manager.deallocate(first)
+    manager.deallocate(second)
+    assert len(manager.free_block_ids) == 8
+    third = make_seq(list(range(10)))
+    manager.allocate(third)
+    assert third.num_cached_tokens == 8
+    manager.check_integrity([third])
+
+
+def test_after_the_first_miss_nothing_further_hits() -> None:
+    manager = make_manager()
+    manager.allocate(make_seq([1, 2, 3, 4, 5, 6, 7, 8]))
+    other = make_seq([9, 9, 9, 9, 5, 6, 7, 8])
+    manager.allocate(other)
+    assert other.num_cached_tokens == 0
+
+
+def test_a_full_hit_is_counted_whole() -> None:
+    manager = make_manager()
+    manager.allocate(make_seq(list(range(8))))
+    again = make_seq(list(range(8)))
+    manager.allocate(again)
+    assert again.num_cached_tokens == 8
+
+
+def test_without_prefix_caching_nothing_is_shared() -> None:
+    manager = make_manager(caching=False)
+    first, second = make_seq(list(range(8))), make_seq(list(range(8)))
+    manager.allocate(first)
+    manager.allocate(second)
+    assert second.num_cached_tokens == 0
+    assert set(first.block_table).isdisjoint(second.block_table)
+
+
+def test_different_salts_never_share() -> None:
+    manager = make_manager()
+    for seq in (make_seq(list(range(8)), salt=0), make_seq(list(range(8)), salt=1), make_seq(list(range(8)))):
+        manager.allocate(seq)
+        assert seq.num_cached_tokens == 0
+        manager.deallocate(seq)
+    again = make_seq(list(range(8)), salt=1)
+    manager.allocate(again)
+    assert again.num_cached_tokens == 8
+
+
+def test_a_digest_shared_by_other_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager_module, "compute_hash", lambda tokens, prefix: 7)
+    manager = make_manager()
+    first, second = make_seq([1, 2, 3, 4]), make_seq([5, 6, 7, 8])
+    manager.allocate(first)
+    manager.allocate(second)
+    assert second.num_cached_tokens == 0
+    assert set(first.block_table).isdisjoint(second.block_table)
+    manager.check_integrity([first, second])
+
+
+def test_equal_tokens_after_another_parent_are_no_hit_even_with_an_equal_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_manager_module, "compute_hash", lambda tokens, prefix: tokens[0])
+    manager = make_manager()
+    first, second = make_seq([1, 2, 3, 4, 9, 9, 9, 9]), make_seq([5, 6, 7, 8, 9, 9, 9, 9])
+    manager.allocate(first)
+    manager.allocate(second)
+    assert second.num_cached_tokens == 0
+    manager.check_integrity([first, second])
+
+
+def test_the_tail_of_a_freed_prefix_is_recycled_before_its_head() -> None:
+    manager = make_manager(num_blocks=3)
+    first = make_seq([1, 1, 1, 1, 2, 2, 2, 2])
+    manager.allocate(first)
+    head = first.block_table[0]
+    manager.deallocate(first)
+    other = make_seq([3] * 8)
+    manager.allocate(other)
+    manager.deallocate(other)
+    again = make_seq([1, 1, 1, 1, 2, 2, 2, 2])
+    manager.allocate(again)
+    assert again.num_cached_tokens == 4
+    assert again.block_table[0] == head
+    manager.check_integrity([again])
+
+
+def test_vacant_blocks_are_used_before_cached_ones_and_those_least_recently_used_first() -> None:
+    manager = make_manager(num_blocks=4)
+    old, new = make_seq([1] * 4), make_seq([2] * 4)
+    for seq in (old, new):
+        manager.allocate(seq)
+    old_block, new_block = old.block_table[0], new.block_table[0]
+    manager.deallocate(old)
+    manager.deallocate(new)
+    assert list(manager.free_block_ids) == [2, 3, old_block, new_block]
+
+
+def test_a_block_is_shared_only_once_the_step_that_fills_it_is_scheduled() -> None:
+    manager = make_manager()
+    chunked = make_seq(list(range(12)))
+    manager.allocate(chunked, num_computed=5)
+    assert manager.count_cached_tokens(make_seq(list(range(12)))) == 4
+    manager.publish(chunked, 12)
+    assert manager.count_cached_tokens(make_seq(list(range(12)))) == 12
+
+
+def test_generated_blocks_are_shared_as_well() -> None:
+    manager = make_manager()
+    seq = make_seq([1, 2, 3])
+    manager.allocate(seq)
+    for token in (4, 5):
+        seq.append_token(token)
+        assert manager.can_append(seq)
+        manager.may_append(seq)
+    follow_up = make_seq([1, 2, 3, 4, 5, 6])
+    manager.allocate(follow_up)
+    assert follow_up.num_cached_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("length", "new_tokens", "blocks"), [(4, 1, 1), (5, 1, 2), (8, 1, 2), (5, 4, 2), (5, 5, 3), (4, 9, 3)]
+)
+def test_may_append_reserves_for_every_new_token(length: int, new_tokens: int, blocks: int) -> None:
+    manager = make_manager()
+    seq = make_seq([0] * 4)
+    manager.allocate(seq)
+    for _ in range(length - 4):
+        seq.append_token(0)
+    assert manager.can_append(seq, new_tokens)
+    added = manager.may_append(seq, new_tokens)
+    assert len(seq.block_table) == blocks
+    assert added == seq.block_table[1:]
+
+
+def test_can_append_needs_a_block_only_when_the_last_one_is_full() -> None:
+    manager = make_manager(num_blocks=1)
+    seq = make_seq([1, 2, 3])
+    manager.allocate(seq)
+    seq.append_token(4)
+    assert manager.can_append(seq)
+    seq.append_token(5)
+    assert not manager.can_append(seq)
+
+
+def test_can_allocate_counts_cached_blocks_in_use_as_free_of_cost() -> None:
+    manager = make_manager(num_blocks=4)
+    first = make_seq(list(range(12)))
+    manager.allocate(first)
+    assert manager.can_allocate(make_seq([*range(12), 50]))
+    assert not manager.can_allocate(make_seq([*range(100, 108)]))
+
+
+def test_cached_blocks_that_are_free_are_not_counted_twice() -> None:
+    manager = make_manager(num_blocks=4)
+    first = make_seq(list(range(8)))
+    manager.allocate(first)
+    manager.deallocate(first)
+    assert manager.can_allocate(make_seq([*range(8), *range(50, 58)]))
+    assert not manager.can_allocate(make_seq([*range(8), *range(50, 59)]))
+
+
+def test_deallocate_clears_the_sequence_and_keeps_shared_blocks_in_use() -> None:
+    manager = make_manager()
+    first, second = make_seq(list(range(8))), make_seq(list(range(8)))
+    manager.allocate(first)
+    manager.allocate(second)
+    manager.deallocate(first)
+    assert first.block_table == []
+    assert first.num_cached_tokens == 0
+    assert manager.used_block_ids == set(second.block_table)
+    manager.check_integrity([second])
+
+
+def test_block_size_one_caches_every_token() -> None:
+    manager = make_manager(block_size=1)
+    manager.allocate(make_seq([1, 2, 3], block_size=1))
+    again = make_seq([1, 2, 9], block_size=1)
+    manager.allocate(again)
+    assert again.num_cached_tokens == 2
+
+
+def test_integrity_check_sees_a_lost_reference() -> None:
+    manager = make_manager()
+    seq = make_seq([1, 2, 3])
+    manager.allocate(seq)
+    manager.blocks[0].ref_count = 2
+    with pytest.raises(AssertionError, match="referenced 1 times"):
+        manager.check_integrity([seq])
