@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
 from engine.messages import RequestOutput, SchedulerStats
 from engine.sequence import Sequence, SequenceStatus, SequenceType
+from engine.step_builder import DecodeRows, StepBuilder
 from engine.stops import StopConditions
 from kvcache.block_manager import BlockManager
 
@@ -68,7 +69,7 @@ class Scheduler:
         self._free_slots = list(reversed(range(self._num_slots)))
         self._prefilling: list[Sequence] = []
         """Running sequences whose prompt is computed in part, in order of admission."""
-        self._decode_rows: _DecodeRows | None = None
+        self._decode_rows: DecodeRows | None = None
         """Running sequences whose prompt is computed; None after any of them came or went."""
         self._prefix_queried_tokens = 0
         self._prefix_hit_tokens = 0
@@ -132,7 +133,7 @@ class Scheduler:
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
         """Choose the next step's work and reserve its blocks; None when there is none."""
-        step = _Step(self.max_num_batched_tokens, self.mtp_k)
+        step = StepBuilder(self.max_num_batched_tokens, self.mtp_k)
         may_admit = self._passed_delay(time.time())
         if self.mixed:
             self._schedule_decodes(step)
@@ -260,7 +261,7 @@ class Scheduler:
         waited = now - min(seq.arrive_time for seq in self.waiting)
         return waited > self.delay_factor * self.last_prompt_latency
 
-    def _schedule_prefills(self, step: "_Step", may_admit: bool) -> None:
+    def _schedule_prefills(self, step: StepBuilder, may_admit: bool) -> None:
         """Go on with prompts begun, then start waiting ones, in order, while budget, slots and blocks last."""
         for seq in list(self._prefilling):
             count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
@@ -280,11 +281,11 @@ class Scheduler:
             self.waiting.popleft()
             self._admit(step, seq, seq.num_tokens - num_new, count)
 
-    def _may_split(self, step: "_Step", num_new: int) -> bool:
+    def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that the step's rest cannot hold starts with a part of it."""
         return self.mixed or (num_new > self.max_num_batched_tokens and not step.num_prefills)
 
-    def _admit(self, step: "_Step", seq: Sequence, start: int, count: int) -> None:
+    def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
         self._prefix_queried_tokens += seq.num_tokens
         self.block_manager.allocate(seq, start + count)
@@ -299,7 +300,7 @@ class Scheduler:
         step.new_seqs.append(seq)
         self._add_prefill(step, seq, count)
 
-    def _add_prefill(self, step: "_Step", seq: Sequence, count: int) -> None:
+    def _add_prefill(self, step: StepBuilder, seq: Sequence, count: int) -> None:
         seq.type = SequenceType.PREFILL
         seq.num_computed_tokens += count
         self._prefill_tokens += count
@@ -308,27 +309,28 @@ class Scheduler:
             self._decode_rows = None
         step.add_prefill(seq, count)
 
-    def _schedule_decodes(self, step: "_Step") -> None:
+    def _schedule_decodes(self, step: StepBuilder) -> None:
         """One token, and its drafts, of every running sequence whose prompt is computed.
 
         Python looks closely only at a sequence that needs a block or fills one, one step in `block_size`.
         """
         rows = self._decode_rows
         if rows is None:
-            rows = self._decode_rows = _DecodeRows(seq for seq in self.running if seq not in self._prefilling)
+            rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
         lengths = list(map(len, rows.token_ids))
         # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
         size, k = self.block_manager.block_size, self.mtp_k
         eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
         for i in eventful:
-            if rows.seqs[i].status is SequenceStatus.RUNNING:
-                self._grow(step, rows.seqs[i], 1 + k)
+            seq = rows.seqs[i]
+            if seq.status is SequenceStatus.RUNNING:
+                self._grow(step, seq, 1 + min(k, seq.num_useful_drafts))
         if self._decode_rows is None:
             self._schedule_decodes(step)
         else:
             step.add_decodes(rows, lengths)
 
-    def _grow(self, step: "_Step", seq: Sequence, num_new_tokens: int) -> None:
+    def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
         while not self.block_manager.can_append(seq, num_new_tokens):
             victim = self.running[-1]
@@ -379,76 +381,3 @@ def _tell_first_token(seq: Sequence, output: RequestOutput) -> None:
     seq.first_token_time = time.time()
     output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
     output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
-
-
-class _DecodeRows:
-    """The sequences that decode, and what of them stays the same from step to step."""
-
-    def __init__(self, seqs: Iterable[Sequence]) -> None:
-        self.seqs = list(seqs)
-        self.token_ids = [seq.token_ids for seq in self.seqs]
-        self.counts = [1] * len(self.seqs)
-        for seq in self.seqs:
-            seq.type = SequenceType.DECODE
-
-
-class _Step:
-    """The step being scheduled: what it computes so far, and the token budget that is left."""
-
-    def __init__(self, budget: int, num_drafts: int) -> None:
-        self.budget = budget
-        self.num_drafts = num_drafts
-        self.seqs: dict[int, Sequence] = {}
-        self.counts: list[int] = []
-        self.context_lens: list[int] = []
-        self.drafts: dict[int, list[int]] = {}
-        self.num_decodes = 0
-        self.num_decode_tokens = 0
-        self.new_seqs: list[Sequence] = []
-        self.appended_blocks: list[AppendedBlocks] = []
-
-    @property
-    def num_prefills(self) -> int:
-        return len(self.seqs) - self.num_decodes
-
-    def add_prefill(self, seq: Sequence, count: int) -> None:
-        """Compute the next `count` tokens of a prompt; `seq.num_computed_tokens` counts them already."""
-        self.seqs[seq.id] = seq
-        self.counts.append(count)
-        self.context_lens.append(seq.num_computed_tokens)
-        self.budget -= count
-
-    def add_decodes(self, rows: _DecodeRows, lengths: list[int]) -> None:
-        """Compute the last known token of running sequences of these lengths, and their drafts. Comes first."""
-        for seq, length in zip(rows.seqs, lengths, strict=True):
-            seq.num_computed_tokens = length
-        self.seqs = {seq.id: seq for seq in rows.seqs}
-        self.num_decodes = len(rows.seqs)
-        self.counts, self.context_lens = rows.counts, lengths
-        if self.num_drafts:
-            self.drafts = {seq.id: list(seq.spec_token_ids) for seq in rows.seqs if seq.spec_token_ids}
-            drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]
-            self.counts = [1 + count for count in drafted]
-            self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
-        self.num_decode_tokens = sum(self.counts)
-        self.counts = self.counts.copy()
-        self.budget -= self.num_decodes * (1 + self.num_drafts)
-
-    def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
-        total = sum(self.counts)
-        batch = ScheduledBatch(
-            self.seqs,
-            self.counts,
-            total,
-            total - self.num_decode_tokens,
-            self.num_decode_tokens,
-            len(self.seqs),
-            self.num_prefills,
-            self.num_decodes,
-            num_spec_step=self.num_drafts,
-            scheduled_spec_decode_tokens=self.drafts,
-            context_lens=self.context_lens,
-            new_seqs=self.new_seqs,
-            appended_blocks=self.appended_blocks,
-        )
-        return batch, self.seqs

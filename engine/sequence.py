@@ -139,6 +139,11 @@ class Sequence:
         return self.completion_token_ids
 
     @property
+    def num_useful_drafts(self) -> int:
+        """Drafts that could still be accepted before `token_limit`, besides the token that each step brings."""
+        return max(0, self.token_limit - len(self.token_ids) - 1)
+
+    @property
     def num_cached_blocks(self) -> int:
         return self.num_cached_tokens // self.block_size
 

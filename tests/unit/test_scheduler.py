@@ -359,6 +359,14 @@ class TestDrafts:
         assert batch.scheduled_tokens == [[50, 51, 52, 53]]
         assert len(seq.block_table) == 2
 
+    def test_no_draft_goes_past_the_length_limit(self) -> None:
+        scheduler = self.make(3)
+        seq = make_seq(4, max_tokens=3)
+        scheduler.add(seq)
+        run_step(scheduler)
+        seq.spec_token_ids = [51, 52, 53]
+        assert schedule(scheduler)[0].scheduled_tokens == [[50, 51]]
+
     def test_acceptance_is_counted(self) -> None:
         scheduler = self.make()
         scheduler.update_spec_stats(2)

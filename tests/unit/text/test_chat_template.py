@@ -1,0 +1,130 @@
+"""`ChatTemplate`: where templates are found, what they may do, and how their refusals are told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine import chat_template
+from engine.chat_template import ChatTemplate
+from models.errors import CheckpointError
+
+HELLO = [{"role": "user", "content": "Hello <b>&'\"</b> 日本"}]
+
+
+def render(source: str, *args: object, **kwargs: object) -> str:
+    """What the template `source` makes of `HELLO`."""
+    return ChatTemplate({"default": source}).render(HELLO, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_template_has_none(tmp_path: Path) -> None:
+    assert ChatTemplate.from_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize("present", ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"])
+def test_each_file_is_read_and_the_earlier_wins(tmp_path: Path, present: str) -> None:
+    files = ["chat_template.jinja", "tokenizer_config.json", "chat_template.json"]
+    for file in files[files.index(present) :]:
+        source = f"{file}: {{{{ messages[0].role }}}}"
+        (tmp_path / file).write_text(source if file.endswith("jinja") else json.dumps({"chat_template": source}))
+    template = ChatTemplate.from_checkpoint(tmp_path)
+    assert template is not None
+    assert template.render(HELLO) == f"{present}: user"
+
+
+def test_tool_use_is_chosen_when_tools_are_given(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_checkpoint(tmp_path)
+    assert template is not None
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "1 tools"
+
+
+def test_named_templates_may_be_files(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "chat_templates").mkdir()
+    (tmp_path / "chat_templates" / "tool_use.jinja").write_text("with tools")
+    template = ChatTemplate.from_checkpoint(tmp_path)
+    assert template is not None
+    assert template.render(HELLO, tools=[]) == "with tools"
+
+
+def test_special_tokens_of_the_checkpoint_are_variables(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}x{{ eos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = ChatTemplate.from_checkpoint(tmp_path)
+    assert template is not None
+    assert template.render(HELLO) == "<s>x</s>"
+
+
+def test_further_variables_reach_the_template() -> None:
+    assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+
+
+def test_the_generation_prompt_is_asked_for_by_default() -> None:
+    source = "{{ messages[0].role }}{% if add_generation_prompt %}:{% endif %}"
+    assert render(source) == "user:"
+    assert render(source, add_generation_prompt=False) == "user"
+
+
+def test_json_is_written_without_html_escapes_and_with_the_callers_layout() -> None:
+    assert render("{{ messages[0].content | tojson }}") == json.dumps(HELLO[0]["content"], ensure_ascii=False)
+    assert render("{{ messages | tojson(indent=2) }}") == json.dumps(HELLO, ensure_ascii=False, indent=2)
+    assert render("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}") == '{"a":2,"b":1}'
+
+
+def test_blocks_take_their_line_with_them() -> None:
+    assert render("  {% for m in messages %}\n{{ m.role }}\n  {% endfor %}\n.") == "user\n."
+
+
+def test_loop_controls_and_the_generation_tag_are_understood() -> None:
+    source = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(source + "{% generation %}kept{% endgeneration %}") == "01kept"
+
+
+def test_the_time_is_at_hand() -> None:
+    assert render("{{ strftime_now('%%') }}") == "%"
+
+
+def test_a_refusal_is_told_in_the_templates_words() -> None:
+    with pytest.raises(ValueError, match="cannot render these messages: Roles must alternate"):
+        render("{{ raise_exception('Roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages[0].missing.deeper }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro loop() %}{{ loop() }}{% endmacro %}{{ loop() }}",
+    ],
+)
+def test_what_a_template_may_not_or_cannot_do_is_a_value_error(source: str) -> None:
+    with pytest.raises(ValueError, match="chat template cannot render these messages"):
+        render(source)
+
+
+def test_a_runaway_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARACTERS", 1000)
+    with pytest.raises(ValueError, match="more than 1000 characters"):
+        render("{% for i in range(99999) %}{{ i }}{% endfor %}")
+
+
+def test_named_templates_without_a_default_are_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"no default among its templates \['rag'\]"):
+        ChatTemplate({"rag": "x"}).render(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [("{% if %}", "does not compile: line 1"), (7, "must be a string or a list"), ([{"name": "x"}], "must be a string")],
+)
+def test_a_broken_template_is_found_when_the_checkpoint_is_read(tmp_path: Path, entry: object, words: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(CheckpointError, match=words):
+        ChatTemplate.from_checkpoint(tmp_path)

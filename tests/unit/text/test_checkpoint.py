@@ -1,0 +1,77 @@
+"""`resolve_checkpoint`: where a checkpoint comes from, and one sentence when it does not."""
+
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+from engine.checkpoint import resolve_checkpoint
+from models.demo import CHECKPOINT_DIR
+from models.errors import CheckpointError
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
+    """A hub that gives `tmp_path`, or raises `answer`; it notes what it was asked."""
+    calls: dict[str, object] = {}
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        calls.update(options, repo_id=repo_id)
+        if isinstance(error := calls.get("error"), Exception):
+            raise error
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+def test_no_model_is_the_embedded_one(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    monkeypatch.setattr("engine.checkpoint.CHECKPOINT_DIR", checkpoint)
+    assert resolve_checkpoint(None) == checkpoint
+    assert CHECKPOINT_DIR.name == "checkpoint"
+
+
+def test_a_directory_is_itself(checkpoint: Path) -> None:
+    assert resolve_checkpoint(str(checkpoint)) == checkpoint
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        resolve_checkpoint(str(tmp_path))
+
+
+def test_a_file_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="which is a file"):
+        resolve_checkpoint(str(checkpoint / "config.json"))
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./missing", "a/b/c", "name with spaces", ""])
+def test_a_path_that_is_no_hub_id_never_reaches_the_hub(hub: dict[str, object], model: str) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        resolve_checkpoint(model)
+    assert not hub
+
+
+def test_a_hub_id_is_downloaded_without_other_weight_formats(hub: dict[str, object], checkpoint: Path) -> None:
+    assert resolve_checkpoint("owner/name", revision="v2") == checkpoint
+    assert (hub["repo_id"], hub["revision"]) == ("owner/name", "v2")
+    assert isinstance(hub["allow_patterns"], list)
+    assert not [pattern for pattern in hub["allow_patterns"] if "bin" in pattern or ".pt" in pattern]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LocalEntryNotFoundError("x"), "cannot be reached"),
+        (RepositoryNotFoundError("x", response=httpx.Response(404, request=httpx.Request("GET", "http://hub"))), "no such"),
+        (OSError("No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_failed_download_is_one_sentence(hub: dict[str, object], error: Exception, words: str) -> None:
+    hub["error"] = error
+    with pytest.raises(CheckpointError, match=words) as caught:
+        resolve_checkpoint("owner/name")
+    assert "owner/name" in str(caught.value)
+    assert "\n" not in str(caught.value)
