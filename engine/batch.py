@@ -116,14 +116,16 @@ class ScheduledBatch:
 class ScheduledBatchOutput:
     """Tokens sampled in one step.
 
-    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed
-    is absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that
-    asked, one entry a token. The key -1 in `token_ids` marks deferred output, as in the specification.
+    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is absent.
+    `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one entry a
+    token. `errors` says of rows that could not be sampled, which are absent from the rest, why. The key -1 in `token_ids`
+    marks deferred output, as in the specification.
     """
 
     token_ids: dict[int, tuple[int, ...]]
     draft_token_ids: dict[int, list[int]] | None = None
     logprobs: dict[int, list[TokenLogprobs]] | None = None
+    errors: dict[int, str] | None = None
     req_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -191,6 +191,8 @@ class Scheduler:
             self._release(seq, SequenceStatus.FINISHED)
         if finished:
             self.running = deque(seq for seq in self.running if seq.status is running)
+        if fwd_output.errors:
+            outputs += self._fail_rows(seqs, fwd_output.errors)
         if stream_output_queue is not None and outputs:
             stream_output_queue.put_nowait(outputs)
         return finished
@@ -350,6 +352,9 @@ class Scheduler:
             if seq.spec_token_ids and seq.id in fwd_output.token_ids:
                 self.update_spec_stats(len(fwd_output.token_ids[seq.id]))
             seq.spec_token_ids = (fwd_output.draft_token_ids or {}).get(seq.id, [])
+
+    def _fail_rows(self, seqs: Iterable[Sequence], errors: dict[int, str]) -> list[RequestOutput]:
+        return [output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id])]
 
     def _remove(self, seqs: list[Sequence], reason: str, error: str | None = None) -> list[RequestOutput]:
         for seq in seqs:

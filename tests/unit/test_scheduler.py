@@ -423,3 +423,18 @@ class TestQueue:
         scheduler.check_integrity()
         scheduler.add(make_seq(9))
         assert schedule(scheduler)[0].num_cached_tokens == [0]
+
+    def test_a_row_that_could_not_be_sampled_fails_alone(self) -> None:
+        scheduler = make_scheduler()
+        broken, whole = make_seq(3), make_seq([7] * 3)
+        scheduler.extend([broken, whole])
+        _, seqs = schedule(scheduler)
+        queue = Queue()
+        output = ScheduledBatchOutput({whole.id: (50,)}, errors={broken.id: "not a number"})
+        scheduler.postprocess(list(seqs.values()), output, queue)
+        assert {out.request_id: (out.output_tokens, out.error) for out in queue.outputs} == {
+            whole.id: ([50], None),
+            broken.id: ([], "not a number"),
+        }
+        assert list(scheduler.running) == [whole]
+        scheduler.check_integrity()
