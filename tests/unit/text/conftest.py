@@ -16,7 +16,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "Grüße aus Köln, 日
 
 @pytest.fixture
 def byte_level_backend() -> tokenizers.Tokenizer:
-    """GPT-2-like, with tokens that hold parts of characters, two special tokens and one added plain token."""
+    """GPT-2-like, with tokens that hold parts of characters, two special tokens and two added plain ones."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -27,14 +27,21 @@ def byte_level_backend() -> tokenizers.Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("<tool call>", normalized=False)])
+    backend.add_tokens([AddedToken("<tool call>", normalized=False), AddedToken("banana", normalized=False)])
     return backend
 
 
 @pytest.fixture
 def byte_fallback_backend() -> tokenizers.Tokenizer:
     """Llama-2-like: words begin with `▁`, unknown characters fall back to `<0xE2>`, decoding drops the first space."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyzH,."]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyzH,.",
+    ]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("l", "l"), ("H", "e"), ("▁", "He"), ("▁He", "ll"), ("▁Hell", "o")]
     pieces += ["".join(pair) for pair in merges]
     backend = tokenizers.Tokenizer(

@@ -58,8 +58,14 @@ def test_special_tokens_of_the_checkpoint_are_variables(tmp_path: Path) -> None:
     assert template.render(HELLO) == "<s>x</s>"
 
 
-def test_further_variables_reach_the_template() -> None:
-    assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
+def test_further_variables_reach_the_template_whatever_their_name() -> None:
+    template = ChatTemplate({"default": "{{ enable_thinking }} {{ source }}"})
+    assert template.render(HELLO, enable_thinking=False, source="s", self=1) == "False s"
+
+
+def test_tools_and_documents_are_none_unless_given() -> None:
+    assert render("{{ tools is none }} {{ documents is none }}") == "True True"
+    assert render("{{ documents }}", documents=["d"]) == "['d']"
 
 
 def test_the_generation_prompt_is_asked_for_by_default() -> None:
@@ -88,7 +94,7 @@ def test_the_time_is_at_hand() -> None:
 
 
 def test_a_refusal_is_told_in_the_templates_words() -> None:
-    with pytest.raises(ValueError, match="cannot render these messages: Roles must alternate"):
+    with pytest.raises(ValueError, match="fails on these messages: Roles must alternate"):
         render("{{ raise_exception('Roles must alternate') }}")
 
 
@@ -105,7 +111,7 @@ def test_a_refusal_is_told_in_the_templates_words() -> None:
     ],
 )
 def test_what_a_template_may_not_or_cannot_do_is_a_value_error(source: str) -> None:
-    with pytest.raises(ValueError, match="chat template cannot render these messages"):
+    with pytest.raises(ValueError, match="chat template fails on these messages"):
         render(source)
 
 
@@ -122,7 +128,11 @@ def test_named_templates_without_a_default_are_told_apart() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "words"),
-    [("{% if %}", "does not compile: line 1"), (7, "must be a string or a list"), ([{"name": "x"}], "must be a string")],
+    [
+        ("{% if %}", "does not compile: line 1"),
+        (7, "must be a string or a list"),
+        ([{"name": "x"}], "must be a string"),
+    ],
 )
 def test_a_broken_template_is_found_when_the_checkpoint_is_read(tmp_path: Path, entry: object, words: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))

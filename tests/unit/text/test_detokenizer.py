@@ -1,5 +1,6 @@
-"""`IncrementalDetokenizer`: the same text however tokens are grouped; stop strings; nothing held longer than needed."""
+"""`IncrementalDetokenizer`: the same text however tokens are grouped, stop strings, nothing held without need."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,8 +11,19 @@ from engine.detokenizer import IncrementalDetokenizer
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
-TEXTS = ["the lazy dog 日本語 stop here", "👩‍👩‍👧 family, ééé", "Grüße\n\naus Köln", "aaab aab ab b"]
-STOPS = [["stop"], ["日本"], ["語"], ["\n\n", "family"], ["aab", "ab"], ["👩‍👧"], ["é,", "éé"], ["absent"], ["x", "n K"]]
+TEXTS = ["the lazy dog 日本語 stop here", "👩‍👩‍👧 family, ééé", "Grüße\n\naus Köln", "aaab aab ab b", "bananabcd"]
+STOPS = [
+    ["stop"],
+    ["日本"],
+    ["語"],
+    ["\n\n", "family"],
+    ["aab", "ab"],
+    ["👩‍👧"],
+    ["é,", "éé"],
+    ["absent"],
+    ["x", "n K"],
+]
+STOPS += [["abcd"], ["banana", "an"], ["na", "ana"], ["nab", "banana!"]]
 
 per_test = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
 
@@ -59,7 +71,7 @@ def test_any_grouping_of_any_ids_gives_the_whole_decodes_text(tokenizer: Tokeniz
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=24))
     skip = data.draw(st.booleans())
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
-    groups = [ids[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    groups = [ids[begin:end] for begin, end in itertools.pairwise(cuts)]
     assert run(tokenizer, groups, skip_special_tokens=skip)[0] == tokenizer.decode(ids, skip)
 
 
@@ -71,7 +83,7 @@ def test_any_grouping_of_any_text_stops_at_the_same_place(tokenizer: Tokenizer, 
     stops = data.draw(st.lists(st.text("ab日 ", min_size=1, max_size=4), min_size=1, max_size=4))
     ids = tokenizer.encode(text, add_special_tokens=False)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))) | {0, len(ids)})
-    groups = [ids[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+    groups = [ids[begin:end] for begin, end in itertools.pairwise(cuts)]
     result = run(tokenizer, groups, stop_strings=stops)
     assert result[:2] == expected(text, stops, include=False)
     assert result == run(tokenizer, [[token_id] for token_id in ids], stop_strings=stops)
@@ -117,7 +129,9 @@ def test_tokens_behind_a_stop_string_are_not_counted(byte_level: Tokenizer) -> N
     assert (text, stopped, num_tokens) == ("a", ".", 2)
 
 
-@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, "a"), (2, "ab"), (3, "aba"), (4, "abab"), (6, "ababab")])
+@pytest.mark.parametrize(
+    ("min_tokens", "shown"), [(0, ""), (1, "a"), (2, "ab"), (3, "aba"), (4, "abab"), (6, "ababab")]
+)
 def test_a_stop_string_complete_within_min_tokens_does_not_count(
     byte_level: Tokenizer, min_tokens: int, shown: str
 ) -> None:

@@ -110,10 +110,10 @@ def test_word_level_tokens_are_joined_as_their_decoder_joins_them(decoder: objec
         assert Tokenizer(backend).decode(ids) == backend.decode(ids)
 
 
-@pytest.mark.parametrize("surrogate", ["\ud83d", "\udc00"])
-def test_a_lone_surrogate_is_refused_with_its_position(tokenizer: Tokenizer, surrogate: str) -> None:
-    with pytest.raises(ValueError, match=r"lone surrogate U\+D\w{3} at character 2"):
-        tokenizer.encode(f"ab{surrogate}c")
+@pytest.mark.parametrize("surrogate", [0xD83D, 0xDC00])
+def test_a_lone_surrogate_is_refused_with_its_position(tokenizer: Tokenizer, surrogate: int) -> None:
+    with pytest.raises(ValueError, match=rf"lone surrogate U\+{surrogate:X} at character 2"):
+        tokenizer.encode(f"ab{chr(surrogate)}c")
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
@@ -126,11 +126,12 @@ def test_special_tokens_are_read_in_either_file_and_shape(checkpoint: Path, file
     assert tokenizer.bos_token_id is None
 
 
-def test_a_token_named_eos_is_special_although_the_vocabulary_does_not_say_so(checkpoint: Path) -> None:
-    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"eos_token": "the"}))
+@pytest.mark.parametrize("token", ["the", "<tool call>"], ids=["plain", "added"])
+def test_a_token_named_eos_is_special_although_the_vocabulary_does_not_say_so(checkpoint: Path, token: str) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     assert tokenizer.eos_token_id in tokenizer.special_ids
-    assert tokenizer.decode(tokenizer.encode("the fox")) == " fox"
+    assert tokenizer.decode(tokenizer.encode(f"{token} fox")) == " fox"
 
 
 def test_a_named_token_outside_the_vocabulary_adds_no_id(checkpoint: Path) -> None:

@@ -1,0 +1,169 @@
+"""`InputOutputProcessor.preprocess`: what reaches the engine, and the sentence for each thing that must not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.chat_template import ChatTemplate
+from engine.io_processor import InputOutputProcessor, InvalidRequest
+from engine.messages import ModelInfo, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+ModelInfos = Callable[..., ModelInfo]
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture
+def processor(byte_level: Tokenizer, model_info: ModelInfos) -> InputOutputProcessor:
+    return InputOutputProcessor(byte_level, ChatTemplate({"default": CHATML}), model_info())
+
+
+def refusal(processor: InputOutputProcessor, prompt: Any, **params: Any) -> tuple[str, str]:
+    """The sentence and the field of what `preprocess` raises."""
+    with pytest.raises(InvalidRequest) as caught:
+        processor.preprocess(prompt, SamplingParams(**params), request_id=1)
+    return str(caught.value), caught.value.param
+
+
+def test_text_is_tokenised_into_a_message_for_the_core(processor: InputOutputProcessor, byte_level: Tokenizer) -> None:
+    params = SamplingParams(max_tokens=4)
+    request = processor.preprocess("the fox", params, request_id=7, cache_salt=3)
+    assert request.request_id == 7
+    assert request.prompt_token_ids == byte_level.encode("the fox")
+    assert request.sampling_params == params
+    assert request.cache_salt == 3
+
+
+def test_token_ids_are_taken_as_they_are(processor: InputOutputProcessor) -> None:
+    assert processor.preprocess([5, 6], SamplingParams(max_tokens=4), request_id=1).prompt_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(processor: InputOutputProcessor, prompt: Any) -> None:
+    assert refusal(processor, prompt) == ("prompt is empty; it must have at least 1 token", "prompt")
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"text", ("a",)])
+def test_a_prompt_of_another_type_is_refused(processor: InputOutputProcessor, prompt: Any) -> None:
+    assert refusal(processor, prompt)[1] == "prompt"
+
+
+def test_a_lone_surrogate_is_refused(processor: InputOutputProcessor) -> None:
+    sentence, param = refusal(processor, "a\ud83d")
+    assert "lone surrogate U+D83D" in sentence
+    assert param == "prompt"
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31, 2**70, "vocab_size"])
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "logit_bias"])
+def test_a_token_id_outside_the_vocabulary_is_refused(
+    processor: InputOutputProcessor, byte_level: Tokenizer, field: str, token_id: Any
+) -> None:
+    size = byte_level.vocab_size
+    token_id = size if token_id == "vocab_size" else token_id
+    params = {
+        "stop_token_ids": {"stop_token_ids": [0, token_id]},
+        "logit_bias": {"logit_bias": {0: 1.0, token_id: 1.0}},
+    }
+    sentence, param = refusal(processor, [0, token_id] if field == "prompt" else [0], **params.get(field, {}))
+    assert sentence == f"{field} holds token id {token_id}; this model's token ids are between 0 and {size - 1}"
+    assert param == field
+
+
+@pytest.mark.parametrize("token_id", [True, 1.0, "1", None])
+@pytest.mark.parametrize("field", ["prompt", "stop_token_ids"])
+def test_a_token_id_that_is_no_integer_is_refused(processor: InputOutputProcessor, field: str, token_id: Any) -> None:
+    stop = {"stop_token_ids": [token_id]} if field == "stop_token_ids" else {}
+    sentence, param = refusal(processor, [5, token_id] if field == "prompt" else [5], **stop)
+    assert sentence == f"{field} holds {token_id!r}; token ids must be integers"
+    assert param == field
+
+
+def test_the_last_token_id_of_a_padded_vocabulary_is_accepted(byte_level: Tokenizer, model_info: ModelInfos) -> None:
+    processor = InputOutputProcessor(byte_level, None, model_info(vocab_size=byte_level.vocab_size + 8))
+    assert processor.preprocess([byte_level.vocab_size + 7], SamplingParams(max_tokens=1), request_id=1)
+
+
+def test_prompt_and_completion_may_fill_the_context_exactly(processor: InputOutputProcessor) -> None:
+    assert processor.preprocess([5] * 63, SamplingParams(max_tokens=1), request_id=1)
+    assert processor.preprocess([5] * 10, SamplingParams(max_tokens=54), request_id=1)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(processor: InputOutputProcessor) -> None:
+    sentence, param = refusal(processor, [5] * 64, max_tokens=1)
+    assert "prompt has 64 tokens, but the model's context of 64 tokens leaves room for at most 63" in sentence
+    assert param == "prompt"
+
+
+def test_a_prompt_that_an_empty_cache_could_not_hold_is_refused(byte_level: Tokenizer, model_info: ModelInfos) -> None:
+    processor = InputOutputProcessor(byte_level, None, model_info(num_kvcache_blocks=2))
+    sentence, param = refusal(processor, [5] * 32, max_tokens=1)
+    assert "the KV cache of 32 tokens" in sentence
+    assert param == "prompt"
+
+
+def test_more_max_tokens_than_the_context_leaves_are_refused(processor: InputOutputProcessor) -> None:
+    sentence, param = refusal(processor, [5] * 10, max_tokens=55)
+    assert "max_tokens is 55" in sentence
+    assert "leaves room for 54" in sentence
+    assert param == "max_tokens"
+
+
+def test_max_tokens_that_nobody_asked_for_are_cut_to_the_rest(processor: InputOutputProcessor) -> None:
+    params = SamplingParams(max_tokens=2**31 - 1, temperature=0.5)
+    request = processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True)
+    assert request.sampling_params == SamplingParams(max_tokens=54, temperature=0.5)
+
+
+def test_min_tokens_beyond_the_rest_are_refused_also_when_max_tokens_are_cut(processor: InputOutputProcessor) -> None:
+    params = SamplingParams(max_tokens=2**31 - 1, min_tokens=60)
+    with pytest.raises(InvalidRequest, match="min_tokens is 60") as caught:
+        processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True)
+    assert caught.value.param == "min_tokens"
+
+
+def test_a_chat_is_rendered_and_tokenised_with_its_own_special_tokens(
+    processor: InputOutputProcessor, byte_level: Tokenizer
+) -> None:
+    ids = processor.tokenize_chat([{"role": "user", "content": "the fox"}])
+    assert ids[0] == byte_level.token_id("<|im_start|>")
+    assert byte_level.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nthe fox<|im_end|>\n"
+
+
+def test_a_chat_with_bos_in_its_template_gets_no_second_one(byte_fallback: Tokenizer, model_info: ModelInfos) -> None:
+    template = ChatTemplate({"default": "{{ bos_token }}the"}, byte_fallback.special_tokens)
+    ids = InputOutputProcessor(byte_fallback, template, model_info()).tokenize_chat([])
+    assert ids.count(byte_fallback.bos_token_id or -1) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_is_refused(
+    byte_level: Tokenizer, model_info: ModelInfos, template: str | None, words: str
+) -> None:
+    chat_template = ChatTemplate({"default": template}) if template else None
+    processor = InputOutputProcessor(byte_level, chat_template, model_info())
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        processor.tokenize_chat([{"role": "user", "content": "hi"}])
+    assert caught.value.param == "messages"
+
+
+def test_results_of_completed_sequences_are_given_by_request_id(
+    processor: InputOutputProcessor, byte_level: Tokenizer
+) -> None:
+    states = []
+    for request_id, text in ((3, "fox"), (4, "dog")):
+        state = processor.start(processor.preprocess("the", SamplingParams(max_tokens=9), request_id=request_id))
+        state.push(RequestOutput(request_id, byte_level.encode(text), finished=True, finish_reason="max_tokens"))
+        states.append(state)
+    results = processor.postprocess(states)
+    assert {request_id: result["text"] for request_id, result in results.items()} == {3: "fox", 4: "dog"}
