@@ -1,0 +1,60 @@
+"""`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.forward_context import AttentionMetaData, KVCacheTensor
+
+
+class AttentionBackend(Protocol):
+    """Attention over a paged KV cache for one kind of device.
+
+    The model runner builds metadata once a step; each layer calls `forward` with it. GPU backends replay decode
+    steps from captured graphs: `init_capture` allocates the fixed buffers that graphs refer to, then for each size
+    `prepare_for_capture` gives metadata over those buffers, and before each replay `prepare_for_replay` copies the
+    step's values into them. A backend whose device has no graphs does nothing in the three.
+    """
+
+    name: str
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's K, and of its V."""
+
+    def build_metadata(
+        self,
+        *,
+        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        block_tables: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+        num_decodes: int,
+    ) -> AttentionMetaData:
+        """Everything that a step's layers share. B rows, `num_decodes` of one token first, then spans; T tokens.
+
+        `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
+        [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
+        """
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: AttentionMetaData,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+
+    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+        """Allocate the buffers of decode graphs of up to `max_batch_size` rows of `max_blocks` blocks."""
+
+    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+        """Metadata over those buffers for a graph of `batch_size` rows; None where the device has no graphs."""
+
+    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
+        """Copy a step's metadata into the buffers of the graph of `batch_size` rows."""

@@ -1,0 +1,156 @@
+"""The CPU attention backend, in plain torch over the paged cache: the reference for every other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan, StepPlan
+from models.forward_context import AttentionMetaData, KVCacheTensor
+
+
+class CPUAttentionBackend:
+    """Decodes as padded batches of similar lengths, prefill spans one by one; any mix of them in a step.
+
+    K and V are never repeated for the query heads that share them: a decode passes those heads as further queries,
+    a span as heads over one expanded K and V.
+    """
+
+    name = "cpu"
+
+    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """[num_blocks, kv_heads, block_size, head_dim]: one head's vectors in a block lie together."""
+        return num_blocks, num_kv_heads, block_size, head_dim
+
+    def build_metadata(
+        self,
+        *,
+        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        block_tables: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+        num_decodes: int,
+    ) -> CPUAttentionMetaData:
+        """See `AttentionBackend`."""
+        queries = np.asarray(query_lens, dtype=np.int64)
+        contexts = np.asarray(seq_lens, dtype=np.int64)
+        return CPUAttentionMetaData(
+            backend=self,
+            cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(queries))).astype(np.int32)),
+            seq_lens=torch.from_numpy(contexts.astype(np.int32)),
+            block_tables=torch.from_numpy(block_tables),
+            slot_mapping=torch.from_numpy(slot_mapping),
+            num_decodes=num_decodes,
+            query_lens=queries,
+            context_lens=contexts,
+            host_block_tables=block_tables,
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: AttentionMetaData,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        assert isinstance(metadata, CPUAttentionMetaData)
+        _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
+        plan = metadata.plan(num_kv_heads, block_size)
+        _write(k, v, cache, plan)
+        grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
+        out = torch.empty_like(grouped)
+        decodes = metadata.num_decodes
+        for bucket in plan.buckets:
+            _decode(grouped[:decodes], out[:decodes], cache, bucket, scale)
+        for span in plan.spans:
+            if span.pages:
+                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, scale)
+            else:
+                _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], scale)
+        return out.view(q.shape)
+
+    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+        """Nothing: the CPU has no graphs."""
+
+    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+        """None: the CPU has no graphs."""
+        return None
+
+    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
+        """Nothing: the CPU has no graphs."""
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, cache: KVCacheTensor, plan: StepPlan) -> None:
+    """Put the step's K and V into their slots."""
+    if plan.opened_blocks is not None:
+        # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by 0.
+        cache.k_cache[plan.opened_blocks] = 0
+        cache.v_cache[plan.opened_blocks] = 0
+    cache.k_cache[plan.write_blocks, :, plan.write_offsets] = k
+    cache.v_cache[plan.write_blocks, :, plan.write_offsets] = v
+
+
+def _decode(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, bucket: DecodeBucket, scale: float) -> None:
+    """One token a row. # q and out [decodes, Hkv, group, D]"""
+    queries = q if bucket.rows is None else q[bucket.rows]
+    for pages in bucket.pages:
+        k = _gather(cache.k_cache, pages.rows, bucket.batch, bucket.length)
+        v = _gather(cache.v_cache, pages.rows, bucket.batch, bucket.length)
+        attended = F.scaled_dot_product_attention(queries[:, pages.heads], k, v, bucket.mask, scale=scale)
+        if bucket.rows is None:
+            out[:, pages.heads] = attended
+        else:
+            out[bucket.rows, pages.heads] = attended
+
+
+def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+    """A span that is its own whole context. # q and out [n, Hkv, group, D], k and v [n, Hkv, D]"""
+    queries = q.permute(1, 2, 0, 3)
+    keys = k.transpose(0, 1)[:, None].expand_as(queries)
+    values = v.transpose(0, 1)[:, None].expand_as(queries)
+    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+    out.copy_(attended.permute(2, 0, 1, 3))
+
+
+def _extend(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    span: PrefillSpan,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> None:
+    """A span after cached context, in chunks of queries that each attend no further than they see. # q as above"""
+    assert mask is not None, "the plan has a mask for spans with context"
+    chunk, longest = mask.shape
+    queries = q.permute(1, 2, 0, 3)  # [Hkv, group, n, D]
+    for pages in span.pages:
+        k, v = (
+            _gather(side, pages.rows, batch=1, length=span.padded)[0, :, None]
+            for side in (cache.k_cache, cache.v_cache)
+        )
+        for first in range(0, span.num_tokens, chunk):
+            last = min(first + chunk, span.num_tokens)
+            seen = span.length - span.num_tokens + last
+            some = queries[pages.heads, :, first:last]
+            attended = F.scaled_dot_product_attention(
+                some,
+                k[..., :seen, :].expand(-1, some.shape[1], -1, -1),
+                v[..., :seen, :].expand(-1, some.shape[1], -1, -1),
+                mask[chunk - (last - first) :, longest - seen :],
+                scale=scale,
+            )
+            out[first:last, pages.heads] = attended.permute(2, 0, 1, 3)
+
+
+def _gather(cache: torch.Tensor, rows: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Copy pages out of a cache, each head's vectors in a row. # [batch, heads, length, D]"""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    pages = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, rows)
+    return pages.view(batch, -1, length, head_dim)

@@ -1,0 +1,180 @@
+"""How the CPU backend computes one step: which rows attend together, over which pages, under which mask.
+
+Made once a step, at its first layer, and shared by all: a layer then only gathers and attends.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.forward_context import AttentionMetaData
+
+Lengths = npt.NDArray[np.int64]
+Tables = npt.NDArray[np.int32]
+
+MAX_GATHERED_VECTORS = 1 << 17
+"""K (and V) vectors copied out of the pages at a time: 32 MiB of each at head_dim 64 in float32."""
+MAX_MASK_ELEMENTS = 1 << 22
+"""Elements of the mask over a chunk of queries: 16 MiB."""
+_ALIKE_LENGTH = 256
+"""Rows up to this length share a bucket: padding them costs less than another bucket's operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Pages to gather for some of the KV heads, few enough that a long context's copy stays bounded."""
+
+    heads: slice
+    rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache seen as [num_blocks * kv_heads, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBucket:
+    """Decode rows of similar length, attended to as one padded batch."""
+
+    rows: torch.Tensor | None  # [batch] int64, None: all the step's decodes in order
+    batch: int
+    length: int
+    pages: list[Pages]
+    mask: torch.Tensor  # [batch, 1, 1, length] float32, 0 or minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Consecutive tokens of one sequence, after context that is in the cache unless `pages` is empty."""
+
+    tokens: slice
+    num_tokens: int
+    length: int
+    """Tokens that the last one attends to."""
+    padded: int
+    """`length` in whole blocks."""
+    pages: list[Pages]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step over caches of one shape."""
+
+    write_blocks: torch.Tensor  # [T] int64
+    write_offsets: torch.Tensor  # [T] int64
+    opened_blocks: torch.Tensor | None  # [opened] int64, last blocks that the step begins but does not fill
+    buckets: list[DecodeBucket]
+    spans: list[PrefillSpan]
+    mask: torch.Tensor | None  # [chunk, longest] float32, 0 or minus infinity
+    """For the last `chunk` tokens of the longest context; any other chunk's mask is its bottom right corner."""
+
+
+@dataclass(slots=True)
+class CPUAttentionMetaData(AttentionMetaData):
+    """A step, and its plan once the first layer has shown the shape of the cache."""
+
+    query_lens: Lengths  # [B]
+    context_lens: Lengths  # [B], `seq_lens` on the host
+    host_block_tables: Tables  # [B, max_blocks]
+    plans: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
+
+    def plan(self, num_kv_heads: int, block_size: int) -> StepPlan:
+        """The plan for caches of this shape."""
+        shape = num_kv_heads, block_size
+        if shape not in self.plans:
+            self.plans[shape] = self._make_plan(*shape)
+        return self.plans[shape]
+
+    def _make_plan(self, num_kv_heads: int, block_size: int) -> StepPlan:
+        pager = _Pager(num_kv_heads, block_size)
+        decodes, spans = slice(0, self.num_decodes), slice(self.num_decodes, None)
+        prefills, mask = _prefill_spans(
+            pager,
+            self.query_lens[spans],
+            self.context_lens[spans],
+            self.host_block_tables[spans],
+            first_token=self.num_decodes,
+        )
+        return StepPlan(
+            write_blocks=self.slot_mapping // block_size,
+            write_offsets=self.slot_mapping % block_size,
+            opened_blocks=self._opened_blocks(block_size),
+            buckets=_decode_buckets(pager, self.context_lens[decodes], self.host_block_tables[decodes]),
+            spans=prefills,
+            mask=mask,
+        )
+
+    def _opened_blocks(self, block_size: int) -> torch.Tensor | None:
+        last = (self.context_lens - 1) // block_size
+        opened = (last * block_size >= self.context_lens - self.query_lens) & (self.context_lens % block_size != 0)
+        rows = np.flatnonzero(opened)
+        if len(rows) == 0:
+            return None
+        return torch.from_numpy(self.host_block_tables[rows, last[rows]].astype(np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pager:
+    """Finds sequences' pages in caches of one shape."""
+
+    num_kv_heads: int
+    block_size: int
+
+    def pages(self, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
+        """The pages of some rows, and the length to which they are padded.
+
+        A shorter row is padded with its own first block: masked values must still be finite, for attention multiplies
+        them by 0, and another sequence's may not be.
+        """
+        num_blocks = -(-seq_lens // self.block_size)
+        width = int(num_blocks.max())
+        padding: npt.NDArray[np.bool_] = np.arange(width) >= num_blocks[:, None]
+        tables: Tables = np.where(padding, block_tables[:, :1], block_tables[:, :width])
+        block_ids = torch.from_numpy(tables.astype(np.int64))[:, None, :]
+        vectors = block_ids.numel() * self.block_size
+        step = max(1, MAX_GATHERED_VECTORS // vectors)
+        groups = []
+        for first in range(0, self.num_kv_heads, step):
+            heads = torch.arange(first, min(first + step, self.num_kv_heads))
+            rows = block_ids * self.num_kv_heads + heads[:, None]  # [batch, heads, blocks]
+            groups.append(Pages(slice(first, first + len(heads)), rows.view(-1)))
+        return groups, width * self.block_size
+
+
+def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> list[DecodeBucket]:
+    """Rows by length, the longest of a bucket at most twice as long as its shortest, within the gather's bound."""
+    order = np.argsort(-seq_lens, kind="stable")
+    buckets = []
+    while len(order):
+        longest = int(seq_lens[order[0]])
+        alike = int(np.count_nonzero(seq_lens[order] * 2 >= longest)) if longest > _ALIKE_LENGTH else len(order)
+        count = max(1, min(alike, MAX_GATHERED_VECTORS // (longest * pager.num_kv_heads)))
+        rows, order = np.sort(order[:count]), order[count:]
+        pages, length = pager.pages(seq_lens[rows], block_tables[rows])
+        hidden = torch.arange(length) >= torch.from_numpy(seq_lens[rows])[:, None]
+        mask = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
+        everything = count == len(seq_lens)
+        buckets.append(
+            DecodeBucket(None if everything else torch.from_numpy(rows), len(rows), length, pages, mask[:, None, None])
+        )
+    return buckets
+
+
+def _prefill_spans(
+    pager: _Pager, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, *, first_token: int
+) -> tuple[list[PrefillSpan], torch.Tensor | None]:
+    """The spans, whose tokens begin at `first_token`, and the mask that those with context share."""
+    spans = []
+    chunk = longest = 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
+        tokens = slice(first_token, first_token + query_len)
+        first_token += query_len
+        pages: list[Pages] = []
+        padded = 0
+        if query_len < seq_len:
+            pages, padded = pager.pages(seq_lens[row : row + 1], block_tables[row : row + 1])
+            chunk, longest = max(chunk, query_len), max(longest, seq_len)
+        spans.append(PrefillSpan(tokens, query_len, seq_len, padded, pages))
+    if longest == 0:
+        return spans, None
+    chunk = min(chunk, max(1, MAX_MASK_ELEMENTS // longest))
+    mask = torch.full((chunk, longest), -torch.inf, dtype=torch.float32)
+    return spans, mask.triu_(longest - chunk + 1)

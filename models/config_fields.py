@@ -1,0 +1,107 @@
+"""`Fields`: typed reads from a JSON object of a checkpoint, each failing in a sentence. Used by the config parsers."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.errors import CheckpointError
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """A JSON object and where it came from. A field that is null counts as missing, as in transformers."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Fields":
+        """The JSON object in `path`. Raises `CheckpointError` when it is not one, or cannot be read."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds {_kind(values)}; it must hold a JSON object")
+        return cls(values, str(path))
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.invalid(name, f"an integer of at least {minimum}")
+        return int(value)
+
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        """A positive, finite number."""
+        value = self._get(name, default)
+        if not _is_positive(value):
+            raise self.invalid(name, "a number above 0")
+        return float(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive, finite numbers."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
+            raise self.invalid(name, f"a list of {length} numbers above 0")
+        return tuple(float(item) for item in value)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.invalid(name, "true or false")
+        return value
+
+    def string(self, name: str, default: str) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.invalid(name, "a string")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty where the field is missing."""
+        value = self._get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+            raise self.invalid(name, "a token id of at least 0, or a list of them")
+        return tuple(dict.fromkeys(ids))
+
+    def section(self, name: str) -> "Fields | None":
+        """The object in a field, None where the field is missing."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.invalid(name, "a JSON object")
+        return Fields(value, f"{name} of {self.where}")
+
+    def invalid(self, name: str, wanted: str) -> CheckpointError:
+        """The error that says what a field holds and what it must hold."""
+        return CheckpointError(f"{name} of {self.where} is {_short(self.values.get(name))}; it must be {wanted}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise CheckpointError(f"{self.where} has no {name}, which the model needs; download the checkpoint again")
+        return default
+
+
+def _is_positive(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,130 @@
+"""`ForwardContext`: what a step's attention needs besides its activations, and the one sanctioned global.
+
+The model runner sets it with a `with` around the forward pass; attention layers read it. Passing it beside the
+arguments keeps the model's signature fixed, which captured graphs rely on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from models.attention.base import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One layer's paged cache, in the shape of the backend's `kv_cache_shape`."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionMetaData:
+    """A step as every layer's attention sees it: B rows, decodes first, of T tokens together."""
+
+    backend: "AttentionBackend"
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32, where each row's tokens begin among the T
+    seq_lens: torch.Tensor  # [B] int32, tokens attended to, this step's included
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
+    num_decodes: int
+    """Leading rows of one token each."""
+
+
+@dataclass(slots=True)
+class Context:
+    """The step as the model sees it."""
+
+    positions: torch.Tensor  # [T] int64
+    is_prefill: bool
+    batch_size: int
+    graph_bs: int = 0
+    """Rows of the captured graph that replays the step; 0 when it runs eagerly."""
+    is_draft: bool = False
+    """Whether a draft model runs it."""
+
+
+@dataclass(slots=True)
+class DPMetadata:
+    """How many tokens each data-parallel rank computes in this step."""
+
+    num_tokens_across_dp: tuple[int, ...]
+
+    @property
+    def max_tokens_across_dp(self) -> int:
+        return max(self.num_tokens_across_dp)
+
+
+@dataclass(slots=True)
+class SpecDecodeMetadata:
+    """Where a step's draft tokens and their logits are."""
+
+    draft_token_ids: torch.Tensor  # [drafts] int64, of all rows
+    target_logits_indices: torch.Tensor  # [drafts] int64, the logits that verify each draft
+    bonus_logits_indices: torch.Tensor  # [rows] int64, the logits after a row's last draft
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """Everything about the current step that is not an activation."""
+
+    attn_metadata: AttentionMetaData
+    context: Context
+    dp_metadata: DPMetadata | None = None
+    spec_decode_metadata: SpecDecodeMetadata | None = None
+    kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=dict)
+    """By layer name, `model.layers.N.self_attn`."""
+
+
+_current: ForwardContext | None = None
+_kv_cache_data: dict[str, KVCacheTensor] = {}
+
+
+def set_kv_cache_data(kv_cache_data: dict[str, KVCacheTensor]) -> None:
+    """Register the cache that every later context refers to."""
+    global _kv_cache_data
+    _kv_cache_data = kv_cache_data
+
+
+def set_forward_context(
+    attn_metadata: AttentionMetaData,
+    context: Context,
+    dp_metadata: DPMetadata | None = None,
+    spec_decode_metadata: SpecDecodeMetadata | None = None,
+) -> None:
+    """Begin a step."""
+    global _current
+    _current = ForwardContext(attn_metadata, context, dp_metadata, spec_decode_metadata, _kv_cache_data)
+
+
+def get_forward_context() -> ForwardContext:
+    """The step that is running. Raises `RuntimeError` outside one."""
+    if _current is None:
+        raise RuntimeError("a model was run outside a step; wrap the call in `with forward_context(...)`")
+    return _current
+
+
+def reset_forward_context() -> None:
+    """End the step."""
+    global _current
+    _current = None
+
+
+@contextmanager
+def forward_context(
+    attn_metadata: AttentionMetaData,
+    context: Context,
+    dp_metadata: DPMetadata | None = None,
+    spec_decode_metadata: SpecDecodeMetadata | None = None,
+) -> Iterator[None]:
+    """A step: the context is set inside, and gone afterwards whatever happens."""
+    set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata)
+    try:
+        yield
+    finally:
+        reset_forward_context()

@@ -1,0 +1,47 @@
+"""Token embedding and language-model head, the vocabulary shared out over tensor-parallel ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.layers.parameter import empty_parameter, require_shape
+from models.parallel import SINGLE_RANK, TensorParallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the vocabulary, as many on each rank; rows past its end are zero, so that any size divides it."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        self.num_rows = -(-vocab_size // parallel.size)
+        self.first_row = parallel.rank * self.num_rows
+        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """# [tokens] int64 -> [tokens, hidden_size]"""
+        if self.parallel.size == 1:
+            return F.embedding(input_ids, self.weight)
+        rows = input_ids - self.first_row
+        elsewhere = (rows < 0) | (rows >= self.num_rows)
+        hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.parallel.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0.0))
+
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: str | int | None) -> None:
+        require_shape(loaded, (self.vocab_size, parameter.shape[1]))
+        part = loaded[self.first_row : self.first_row + self.num_rows]
+        parameter.data[: len(part)].copy_(part)
+        parameter.data[len(part) :].zero_()
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Scores of the vocabulary's tokens; may share its weight with the embedding."""
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Use the embedding's weight from here on."""
+        self.weight = embedding.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        return self.parallel.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size].float()

@@ -1,0 +1,105 @@
+"""Rotary position embedding (Su et al., 2021) with the scalings of transformers' `modeling_rope_utils`.
+
+Two of them look at the length of the current sequence there: `dynamic` stretches further as it grows, `longrope`
+changes its factors once it passes the original context. A server cannot: the keys in its cache are rotated already,
+blocks are shared between sequences of different lengths, and a batch holds them all. Both are therefore fixed by the
+longest context that the model serves: `dynamic` as transformers computes a sequence of that length, `longrope` by its
+short factors if that length is within the original context and by its long factors otherwise. A server limited to the
+original context agrees with transformers on every sequence.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from models.rope_config import RopeConfig
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of a step's positions, computed once and shared by all layers.
+
+    Computing them costs less than one layer's norm, and is as exact at position 10^6 as at 0; a table would hold
+    64 MiB at a 128k context of head_dim 128.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, max_model_len: int) -> None:
+        super().__init__()
+        self.attention_factor = rope.attention_factor
+        frequencies = inverse_frequencies(rope, max_model_len)
+        # Twice, with the sign of the sine: `rotate` then needs no halves.
+        self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines signed for `rotate`. # [tokens] int64 -> 2 x [tokens, 1, rotary_dim]"""
+        angles = (positions.float()[:, None] * self.inv_freq)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair `(i, i + rotary_dim / 2)` of a head's leading dimensions. # [tokens, heads, head_dim]"""
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
+    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
+
+
+def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
+    """Radians a position, by pair of dimensions. # [rotary_dim / 2] float32"""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    unscaled: torch.Tensor = 1.0 / rope.theta**exponents
+    match rope.rope_type:
+        case "linear":
+            return unscaled / rope.factor
+        case "dynamic":
+            stretch = rope.factor * max(max_model_len, rope.original_max_len) / rope.original_max_len
+            power = rope.rotary_dim / (rope.rotary_dim - 2)
+            theta: float = rope.theta * (stretch - (rope.factor - 1)) ** power
+            return 1.0 / torch.pow(theta, exponents)
+        case "yarn":
+            return _yarn(rope, exponents)
+        case "longrope":
+            factors = rope.long_factor if max_model_len > rope.original_max_len else rope.short_factor
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
+        case "llama3":
+            return _llama3(rope, unscaled)
+        case _:
+            return unscaled
+
+
+def _yarn(rope: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
+    """YaRN (Peng et al., 2023): slow dimensions are stretched, fast ones stay, a ramp between. # [rotary_dim / 2]"""
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns so many times within the original context."""
+        turns = math.log(rope.original_max_len / (rotations * 2 * math.pi))
+        return rope.rotary_dim * turns / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    steps = rope.theta**exponents
+    return (1.0 / (rope.factor * steps)) * (1 - keep) + (1.0 / steps) * keep
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones stay, with a ramp between."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = rope.original_max_len / rope.low_freq_factor
+    shortest = rope.original_max_len / rope.high_freq_factor
+    smooth = (rope.original_max_len / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    ramp = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)
+    return torch.where((wavelengths >= shortest) & (wavelengths <= longest), ramp, scaled)

@@ -1,0 +1,152 @@
+"""Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Qwen3 builds on it."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.base import KVCacheSpec
+from models.layers.activation import swiglu
+from models.layers.attention import Attention
+from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryEmbedding, rotate
+from models.model_config import ModelConfig
+from models.parallel import SINGLE_RANK, TensorParallel
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, layer_name: str, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.attn = Attention(layer_name, num_kv_heads=self.num_kv_heads, head_dim=config.head_dim)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        num_tokens = len(hidden)
+        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        q, k = self.position(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin)
+        attended = self.attn(q, k, qkv[:, -self.num_kv_heads :])
+        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys with their positions. # [tokens, heads + kv_heads, head_dim]"""
+        rotated = rotate(qk, cos, sin)
+        return rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+
+
+class LlamaMLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, parallel=parallel
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(
+        self, config: ModelConfig, layer_name: str, attention: type[LlamaAttention], parallel: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention(config, f"{layer_name}.self_attn", parallel)
+        self.mlp = LlamaMLP(config, parallel)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of the two returned: the next norm adds them. # [tokens, hidden_size]"""
+        if residual is None:
+            residual = hidden
+            hidden = self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden = self.self_attn(hidden, cos, sin)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: ModelConfig, attention: type[LlamaAttention], parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, f"model.layers.{index}", attention, parallel)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        cos, sin = self.rotary_emb(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos, sin)
+        assert residual is not None, "a model has at least one layer"
+        return self.norm.add_norm(hidden, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama with its language-model head."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    """Module of the checkpoint -> module of the model that holds it, and which shard it is there."""
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__()
+        self.model = LlamaModel(config, self.attention, parallel)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        return self.model(input_ids, positions)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def kv_cache_layers(self) -> list[KVCacheSpec]:
+        """The attention layers, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]

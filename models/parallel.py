@@ -1,0 +1,49 @@
+"""`TensorParallel`: which shard of each layer a rank holds, and how the ranks' partial results become one."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Collectives(Protocol):
+    """Communication among the ranks of one tensor-parallel group."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x` side by side along the last dimension, in rank order, on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """A rank of a tensor-parallel group. One rank alone needs no collectives: its results are whole already."""
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"tensor-parallel rank is {self.rank}; it must be between 0 and {self.size - 1}")
+        if self.size > 1 and self.collectives is None:
+            raise ValueError(f"tensor-parallel size is {self.size}, but the ranks have no collectives to join them")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.collectives is None else self.collectives.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.collectives is None else self.collectives.all_gather(x)
+
+    def share(self, total: int, what: str) -> int:
+        """A rank's part of `total`. Raises `ValueError` where the group's size does not divide it."""
+        if total % self.size:
+            raise ValueError(
+                f"{what} is {total}, which {self.size} tensor-parallel ranks do not divide evenly; choose a size "
+                f"that divides it"
+            )
+        return total // self.size
+
+
+SINGLE_RANK = TensorParallel()

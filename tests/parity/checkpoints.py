@@ -1,0 +1,90 @@
+"""Small, seeded, complete Hugging Face checkpoints with random weights, for any test that needs a model to load."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+_TEXT = ["The quick brown fox jumps over the lazy dog.", "A lazy dog sleeps; the fox and the dog are friends."]
+
+
+def make_checkpoint(
+    directory: Path,
+    family: Literal["llama", "qwen3"] = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write config, weights, tokenizer and chat template into `directory`, which is returned.
+
+    `overrides` are fields of the transformers config; `vocab_size` must be at least 259. Weights are drawn so that
+    attention is far from uniform and every bias and norm matters.
+    """
+    config_class, model_class = _CLASSES[family]
+    fields = {
+        "vocab_size": 307,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **overrides,
+    }
+    model = model_class(config_class(**fields))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.copy_(noise * (1.5 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5))
+    model.generation_config.eos_token_id = fields["eos_token_id"]
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    _write_tokenizer(directory, fields["vocab_size"])
+    return directory
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

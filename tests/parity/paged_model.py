@@ -1,0 +1,133 @@
+"""`PagedModel`: a loaded model with a paged cache, driven step by step without the engine."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.attention import select_backend
+from models.forward_context import Context, KVCacheTensor, forward_context, set_kv_cache_data
+from models.loader import load_model
+from models.model_config import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Row:
+    """A sequence: its tokens, its blocks, and how many of its tokens are computed."""
+
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class PagedModel:
+    """Blocks are handed out in shuffled order, from a cache full of NaN: nothing may read what was not written."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 64,
+        max_model_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        config = ModelConfig.from_checkpoint(path)
+        self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
+        self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False)
+        self.backend = select_backend(CPU)
+        self.block_size = block_size
+        self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
+        self.cache = {}
+        for layer in self.model.kv_cache_layers():
+            shape = self.backend.kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+            k, v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+            self.cache[layer.name] = KVCacheTensor(k, v)
+
+    def step(self, spans: list[tuple[Row, int]], *, num_decodes: int = 0) -> list[torch.Tensor]:
+        """Compute the next `n` tokens of each row; the logits of all of them, by row. # [n, V]"""
+        input_ids, positions, slots = [], [], []
+        for row, count in spans:
+            end = row.computed + count
+            while len(row.blocks) * self.block_size < end:
+                row.blocks.append(self.free.pop())
+            span = np.arange(row.computed, end)
+            input_ids += row.tokens[row.computed : end]
+            positions.append(span)
+            slots.append(np.array(row.blocks)[span // self.block_size] * self.block_size + span % self.block_size)
+            row.computed = end
+        tables = np.full((len(spans), max(len(row.blocks) for row, _ in spans) + 1), -1, dtype=np.int32)
+        for index, (row, _) in enumerate(spans):
+            tables[index, : len(row.blocks)] = row.blocks
+        counts = [count for _, count in spans]
+        metadata = self.backend.build_metadata(
+            query_lens=counts,
+            seq_lens=[row.computed for row, _ in spans],
+            block_tables=tables,
+            slot_mapping=np.concatenate(slots).astype(np.int64),
+            num_decodes=num_decodes,
+        )
+        at = torch.from_numpy(np.concatenate(positions))
+        set_kv_cache_data(self.cache)
+        context = Context(positions=at, is_prefill=num_decodes < len(spans), batch_size=len(spans))
+        with torch.inference_mode(), forward_context(metadata, context):
+            hidden = self.model(torch.tensor(input_ids), at)
+        set_kv_cache_data({})
+        with torch.inference_mode():
+            return list(self.model.compute_logits(hidden).split(counts))
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Of a whole prompt in one step. # [len(tokens), V]"""
+        row = Row(tokens)
+        logits = self.step([(row, len(tokens))])[0]
+        self.release(row)
+        return logits
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The likeliest continuation of `count` tokens: one prefill, then decodes."""
+        row = Row(list(prompt))
+        row.tokens.append(int(self.step([(row, len(prompt))])[0][-1].argmax()))
+        for _ in range(count - 1):
+            row.tokens.append(int(self.step([(row, 1)], num_decodes=1)[0][-1].argmax()))
+        self.release(row)
+        return row.tokens[len(prompt) :]
+
+    def release(self, row: Row) -> None:
+        """Give a row's blocks back, poisoned."""
+        for layer in self.cache.values():
+            layer.k_cache[row.blocks] = torch.nan
+            layer.v_cache[row.blocks] = torch.nan
+        self.free += row.blocks
+
+
+class Reference:
+    """transformers' own model of a checkpoint, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """# [len(tokens), V]"""
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens])).logits[0]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The likeliest continuation, EOS and all, without transformers' cache."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def prompt(length: int, *, seed: int = 0, vocab_size: int = 307) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
+
+
+def assert_same_distribution(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Log probabilities of every token at every position agree."""
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), atol=tolerance, rtol=0.0)
