@@ -1,0 +1,91 @@
+"""`InputBatch`: running sequences kept by slot between steps, and the arrays of one step built of them.
+
+Owned by the model runner. A step brings new rows whole and, of running ones, only the blocks they gained: the tokens
+they sampled were appended here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import ScheduledBatch
+from engine.sequence import Sequence
+from engine.worker.sampling_columns import SamplingColumns, SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's arrays: B rows, decodes first, of T tokens together; S of the rows sample a token."""
+
+    input_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
+    query_lens: npt.NDArray[np.int64]  # [B], tokens computed
+    seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
+    block_tables: npt.NDArray[np.int32]  # [B, blocks of the longest row]
+    num_decodes: int
+    sampled_rows: npt.NDArray[np.int64]  # [S], those whose last known token is computed in this step
+    sampled_slots: npt.NDArray[np.int64]  # [S]
+    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
+    sampling: SamplingRows
+
+
+class InputBatch:
+    """Token table, lengths, block table and sampling columns of `max_num_seqs` slots.
+
+    The tables are as wide as a sequence may become; the system commits their pages as rows grow.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, seed: int) -> None:
+        self.block_size = block_size
+        self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
+
+    def apply(self, batch: ScheduledBatch) -> None:
+        """Take in what a step changes. Rows that gained blocks go first: a slot may change hands within a step."""
+        for gained in batch.appended_blocks:
+            end = gained.start + len(gained.block_ids)
+            self._block_table[gained.slot, gained.start : end] = gained.block_ids
+        for seq in batch.new_seqs:
+            self._write(seq)
+
+    def step_inputs(self, batch: ScheduledBatch) -> StepInputs:
+        """The arrays of a step whose changes have been applied."""
+        slots = batch.slots
+        seq_lens = np.array(batch.context_lens, dtype=np.int64)
+        query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
+        ends = np.cumsum(query_lens)
+        # Token t of row r has the position t - (first t of r) + (first position of r), and both firsts are end - span.
+        token_slots = np.repeat(slots, query_lens)
+        positions = np.arange(batch.total_tokens_num) + np.repeat(seq_lens - ends, query_lens)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        num_tokens = self._num_tokens[slots]
+        sampled = np.flatnonzero(seq_lens >= num_tokens)
+        return StepInputs(
+            input_ids=self._tokens[token_slots, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=self._block_table[:, : -(-int(seq_lens.max()) // self.block_size)][slots],
+            num_decodes=batch.total_seqs_num_decode,
+            sampled_rows=sampled,
+            sampled_slots=slots[sampled],
+            last_tokens=ends[sampled] - 1,
+            sampling=self._sampling.rows(slots[sampled], num_tokens[sampled], self._tokens),
+        )
+
+    def append(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """Add the token that each of these slots sampled."""
+        self._tokens[slots, self._num_tokens[slots]] = token_ids
+        self._num_tokens[slots] += 1
+
+    def _write(self, seq: Sequence) -> None:
+        slot = seq.slot
+        self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
+        self._num_tokens[slot] = len(seq.token_ids)
+        self._block_table[slot, : len(seq.block_table)] = seq.block_table
+        self._sampling.write(slot, seq)

@@ -1,0 +1,142 @@
+"""How many KV-cache blocks fit: from what a GPU has left after a worst-case step, or from the host's memory on CPU.
+
+Called by the model runner before the cache is allocated. No torch here: a GPU's figures come through `DeviceMemory`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.config import Config
+from engine.worker.control_groups import group_directories
+
+GIB = 2**30
+MAX_CPU_BYTES = 4 * GIB
+"""Most host memory that the cache takes unasked."""
+
+
+class DeviceMemory(Protocol):
+    """Figures of one GPU, in bytes."""
+
+    def total(self) -> int:
+        """The device's memory."""
+
+    def free(self) -> int:
+        """What nobody holds."""
+
+    def held(self) -> int:
+        """What this process holds through the allocator, in use or kept for reuse."""
+
+    def peak(self) -> int:
+        """The most that was in use at a time since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes that the KV cache may take, why so many, and the field that changes it."""
+
+    num_bytes: int
+    reason: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """Size of the KV cache, with one line for the log."""
+
+    num_blocks: int
+    num_bytes: int
+    reason: str
+
+
+def kv_cache_size(
+    config: Config, *, block_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]
+) -> KVCacheSize:
+    """As many blocks as `num_kvcache_blocks` says, else as fit `budget()`, and no more than all slots could fill.
+
+    `block_bytes` is one block's K and V in all layers. Raises `ValueError` when not even one block fits.
+    """
+    if config.num_kvcache_blocks is not None:
+        num_blocks = config.num_kvcache_blocks
+        return KVCacheSize(num_blocks, num_blocks * block_bytes, f"num_kvcache_blocks is {num_blocks}")
+    found = budget()
+    num_blocks = found.num_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but one block of "
+            f"{config.kv_cache_block_size} tokens takes {block_bytes}; free memory or raise {found.field}"
+        )
+    reason = found.reason
+    useful = config.max_num_seqs * -(-max_model_len // config.kv_cache_block_size)
+    if useful < num_blocks:
+        num_blocks = useful
+        reason = f"all that {config.max_num_seqs} sequences of {max_model_len} tokens could fill"
+    return KVCacheSize(num_blocks, num_blocks * block_bytes, reason)
+
+
+def gpu_budget(config: Config, memory: DeviceMemory, worst_case_step: Callable[[], None]) -> MemoryBudget:
+    """What `gpu_memory_utilization` leaves beside the weights, a worst-case step, and what others hold.
+
+    `worst_case_step` runs a step as large as the configuration allows; the weights are loaded by then.
+    """
+    memory.reset_peak()
+    worst_case_step()
+    outside = memory.total() - memory.free() - memory.held()
+    usable = int(memory.total() * config.gpu_memory_utilization)
+    return MemoryBudget(
+        usable - memory.peak() - outside,
+        f"{config.gpu_memory_utilization:.0%} of {_gib(memory.total())}, less {_gib(memory.peak())} at the peak of "
+        f"a worst-case step and {_gib(outside)} held outside it",
+        "gpu_memory_utilization",
+    )
+
+
+def cpu_budget(config: Config, root: Path = Path("/")) -> MemoryBudget:
+    """`cpu_kvcache_gib`, else a quarter of what is available, at most 4 GiB. `root` holds `proc` and `sys`."""
+    if config.cpu_kvcache_gib is not None:
+        num_bytes = int(config.cpu_kvcache_gib * GIB)
+        return MemoryBudget(num_bytes, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
+    available = available_host_memory(root)
+    num_bytes = min(available // 4, MAX_CPU_BYTES)
+    return MemoryBudget(
+        num_bytes, f"a quarter of {_gib(available)} available, at most {_gib(MAX_CPU_BYTES)}", "cpu_kvcache_gib"
+    )
+
+
+def available_host_memory(root: Path = Path("/")) -> int:
+    """Bytes this process can still use: the system's MemAvailable, or less where a control group's limit is nearer."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min((available, *_control_group_headrooms(root))))
+
+
+def _control_group_headrooms(root: Path) -> Iterator[int]:
+    """What each limit on this process leaves (cgroup v2 and v1); reclaimable page cache counts as free."""
+    for directory, unified in group_directories("memory", root):
+        if unified:
+            headroom = _headroom(directory, "memory.max", "memory.current", "inactive_file")
+        else:
+            headroom = _headroom(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if headroom is not None:
+            yield headroom
+
+
+def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:
+    try:
+        limit = (directory / limit_file).read_text().strip()
+        usage = int((directory / usage_file).read_text())
+        stat = (directory / "memory.stat").read_text()
+    except FileNotFoundError:
+        return None
+    if limit == "max":
+        return None
+    counters = dict(line.split() for line in stat.splitlines())
+    return int(limit) - usage + int(counters.get(reclaimable, 0))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,177 @@
+"""`ModelRunner`: runs one rank's model, step by step: `prepare_model`, `run_model`, `postprocess`.
+
+Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cache`, `warm_up`, and then `forward`.
+"""
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config
+from engine.sequence import Sequence
+from engine.worker.control_groups import available_cores
+from engine.worker.input_batch import InputBatch, StepInputs
+from engine.worker.kv_memory import TorchDeviceMemory, zeros
+from engine.worker.memory import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
+from engine.worker.sampler import Sampler
+from models.attention import select_backend
+from models.base import CausalLM
+from models.forward_context import AttentionMetaData, Context, KVCacheTensor, forward_context, set_kv_cache_data
+from models.loader import load_model
+from models.model_config import ModelConfig
+
+
+class ModelRunner:
+    """The model, its KV cache, and the rows of the running sequences on one device."""
+
+    model: CausalLM
+
+    def __init__(
+        self,
+        config: Config,
+        model_path: Path,
+        model_config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(available_cores())
+        self.config = config
+        self.model_path = model_path
+        self.model_config = model_config
+        self.device = device
+        self.dtype = dtype
+        self.max_model_len = config.max_model_len or model_config.max_model_len
+        self.backend = select_backend(device)
+        self.sampler = Sampler()
+        self.input_batch = InputBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=config.kv_cache_block_size,
+            vocab_size=model_config.vocab_size,
+            seed=config.seed,
+        )
+
+    def load(self, *, progress: bool = False) -> None:
+        """Read the checkpoint. Raises `CheckpointError` for a bad one."""
+        self.model = load_model(
+            self.model_path, self.model_config, dtype=self.dtype, device=self.device, progress=progress
+        )
+
+    def kv_cache_size(self) -> KVCacheSize:
+        """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
+        block_bytes = sum(2 * math.prod(shape) * self.dtype.itemsize for shape in self._cache_shapes(1).values())
+        return kv_cache_size(
+            self.config,
+            block_bytes=block_bytes,
+            max_model_len=self.max_model_len,
+            budget=lambda: (
+                cpu_budget(self.config)
+                if self.device.type == "cpu"
+                else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step)
+            ),
+        )
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make each layer's K and V, and register them with the forward context."""
+        set_kv_cache_data(
+            {
+                layer: KVCacheTensor(
+                    k_cache=zeros(shape, self.dtype, self.device), v_cache=zeros(shape, self.dtype, self.device)
+                )
+                for layer, shape in self._cache_shapes(num_blocks).items()
+            }
+        )
+
+    def warm_up(self) -> None:
+        """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
+        self._dummy_step([1])
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Compute one step and sample a token for each row whose last known token it computes."""
+        with torch.inference_mode():
+            inputs, metadata = self.prepare_model(batch)
+            logits = self.run_model(inputs, metadata)
+            return self.postprocess(batch, inputs, logits)
+
+    def prepare_model(self, batch: ScheduledBatch) -> tuple[StepInputs, AttentionMetaData]:
+        """Bring the rows up to date, and build the step's arrays and the attention backend's metadata."""
+        self.input_batch.apply(batch)
+        inputs = self.input_batch.step_inputs(batch)
+        metadata = self.backend.build_metadata(
+            query_lens=inputs.query_lens,
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slot_mapping=inputs.slot_mapping,
+            num_decodes=inputs.num_decodes,
+        )
+        return inputs, metadata
+
+    def run_model(self, inputs: StepInputs, metadata: AttentionMetaData) -> torch.Tensor:
+        """The logits of the rows that sample a token. # [S, V] float32"""
+        input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
+        positions = torch.from_numpy(inputs.positions).to(self.device)
+        num_rows = len(inputs.query_lens)
+        context = Context(positions=positions, is_prefill=inputs.num_decodes < num_rows, batch_size=num_rows)
+        with forward_context(metadata, context):
+            hidden = self.model(input_ids, positions)  # [T, H]
+            if len(inputs.last_tokens) < len(hidden):
+                hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
+            return self.model.compute_logits(hidden)
+
+    def postprocess(self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor) -> ScheduledBatchOutput:
+        """Sample, keep the tokens for the next step, and report them by sequence."""
+        ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
+        sampled = self.sampler.sample(logits, inputs.sampling)
+        self.input_batch.append(inputs.sampled_slots, sampled.token_ids)
+        token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
+        errors = {}
+        for row in sampled.broken:
+            del token_ids[ids[row]]
+            errors[ids[row]] = (
+                f"the model's logits are not finite after {inputs.seq_lens[inputs.sampled_rows[row]]} tokens: the "
+                f"checkpoint is damaged, or its values overflow {self.dtype} and need another dtype"
+            )
+        logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
+        return ScheduledBatchOutput(token_ids, logprobs=logprobs or None, errors=errors or None)
+
+    def _cache_shapes(self, num_blocks: int) -> dict[str, tuple[int, ...]]:
+        """Shape of K, and of V, by layer."""
+        return {
+            layer.name: self.backend.kv_cache_shape(
+                num_blocks, self.config.kv_cache_block_size, layer.num_kv_heads, layer.head_dim
+            )
+            for layer in self.model.kv_cache_layers()
+        }
+
+    def worst_case_step(self) -> None:
+        """The step that takes most memory: all the tokens that one may have, in as many rows as may run."""
+        num_tokens = self.config.max_num_batched_tokens
+        num_rows = min(self.config.max_num_seqs, num_tokens)
+        lengths = [min(num_tokens // num_rows, self.max_model_len)] * num_rows
+        self.allocate_kv_cache(1)
+        self._dummy_step(lengths)
+        set_kv_cache_data({})
+
+    def _dummy_step(self, lengths: list[int]) -> None:
+        """Prefill sequences of these lengths. All write to block 0, which a real sequence overwrites before use."""
+        block_size = self.config.kv_cache_block_size
+        seqs = [Sequence([0] * length, block_size, id=-1 - row) for row, length in enumerate(lengths)]
+        for slot, seq in enumerate(seqs):
+            seq.slot, seq.block_table = slot, [0] * seq.num_blocks
+        num_tokens = sum(lengths)
+        self.forward(
+            ScheduledBatch(
+                {seq.id: seq for seq in seqs},
+                lengths,
+                num_tokens,
+                total_tokens_num_prefill=num_tokens,
+                total_seqs_num=len(seqs),
+                total_seqs_num_prefill=len(seqs),
+                is_dummy_run=True,
+                new_seqs=seqs,
+            )
+        )

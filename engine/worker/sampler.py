@@ -1,0 +1,181 @@
+"""`Sampler`: the next token of each row from its logits, and the log probabilities that rows asked for.
+
+Called by the model runner with the rows that the input batch describes. What a row gets depends on its own logits,
+parameters and random number only, never on its neighbours.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import TokenLogprobs
+from engine.worker.likeliest import argmax, block_view, likeliest
+from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
+
+_CDF_BLOCK = 256
+"""Tokens whose probabilities are summed in float32 before the running sum in float64."""
+
+_DRAWN_LOGITS = 1 << 22
+"""Logits that are drawn from at a time."""
+
+_WIDTHS = (64, 1024)
+"""Likeliest tokens looked at for the cut of top-k, top-p and min-p, before the whole vocabulary is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """A token for each of N rows, except that `broken` rows have none: their logits hold no finite maximum."""
+
+    token_ids: npt.NDArray[np.int64]  # [N]
+    broken: list[int]
+    logprobs: dict[int, TokenLogprobs]
+    """By row, for those that asked."""
+
+
+class Sampler:
+    """Chooses tokens: penalties and bias, then argmax, or temperature, top-k, top-p, min-p and one draw."""
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
+        """One token a row. `logits` are overwritten. # [N, V] float32"""
+        asked = rows.num_logprobs or {}
+        unmodified = logits[list(asked)] if asked else None
+        _adjust(logits, rows)
+        tokens = argmax(logits)  # [N]
+        peaks = logits.gather(-1, tokens[:, None])  # [N, 1]
+        # A NaN counts as a row's maximum, so the maximum tells of every value that would spoil the row.
+        finite = peaks[:, 0].isfinite().cpu().numpy()
+        broken = np.flatnonzero(~finite).tolist()
+        if broken:
+            logits[broken] = peaks[broken] = 0.0
+        if rows.random is not None:
+            _draw(logits, peaks, tokens, rows.random)
+        token_ids: npt.NDArray[np.int64] = tokens.cpu().numpy()
+        logprobs = {} if unmodified is None else _logprobs(unmodified, token_ids, asked)
+        for row in broken:
+            logprobs.pop(row, None)
+        return SampledTokens(token_ids, broken, logprobs)
+
+
+def _adjust(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Penalties and biases, in place. Repeats of a token write the same value, except where they add up."""
+    device = logits.device
+    if rows.repetition is not None:
+        index, penalty = _index_and_values(rows.repetition, device)
+        seen = logits[index]
+        logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if rows.presence is not None:
+        index, penalty = _index_and_values(rows.presence, device)
+        logits[index] = logits[index] - penalty
+    if rows.frequency is not None:
+        index, penalty = _index_and_values(rows.frequency, device)
+        logits.index_put_(index, -penalty, accumulate=True)
+    if rows.bias is not None:
+        index, bias = _index_and_values(rows.bias, device)
+        logits.index_put_(index, bias, accumulate=True)
+
+
+def _index_and_values(
+    changes: Adjustments, device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    rows, ids, values = (torch.from_numpy(a).to(device) for a in (changes.rows, changes.token_ids, changes.values))
+    return (rows, ids), values
+
+
+def _draw(logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, random: RandomRows) -> None:
+    """Replace the random rows' `tokens` by drawn ones. # logits [N, V], peaks [N, 1], tokens [N]
+
+    Some rows at a time: a float64 running sum over every row's vocabulary would not fit a cache, or even memory.
+    """
+    piece = max(1, _DRAWN_LOGITS // logits.shape[-1])
+    for filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
+        chosen = np.flatnonzero(random.filtered == filtered)
+        for start in range(0, len(chosen), piece):
+            part = random.take(chosen[start : start + piece])
+            rows = torch.from_numpy(part.rows).to(logits.device)
+            temperature = torch.from_numpy(part.temperature).to(logits.device)
+            # Less the maximum first: nothing overflows, however small the temperature.
+            scaled = logits.index_select(0, rows).sub_(peaks[rows]).div_(temperature[:, None])
+            tokens[rows] = draw(scaled, part)
+
+
+def _draw_unfiltered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
+    """Invert the distribution function in the order of token ids: find the block, then the token in it. # [R, V]"""
+    vocab_size = scaled.shape[-1]
+    probabilities = scaled.softmax(-1)
+    blocks, rest = block_view(probabilities, _CDF_BLOCK)
+    sums = torch.cat((blocks.sum(-1), rest.sum(-1, keepdim=True)), -1)
+    block, remainder = _invert(sums.double(), torch.from_numpy(random.uniform).to(scaled.device))
+    ids = block[:, None] * _CDF_BLOCK + torch.arange(_CDF_BLOCK, device=scaled.device)  # [R, block]
+    weights = probabilities.gather(-1, ids.clamp(max=vocab_size - 1)).double()
+    offset, _ = _invert(weights.masked_fill_(ids >= vocab_size, 0.0), remainder)
+    return block * _CDF_BLOCK + offset
+
+
+def _draw_filtered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
+    """Draw from the tokens that the filters leave, in descending order, equal ones by id. # [R, V]
+
+    Each filter keeps a prefix of that order, so few of the likeliest tokens nearly always tell where the cut is; rows
+    of which they do not are looked at again, wider. What is drawn does not depend on the width.
+    """
+    vocab_size = scaled.shape[-1]
+    top_k, top_p, min_p, uniform = (
+        torch.from_numpy(column).to(scaled.device)
+        for column in (random.top_k, random.top_p, random.min_p, random.uniform)
+    )
+    # Top-p is a share of what top-k leaves: of the whole distribution where it leaves everything.
+    total = scaled.exp().sum(-1).double()
+    tokens = torch.zeros_like(top_k)
+    pending = torch.arange(len(scaled), device=scaled.device)
+    for width in (*(width for width in _WIDTHS if width < vocab_size), vocab_size):
+        k, p = top_k[pending], top_p[pending]
+        values, ids = likeliest(scaled[pending] if len(pending) < len(scaled) else scaled, width)
+        weights = values.double().exp_()  # [P, width], 1 for the likeliest
+        cdf = weights.cumsum(-1)
+        mass = torch.where(k <= width, cdf.gather(-1, k.clamp(max=width)[:, None] - 1)[:, 0], total[pending])
+        needed = torch.where(p < 1.0, p * mass, torch.inf)
+        kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
+        kept_by_min_p = (weights >= min_p[pending, None]).sum(-1)
+        kept = torch.minimum(torch.minimum(k, kept_by_p), kept_by_min_p)
+        settled = (k <= width) | ((k == vocab_size) & (kept < width))
+        ranks = torch.arange(width, device=scaled.device)
+        choice, _ = _invert(weights.masked_fill_(ranks >= kept[:, None], 0.0), uniform[pending])
+        tokens[pending] = ids.gather(-1, choice[:, None])[:, 0]
+        pending = pending[~settled]
+        if len(pending) == 0:
+            break
+    return tokens
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the running sum of `weights` [R, n] passes `uniform` [R] of its total, and how far into that weight.
+
+    The second is uniform again, in [0, 1]. A weight of zero is never chosen.
+    """
+    cdf = weights.cumsum(-1)
+    total = cdf[:, -1:].contiguous()
+    target = uniform[:, None] * total
+    last = torch.searchsorted(cdf, total)  # [R, 1], the last weight that is not zero
+    index = torch.searchsorted(cdf, target, right=True).minimum(last)
+    weight = weights.gather(-1, index)
+    below = cdf.gather(-1, index) - weight
+    return index[:, 0], ((target - below) / weight).clamp_(0.0, 1.0)[:, 0]
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.int64], asked: dict[int, int]
+) -> dict[int, TokenLogprobs]:
+    """Of the chosen token and the likeliest ones, for the rows that asked. # logits [len(asked), V], token_ids [N]"""
+    chosen = torch.from_numpy(token_ids[list(asked)]).to(logits.device)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    of_chosen = (logits.gather(-1, chosen[:, None]) - normaliser)[:, 0].tolist()
+    most = min(max(asked.values()), logits.shape[-1])
+    values, ids = likeliest(logits, most) if most else (logits[:, :0], chosen[:, None][:, :0])
+    top_logprobs, top_ids = (values - normaliser).tolist(), ids.tolist()
+    return {
+        row: TokenLogprobs(token, logprob, likeliest_ids[:count], likeliest_logprobs[:count])
+        for (row, count), token, logprob, likeliest_ids, likeliest_logprobs in zip(
+            asked.items(), chosen.tolist(), of_chosen, top_ids, top_logprobs, strict=True
+        )
+    }

@@ -1,0 +1,198 @@
+"""`SamplingColumns`: how each slot's tokens are chosen, kept between steps; `SamplingRows`: what one step needs of it.
+
+Written by the input batch when a sequence starts, read by it once a step for the sampler.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sequence import Sequence
+from engine.worker.counter_rng import request_key, server_key, uniform
+
+MIN_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: the limit, without the overflow."""
+
+_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS = (1 << bit for bit in range(7))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """The rows of a step that are sampled and not greedy. Arrays have one entry each, `rows` are indexes into it."""
+
+    rows: npt.NDArray[np.int64]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    """Tokens kept; the vocabulary's size keeps all."""
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
+    uniform: npt.NDArray[np.float64]
+    """The row's random number, in [0, 1)."""
+    filtered: npt.NDArray[np.bool_]
+    """Whether top-k, top-p or min-p may drop a token."""
+
+    def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
+        """Some of the rows."""
+        return RandomRows(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """A change to single logits: `values[i]` applies to the token `token_ids[i]` of row `rows[i]`. # [num_changes]"""
+
+    rows: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What the sampler must do with the rows of a step. A field is None, or empty, where no row needs it."""
+
+    random: RandomRows | None = None
+    repetition: Adjustments | None = None
+    """One entry a token of prompt and output, repeats included, and so for the two below over the output."""
+    presence: Adjustments | None = None
+    frequency: Adjustments | None = None
+    bias: Adjustments | None = None
+    """Logit biases, and minus infinity for tokens that may not be sampled yet."""
+    num_logprobs: dict[int, int] | None = None
+    """Alternatives asked for, by row."""
+
+
+class SamplingColumns:
+    """Sampling parameters by slot, as columns; what few requests use is kept in dictionaries by slot."""
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, seed: int) -> None:
+        """`seed` is the server's, for requests without one."""
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._needs = np.zeros(max_num_seqs, dtype=np.uint8)
+        """Which of the features above a slot uses: a step does only what one of its rows needs."""
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.zeros(max_num_seqs, dtype=np.float64)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
+        self._key = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._repetition = np.zeros(max_num_seqs, dtype=np.float32)
+        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._min_num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        """Sequence length from which on the slot's forbidden tokens may be sampled."""
+        self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self._forbidden: dict[int, npt.NDArray[np.int64]] = {}
+        self._num_logprobs: dict[int, int] = {}
+
+    def write(self, slot: int, seq: Sequence) -> None:
+        """Overwrite all of a slot with a sequence's parameters."""
+        params = seq.sampling_params
+        needs = 0
+        if params.temperature >= MIN_TEMPERATURE:
+            needs |= _RANDOM
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
+            self._top_p[slot] = params.top_p
+            self._min_p[slot] = params.min_p
+            if params.seed is None:
+                self._key[slot] = server_key(self._seed, seq.id)
+            else:
+                self._key[slot] = request_key(params.seed)
+        if params.repetition_penalty != 1.0:
+            needs |= _REPETITION
+            self._repetition[slot] = params.repetition_penalty
+        if params.presence_penalty != 0.0:
+            needs |= _PRESENCE
+            self._presence[slot] = params.presence_penalty
+        if params.frequency_penalty != 0.0:
+            needs |= _FREQUENCY
+            self._frequency[slot] = params.frequency_penalty
+        if params.logit_bias:
+            needs |= _BIAS
+            ids = np.array(list(params.logit_bias), dtype=np.int64)
+            self._bias[slot] = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
+        if params.min_tokens > 0:
+            needs |= _FORBIDDEN
+            ends = [token for token in seq.end_tokens if token is not None and token < self._vocab_size]
+            self._forbidden[slot] = np.array(ends, dtype=np.int64)
+            self._min_num_tokens[slot] = seq.num_prompt_tokens + params.min_tokens
+        if params.logprobs is not None:
+            needs |= _LOGPROBS
+            self._num_logprobs[slot] = params.logprobs
+        self._num_prompt_tokens[slot] = seq.num_prompt_tokens
+        self._needs[slot] = needs
+
+    def rows(
+        self,
+        slots: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+    ) -> SamplingRows:
+        """What the sampler needs to choose the next token of each slot in `slots`. # [num_rows]
+
+        `num_tokens` are the lengths of their sequences (the position that is sampled), `tokens` the table of all
+        slots' tokens. # [num_rows], [max_num_seqs, max_model_len]
+        """
+        flags = self._needs[slots]
+        needs = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        if needs == 0:
+            return SamplingRows()
+
+        def history(flag: int, penalties: npt.NDArray[np.float32], *, prompt: bool) -> Adjustments | None:
+            if not needs & flag:
+                return None
+            rows = np.flatnonzero(flags & flag)
+            at, ends = slots[rows], num_tokens[rows]
+            begins = np.zeros_like(ends) if prompt else self._num_prompt_tokens[at]
+            counts = ends - begins
+            firsts = np.cumsum(counts) - counts
+            columns = np.arange(counts.sum()) + np.repeat(begins - firsts, counts)
+            ids = tokens[np.repeat(at, counts), columns].astype(np.int64)
+            return Adjustments(np.repeat(rows, counts), ids, np.repeat(penalties[at], counts))
+
+        return SamplingRows(
+            random=self._random_rows(slots, num_tokens, flags) if needs & _RANDOM else None,
+            repetition=history(_REPETITION, self._repetition, prompt=True),
+            presence=history(_PRESENCE, self._presence, prompt=False),
+            frequency=history(_FREQUENCY, self._frequency, prompt=False),
+            bias=self._biases(slots, num_tokens, flags) if needs & (_BIAS | _FORBIDDEN) else None,
+            num_logprobs=self._logprob_rows(slots, flags) if needs & _LOGPROBS else None,
+        )
+
+    def _random_rows(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]
+    ) -> RandomRows:
+        rows = np.flatnonzero(flags & _RANDOM)
+        at = slots[rows]
+        top_k, top_p, min_p = self._top_k[at], self._top_p[at], self._min_p[at]
+        return RandomRows(
+            rows=rows,
+            temperature=self._temperature[at],
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            uniform=uniform(self._key[at], num_tokens[rows]),
+            filtered=(top_k < self._vocab_size) | (top_p < 1.0) | (min_p > 0.0),
+        )
+
+    def _biases(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]
+    ) -> Adjustments | None:
+        changes: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        for row in np.flatnonzero(flags & _BIAS).tolist():
+            changes.append((row, *self._bias[int(slots[row])]))
+        for row in np.flatnonzero(flags & _FORBIDDEN).tolist():
+            if num_tokens[row] < self._min_num_tokens[slots[row]]:
+                ids = self._forbidden[int(slots[row])]
+                changes.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
+        if not changes:
+            return None
+        return Adjustments(
+            np.repeat([row for row, _, _ in changes], [len(ids) for _, ids, _ in changes]),
+            np.concatenate([ids for _, ids, _ in changes]),
+            np.concatenate([values for _, _, values in changes]),
+        )
+
+    def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]) -> dict[int, int]:
+        return {int(row): self._num_logprobs[int(slots[row])] for row in np.flatnonzero(flags & _LOGPROBS)}

@@ -1,0 +1,32 @@
+"""The KV cache's memory on CPU: zeroed, of every type, aligned, and paid for only as it is written."""
+
+import psutil
+import pytest
+import torch
+
+from engine.worker.kv_memory import zeros
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cache_is_zeroed_writable_and_aligned(dtype: torch.dtype):
+    cache = zeros((3, 2, 16, 8), dtype, CPU)
+    assert (tuple(cache.shape), cache.dtype) == ((3, 2, 16, 8), dtype)
+    assert cache.data_ptr() % 64 == 0
+    assert not cache.any()
+    cache[1, 0, 3] = 2.5
+    assert cache.sum().item() == 2.5 * 8
+
+
+def test_memory_is_taken_only_where_it_is_written():
+    resident = psutil.Process().memory_info().rss
+    cache = zeros((2**10, 2**10, 256), torch.float32, CPU)
+    assert psutil.Process().memory_info().rss - resident < 2**24
+    cache[:16] = 1.0
+    assert 2**24 <= psutil.Process().memory_info().rss - resident < 2**26
+
+
+def test_memory_that_the_system_refuses_is_an_error_that_names_the_fields():
+    with pytest.raises(ValueError, match="lower cpu_kvcache_gib or num_kvcache_blocks"):
+        zeros((2**46,), torch.float32, CPU)

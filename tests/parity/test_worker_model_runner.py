@@ -1,0 +1,237 @@
+"""The model runner on a small random checkpoint: transformers' greedy tokens, however the work is cut up."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.worker.model_runner import ModelRunner
+from models.model_config import ModelConfig
+
+VOCAB_SIZE = 160
+NUM_NEW = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+NUM_BLOCKS = 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        # Wide weights, so that no two tokens are nearly as likely and rounding decides nothing.
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("checkpoint")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Qwen3ForCausalLM:
+    return Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """32 prompts of 1 to 70 tokens; each third one begins like the one before it."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in rng.integers(1, 70, size=32)]
+    prompts[0], prompts[4] = [3], rng.integers(0, VOCAB_SIZE, size=64).tolist()
+    for i in range(2, 32, 3):
+        prompts[i] = prompts[i - 1][:48] + prompts[i][:20]
+    prompts[5] = prompts[4].copy()
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def expected(reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    with torch.inference_mode():
+        outputs = [
+            reference.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False) for prompt in prompts
+        ]
+    return [output[0, len(prompt) :].tolist() for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+def runner_for(checkpoint: Path, **fields: object) -> ModelRunner:
+    config = Config(**{"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields})
+    model_config = ModelConfig.from_checkpoint(checkpoint)
+    runner = ModelRunner(config, checkpoint, model_config, torch.device("cpu"), torch.float32)
+    runner.load()
+    runner.allocate_kv_cache(config.num_kvcache_blocks or 0)
+    return runner
+
+
+def generate(runner: ModelRunner, scheduler: Scheduler, prompts: list[list[int]], params=GREEDY) -> list[list[int]]:
+    """Through the real scheduler, to the end."""
+    block_size = runner.config.kv_cache_block_size
+    params = params if isinstance(params, list) else [params] * len(prompts)
+    seqs = [
+        Sequence(prompt, block_size, own, id=i) for i, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+    ]
+    scheduler.extend(seqs)
+    while (scheduled := scheduler.schedule()) is not None:
+        batch, in_step = scheduled
+        scheduler.postprocess(list(in_step.values()), runner.forward(batch))
+        scheduler.check_integrity()
+    return [seq.completion_token_ids for seq in seqs]
+
+
+def step_alone(runner: ModelRunner, seq: Sequence, start: int, end: int, *, new: bool) -> ScheduledBatchOutput:
+    """A step that computes the tokens `[start, end)` of one sequence, prefilled unless it is the last one's turn."""
+    decode = not new and end - start == 1
+    count = end - start
+    return runner.forward(
+        ScheduledBatch(
+            {seq.id: seq},
+            [count],
+            count,
+            total_tokens_num_prefill=0 if decode else count,
+            total_tokens_num_decode=count if decode else 0,
+            total_seqs_num=1,
+            total_seqs_num_prefill=int(not decode),
+            total_seqs_num_decode=int(decode),
+            context_lens=[end],
+            new_seqs=[seq] if new else [],
+        )
+    )
+
+
+@pytest.mark.parametrize("chunk", [5, 16, 100])
+def test_prompts_in_chunks_then_decodes_give_transformers_tokens(checkpoint, prompts, expected, chunk: int):
+    runner = runner_for(checkpoint)
+    for i in (0, 1, 4):
+        seq = Sequence(prompts[i], 16, GREEDY)
+        seq.slot, seq.block_table = 2, list(range(9, 0, -1))
+        starts = list(range(0, len(prompts[i]), chunk))
+        for start in starts:
+            output = step_alone(runner, seq, start, min(start + chunk, len(prompts[i])), new=start == 0)
+            # A chunk that does not reach the prompt's end samples nothing.
+            assert bool(output.token_ids) == (start == starts[-1])
+        for _ in range(NUM_NEW - 1):
+            seq.append_token(output.token_ids[seq.id][0])
+            output = step_alone(runner, seq, len(seq) - 1, len(seq), new=False)
+        assert [*seq.completion_token_ids, *output.token_ids[seq.id]] == expected[i]
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+@pytest.mark.parametrize("tokens_per_step", [1, 7, 16, 64, 4096])
+def test_any_step_size_and_policy_gives_transformers_tokens(checkpoint, prompts, expected, policy, tokens_per_step):
+    runner = runner_for(checkpoint, scheduling_policy=policy, max_num_batched_tokens=tokens_per_step)
+    # A token a step takes many steps: a few prompts do.
+    count = 4 if tokens_per_step == 1 else 32
+    assert generate(runner, Scheduler(runner.config), prompts[:count]) == expected[:count]
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_prefix_cache_changes_nothing(checkpoint, prompts, expected, caching: bool, block_size: int):
+    runner = runner_for(
+        checkpoint,
+        enable_prefix_caching=caching,
+        kv_cache_block_size=block_size,
+        num_kvcache_blocks=4096 // block_size,
+    )
+    scheduler = Scheduler(runner.config)
+    for _ in range(2):
+        assert generate(runner, scheduler, prompts[:12]) == expected[:12]
+    assert (scheduler.stats("decode", 0.0).prefix_hit_tokens > 0) == caching
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+def test_preempted_sequences_go_on_where_they_were(checkpoint, prompts, expected, policy: str):
+    runner = runner_for(checkpoint, num_kvcache_blocks=13, scheduling_policy=policy)
+    scheduler = Scheduler(runner.config)
+    assert generate(runner, scheduler, prompts) == expected
+    assert scheduler.stats("decode", 0.0).preemptions > 0
+
+
+def test_alone_is_as_in_a_batch(checkpoint, prompts, expected):
+    runner = runner_for(checkpoint)
+    scheduler = Scheduler(runner.config)
+    assert [generate(runner, scheduler, [prompt])[0] for prompt in prompts[:8]] == expected[:8]
+
+
+def test_a_seeded_request_is_the_same_alone_in_a_batch_and_after_preemption(checkpoint, prompts):
+    kinds = [{}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"top_k": 9, "repetition_penalty": 1.2}]
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=NUM_NEW, **kinds[i % 4]) for i in range(32)]
+    runner = runner_for(checkpoint)
+    together = generate(runner, Scheduler(runner.config), prompts, params)
+    alone = [
+        generate(runner, Scheduler(runner.config), [prompt], [own])[0]
+        for prompt, own in zip(prompts[:8], params[:8], strict=True)
+    ]
+    assert together[:8] == alone
+    cramped = runner_for(checkpoint, num_kvcache_blocks=13)
+    assert generate(cramped, Scheduler(cramped.config), prompts, params) == together
+
+
+def test_log_probabilities_are_transformers(checkpoint, reference, prompts):
+    runner = runner_for(checkpoint)
+    seq = Sequence(prompts[4], 16, SamplingParams(temperature=0.0, logprobs=3))
+    seq.slot, seq.block_table = 0, [0, 1, 2, 3, 4]
+    output = step_alone(runner, seq, 0, len(seq), new=True)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompts[4]])).logits[0, -1].log_softmax(-1).topk(3)
+    assert output.logprobs is not None
+    [found] = output.logprobs[seq.id]
+    assert found.top_ids == expected.indices.tolist()
+    assert found.top_logprobs == pytest.approx(expected.values.tolist(), abs=1e-4)
+    assert (found.token_id, found.logprob) == (found.top_ids[0], found.top_logprobs[0])
+
+
+def test_broken_logits_fail_their_request_and_no_other(checkpoint, prompts, expected):
+    runner = runner_for(checkpoint)
+    scheduler = Scheduler(runner.config)
+    seqs = [Sequence(prompt, 16, GREEDY) for prompt in prompts[:3]]
+    scheduler.extend(seqs)
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    intact = runner.model.compute_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = intact(hidden)
+        logits[1, 7] = torch.nan
+        return logits
+
+    runner.model.compute_logits = broken  # type: ignore[method-assign]
+    output = runner.forward(scheduled[0])
+    assert list(output.errors or {}) == [seqs[1].id]
+    assert f"not finite after {len(prompts[1])} tokens" in (output.errors or {})[seqs[1].id]
+    assert output.req_ids == list(output.token_ids) == [seqs[0].id, seqs[2].id]
+    assert [output.token_ids[seq.id][0] for seq in (seqs[0], seqs[2])] == [expected[0][0], expected[2][0]]
+
+
+def test_warming_up_and_measuring_leave_no_trace(checkpoint, prompts, expected):
+    runner = runner_for(checkpoint, max_num_batched_tokens=300)
+    runner.worst_case_step()
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner.warm_up()
+    assert generate(runner, Scheduler(runner.config), prompts[:6]) == expected[:6]
+
+
+def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
+    runner = runner_for(checkpoint)
+    assert runner.kv_cache_size().num_blocks == NUM_BLOCKS
+    one_block = 2 * 2 * (16 * 2 * 16) * 4  # layers, K and V, block * heads * head_dim, float32
+    assert runner.kv_cache_size().num_bytes == NUM_BLOCKS * one_block
+    runner.config = Config(cpu_kvcache_gib=100.5 * one_block / 2**30)
+    assert runner.kv_cache_size().num_blocks == 100

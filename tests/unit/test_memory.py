@@ -1,0 +1,177 @@
+"""How many KV-cache blocks and threads the runner asks for: the rules, with the machine's figures given by hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.config import Config
+from engine.worker.control_groups import available_cores
+from engine.worker.memory import (
+    GIB,
+    MemoryBudget,
+    available_host_memory,
+    cpu_budget,
+    gpu_budget,
+    kv_cache_size,
+)
+
+BLOCK = 1000
+
+
+def size(config: Config, num_bytes: int, max_model_len: int = 4096):
+    budget = MemoryBudget(num_bytes, "said so", "cpu_kvcache_gib")
+    return kv_cache_size(config, block_bytes=BLOCK, max_model_len=max_model_len, budget=lambda: budget)
+
+
+def host(root: Path, available_kib: int, cgroup: str | None = None, files: dict[str, object] | None = None) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n")
+    if cgroup is not None:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    for name, content in (files or {}).items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+def test_the_budget_is_filled_with_whole_blocks():
+    found = size(Config(), 12_999)
+    assert (found.num_blocks, found.num_bytes, found.reason) == (12, 12_000, "said so")
+
+
+def test_an_explicit_number_of_blocks_wins_and_nothing_is_measured():
+    def measure() -> MemoryBudget:
+        raise AssertionError("measured")
+
+    config = Config(num_kvcache_blocks=7, max_num_seqs=1)
+    found = kv_cache_size(config, block_bytes=BLOCK, max_model_len=16, budget=measure)
+    assert (found.num_blocks, found.num_bytes) == (7, 7000)
+    assert "num_kvcache_blocks is 7" in found.reason
+
+
+def test_no_more_blocks_than_all_sequences_could_fill():
+    found = size(Config(max_num_seqs=3, kv_cache_block_size=16), 10**9, max_model_len=33)
+    assert found.num_blocks == 3 * 3
+    assert "3 sequences of 33 tokens" in found.reason
+
+
+@pytest.mark.parametrize("num_bytes", [BLOCK - 1, 0, -5 * GIB])
+def test_room_for_less_than_a_block_is_an_error_that_names_the_field(num_bytes: int):
+    with pytest.raises(ValueError, match=r"one block of 16 tokens takes 1000; .*raise cpu_kvcache_gib"):
+        size(Config(), num_bytes)
+
+
+def test_cpu_takes_a_quarter_of_what_is_available_up_to_four_gib(tmp_path: Path):
+    assert cpu_budget(Config(), host(tmp_path / "small", 8 * 2**20)).num_bytes == 2 * GIB
+    assert cpu_budget(Config(), host(tmp_path / "large", 64 * 2**20)).num_bytes == 4 * GIB
+
+
+def test_a_given_cpu_size_is_taken_as_it_is(tmp_path: Path):
+    budget = cpu_budget(Config(cpu_kvcache_gib=0.5), tmp_path / "nothing to read")
+    assert budget.num_bytes == GIB // 2
+    assert budget.field == "cpu_kvcache_gib"
+
+
+def test_a_control_group_v2_limit_nearer_than_the_systems_memory_counts(tmp_path: Path):
+    files = {
+        "pods/kaon/memory.max": 3 * GIB,
+        "pods/kaon/memory.current": 2 * GIB,
+        "pods/kaon/memory.stat": f"anon {GIB}\ninactive_file {GIB // 2}",
+    }
+    root = host(tmp_path, 64 * 2**20, "0::/pods/kaon\n", files)
+    assert available_host_memory(root) == GIB + GIB // 2
+
+
+def test_the_limit_of_a_parent_group_counts_and_no_limit_does_not(tmp_path: Path):
+    files = {
+        "pods/memory.max": 2 * GIB,
+        "pods/memory.current": GIB,
+        "pods/memory.stat": "inactive_file 0",
+        "pods/kaon/memory.max": "max",
+        "pods/kaon/memory.current": GIB,
+        "pods/kaon/memory.stat": "inactive_file 0",
+    }
+    assert available_host_memory(host(tmp_path, 64 * 2**20, "0::/pods/kaon\n", files)) == GIB
+
+
+def test_a_container_whose_group_path_is_the_hosts_finds_its_limit_at_the_root(tmp_path: Path):
+    files = {"memory.max": GIB, "memory.current": 0, "memory.stat": "inactive_file 0"}
+    assert available_host_memory(host(tmp_path, 64 * 2**20, "0::/kubepods/pod7\n", files)) == GIB
+
+
+def test_a_control_group_v1_limit_counts(tmp_path: Path):
+    files = {
+        "memory/docker/7/memory.limit_in_bytes": 2 * GIB,
+        "memory/docker/7/memory.usage_in_bytes": GIB,
+        "memory/docker/7/memory.stat": f"total_inactive_file {GIB // 4}",
+    }
+    root = host(tmp_path, 64 * 2**20, "5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n", files)
+    assert available_host_memory(root) == GIB + GIB // 4
+
+
+def test_a_group_over_its_limit_leaves_nothing_and_not_less(tmp_path: Path):
+    files = {"memory.max": GIB, "memory.current": 2 * GIB, "memory.stat": "inactive_file 0"}
+    assert available_host_memory(host(tmp_path, 64 * 2**20, "0::/\n", files)) == 0
+
+
+def test_without_control_groups_the_systems_figure_stands(tmp_path: Path):
+    assert available_host_memory(host(tmp_path, 1024)) == 2**20
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files"),
+    [
+        ("0::/pod/kaon\n", {"pod/cpu.max": "50000 100000", "pod/kaon/cpu.max": "max 100000"}),
+        ("3:cpu,cpuacct:/kaon\n", {"cpu/kaon/cpu.cfs_quota_us": 100000, "cpu/kaon/cpu.cfs_period_us": 100000}),
+    ],
+    ids=["v2", "v1"],
+)
+def test_a_cpu_quota_bounds_the_cores(tmp_path: Path, cgroup: str, files: dict[str, object]):
+    assert available_cores(host(tmp_path, 1024, cgroup, files)) == 1
+
+
+def test_without_a_quota_the_cores_are_those_of_the_affinity(tmp_path: Path):
+    cores = len(os.sched_getaffinity(0))
+    assert available_cores(host(tmp_path / "none", 1024)) == cores
+    files = {"cpu/kaon/cpu.cfs_quota_us": -1, "cpu/kaon/cpu.cfs_period_us": 100000}
+    assert available_cores(host(tmp_path / "unlimited", 1024, "3:cpu:/kaon\n", files)) == cores
+
+
+class FakeGpu:
+    """80 GiB, of which others hold 4; the model holds 16 and its worst step 10 more, of which 2 stay cached."""
+
+    def __init__(self) -> None:
+        self.in_use = self.most = self.reserved = 16 * GIB
+        self.calls: list[str] = []
+
+    def total(self) -> int:
+        return 80 * GIB
+
+    def free(self) -> int:
+        return 76 * GIB - self.reserved
+
+    def held(self) -> int:
+        return self.reserved
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.calls.append("reset_peak")
+        self.most = self.in_use
+
+    def step(self) -> None:
+        self.calls.append("step")
+        self.most = self.in_use + 10 * GIB
+        self.reserved += 2 * GIB
+
+
+def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hold():
+    gpu = FakeGpu()
+    budget = gpu_budget(Config(gpu_memory_utilization=0.5), gpu, gpu.step)
+    assert gpu.calls == ["reset_peak", "step"]
+    assert budget.num_bytes == (40 - 26 - 4) * GIB
+    assert budget.field == "gpu_memory_utilization"
+    assert "50% of 80.00 GiB, less 26.00 GiB at the peak" in budget.reason
