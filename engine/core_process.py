@@ -1,0 +1,106 @@
+"""`CoreProcess`: one engine-core process as its parent sees it, and `Launch`, what it is started with.
+
+Made by `CoreManager`; the core reads its `Launch` and answers over the sockets named there.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from engine.config import Config
+
+CORE_MODULE = "engine.engine_core"
+"""What the process runs."""
+
+_MAX_SOCKET_PATH = 107
+"""Bytes that a unix socket's address holds."""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """First line on the lifeline, as JSON. `config` is `Config.model_dump_json()`."""
+
+    name: str
+    config: str
+    directory: str
+    started: float
+    """When the core was started, on `time.monotonic`'s clock."""
+    die_with_starter: bool
+    """Whether the starting thread lives as long as its process, so that the kernel may watch it for the core."""
+
+    @property
+    def input_address(self) -> str:
+        """Where the core's DEALER connects."""
+        return f"ipc://{self.directory}/{self.name}.in"
+
+    @property
+    def output_address(self) -> str:
+        """Where the core's PUSH connects."""
+        return f"ipc://{self.directory}/{self.name}.out"
+
+
+class CoreProcess:
+    """A core's process, its socket directory (0700, of a unique name) and its lifeline.
+
+    The lifeline is a socket pair. The launch goes over it; after that, its end of file tells either side that the
+    other process is gone, however it ended.
+    """
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path."""
+        self.launch = Launch(
+            name=f"kaon-engine-{rank}",
+            config=config.model_dump_json(),
+            directory=tempfile.mkdtemp(prefix="kaon-"),
+            started=time.monotonic(),
+            die_with_starter=threading.current_thread() is threading.main_thread(),
+        )
+        longest = self.launch.output_address.removeprefix("ipc://")
+        if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
+            self.remove_directory()
+            raise ValueError(f"TMPDIR is too long: {longest} has over {_MAX_SOCKET_PATH} bytes; set a shorter TMPDIR")
+        self.lifeline, self._theirs = socket.socketpair()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> int:
+        """Run the core; its process id. A process group of its own keeps the terminal's Ctrl-C from it."""
+        root = str(Path(__file__).parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        # The name is for people who read `ps`; -P and the path make it the parent's own code, whatever the directory.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
+            stdin=self._theirs.fileno(),
+            env={**os.environ, "PYTHONPATH": path},
+            process_group=0,
+        )
+        self._theirs.close()
+        self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Block until the process has ended; its exit code, or minus the signal that killed it."""
+        return 0 if self._process is None else self._process.wait()
+
+    def remove_directory(self) -> None:
+        """Remove the sockets' names. Those already connected stay connected."""
+        shutil.rmtree(self.launch.directory, ignore_errors=True)
+
+    def stop(self, timeout: float) -> None:
+        """End the process, by SIGTERM and after `timeout` seconds by SIGKILL, and leave nothing of it behind."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._theirs.close()
+        self.lifeline.close()
+        self.remove_directory()

@@ -1,0 +1,138 @@
+"""From a `Config` to a loaded `ModelRunner`: the engine core's start-up, phase by phase.
+
+Imports torch inside `load_model`, so that the core's loop and its tests do without.
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.checkpoint import resolve_checkpoint
+from engine.config import Config
+from engine.messages import ModelInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.worker.model_runner import ModelRunner
+    from models.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseClock:
+    """Seconds by phase of something that began at `start` on `time.monotonic`'s clock."""
+
+    def __init__(self, start: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = start
+
+    def end(self, phase: str) -> None:
+        """The time since the last call went into `phase`."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+class LoadedModel(NamedTuple):
+    """A model with its KV cache. `config` has everything filled in that the checkpoint and the memory decide."""
+
+    runner: "ModelRunner"
+    config: Config
+    info: ModelInfo
+
+
+def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
+    """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served."""
+    _refuse_unsupported(config)
+    import torch
+
+    from engine.worker.model_runner import ModelRunner
+    from models.model_config import ModelConfig
+
+    phases.end("import")
+    path = resolve_checkpoint(config.model)
+    model_config = ModelConfig.from_checkpoint(path)
+    config = _with_checkpoint(config, model_config)
+    device = _resolve_device(config.device)
+    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    runner = ModelRunner(config, path, model_config, device, dtype)
+    runner.load()
+    phases.end("load")
+    size = runner.kv_cache_size()
+    logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
+    config = _with_blocks(config, size.num_blocks)
+    runner.allocate_kv_cache(size.num_blocks)
+    phases.end("kv-cache")
+    runner.warm_up()
+    return LoadedModel(runner, config, _model_info(config, model_config, runner))
+
+
+def _refuse_unsupported(config: Config) -> None:
+    if config.speculative_config is not None:
+        raise ValueError(
+            "speculative_config is set, but this release has no draft proposer; leave speculative_config out"
+        )
+
+
+def _resolve_device(wanted: str) -> "torch.device":
+    """The device to run on; its attention backend must exist. Raises `ValueError` where it does not."""
+    import torch
+
+    from models.attention import select_backend
+
+    if wanted == "auto" and torch.cuda.is_available():
+        try:
+            select_backend(torch.device("cuda"))
+        except ValueError as error:
+            logger.warning("the model runs on the CPU: %s", error)
+            wanted = "cpu"
+    device = torch.device("cpu" if wanted == "auto" else wanted)
+    select_backend(device)
+    return device
+
+
+def _with_checkpoint(config: Config, model: "ModelConfig") -> Config:
+    """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
+            f"set it to at most {model.max_model_len}"
+        )
+    eos = config.eos_token_id
+    if eos is None and model.eos_token_ids:
+        eos = model.eos_token_ids[0]
+    return config.model_copy(
+        update={
+            "max_model_len": config.max_model_len or model.max_model_len,
+            "bos_token_id": model.bos_token_id if config.bos_token_id is None else config.bos_token_id,
+            "eos_token_id": eos,
+            "stop_token_ids": config.stop_token_ids or tuple(token for token in model.eos_token_ids if token != eos),
+        }
+    )
+
+
+def _with_blocks(config: Config, num_blocks: int) -> Config:
+    """`config` with the KV cache's size, and a context that fits it."""
+    assert config.max_model_len is not None
+    capacity = num_blocks * config.kv_cache_block_size
+    return config.model_copy(
+        update={"num_kvcache_blocks": num_blocks, "max_model_len": min(config.max_model_len, capacity)}
+    )
+
+
+def _model_info(config: Config, model: "ModelConfig", runner: "ModelRunner") -> ModelInfo:
+    assert config.max_model_len is not None
+    assert config.num_kvcache_blocks is not None
+    return ModelInfo(
+        architecture=model.architecture,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        attention_backend=runner.backend.name,
+        num_parameters=sum(weight.numel() for weight in runner.model.parameters()),
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=[token for token in (config.eos_token_id, *config.stop_token_ids) if token is not None],
+        block_size=config.kv_cache_block_size,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+    )

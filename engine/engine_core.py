@@ -1,0 +1,202 @@
+"""`EngineCore`: the busy loop that schedules, computes and answers; `python -m engine.engine_core` is its process.
+
+Started by `CoreManager` through `engine.core_process`. Sockets are `engine.core_io`'s room.
+"""
+
+import logging
+import signal
+import sys
+import time
+from queue import Empty
+from typing import Protocol
+
+import msgspec
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config
+from engine.core_io import CoreSockets, InputQueue, OutputQueue, error_output
+from engine.core_process import Launch
+from engine.core_startup import PhaseClock, load_model
+from engine.lifetime import end_with_parent, end_with_parent_even_if_stuck, name_process, take_lifeline
+from engine.messages import AbortRequests, Failed, Ready, RequestOutput, Shutdown, StepOutputs, Stopped
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+logger = logging.getLogger("engine.engine_core")
+
+_CHECK_AFTER_IDLE_SECONDS = 1.0
+"""An idle core checks its own integrity after this long: never between two requests of a busy one."""
+
+
+class Runner(Protocol):
+    """What the loop needs of `ModelRunner`."""
+
+    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput: ...
+
+
+class EngineCore:
+    """Feeds the scheduler from `input_queue`, runs its steps, and puts one `StepOutputs` a step on `output_queue`.
+
+    Every sequence taken in ends in exactly one terminal output. `config` has its `num_kvcache_blocks` filled in.
+    """
+
+    def __init__(self, config: Config, runner: Runner, input_queue: InputQueue, output_queue: OutputQueue) -> None:
+        self.scheduler = Scheduler(config)
+        self.runner = runner
+        self.input_queue = input_queue
+        self.output_queue = output_queue
+        self._block_size = config.kv_cache_block_size
+        self._outputs = _Outputs()
+        self._stopping = False
+
+    def busy_loop(self) -> None:
+        """Serve until a `Shutdown` arrives; then end what runs, say `Stopped`, and return."""
+        self.pull_and_process_input_queue()
+        while not self._stopping:
+            self._process_engine_step()
+            self.pull_and_process_input_queue()
+        live = (*self.scheduler.running, *self.scheduler.waiting)
+        self._outputs.put_nowait(self.scheduler.abort([seq.id for seq in live]))
+        self._send("idle", 0.0)
+        self.output_queue.put(Stopped())
+
+    def produce_token(self) -> None:
+        """Run one request of one token through scheduler and model: after it, the core is known to work."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        self.scheduler.add(Sequence([0], self._block_size, params, id=-1))
+        self._step()
+        (output,) = self._outputs.take()
+        if output.error is not None:
+            raise RuntimeError(f"the model produced no token: {output.error}")
+
+    def pull_and_process_input_queue(self) -> None:
+        """Take in all that has arrived. With nothing to run, answer it and sleep until something has."""
+        while True:
+            while not self.input_queue.empty():
+                self._take_in(self.input_queue.get_nowait())
+            if self._stopping or self.scheduler.has_requests():
+                return
+            if self._outputs:
+                self._send("idle", 0.0)
+            self._take_in(self._wait_idle())
+
+    def _wait_idle(self) -> Sequence | AbortRequests | Shutdown:
+        try:
+            return self.input_queue.get(timeout=_CHECK_AFTER_IDLE_SECONDS)
+        except Empty:
+            self.scheduler.check_integrity()
+        return self.input_queue.get()
+
+    def _take_in(self, message: Sequence | AbortRequests | Shutdown) -> None:
+        match message:
+            case Sequence():
+                try:
+                    self.scheduler.add(message)
+                except ValueError as error:
+                    self._outputs.put_nowait([error_output(message.id, str(error))])
+            case AbortRequests():
+                self._outputs.put_nowait(self.scheduler.abort(message.request_ids))
+            case Shutdown():
+                self._stopping = True
+
+    def _process_engine_step(self) -> None:
+        """Run a step and send what came of it."""
+        start = time.perf_counter()
+        kind = self._step()
+        if kind is not None:
+            self._send(kind, time.perf_counter() - start)
+
+    def _step(self) -> str | None:
+        """Schedule, compute, postprocess; the step's kind, or None if there was nothing to compute."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return None
+        batch, seqs = scheduled
+        try:
+            output = self.runner.forward(batch)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(seqs))
+            self._fail_step(list(seqs.values()), error)
+        else:
+            self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
+            for seq_id, sentence in (output.errors or {}).items():
+                self._outputs.put_nowait(self.scheduler.fail([seqs[seq_id]], sentence))
+        return batch.kind
+
+    def _fail_step(self, seqs: list[Sequence], error: Exception) -> None:
+        """End the sequences of a step that raised; the others go on."""
+        sentence = f"the step that computed this request failed: {error or type(error).__name__}"
+        self._outputs.put_nowait(self.scheduler.fail(seqs, sentence))
+
+    def _send(self, step_kind: str, step_seconds: float) -> None:
+        self.output_queue.put(StepOutputs(self._outputs.take(), self.scheduler.stats(step_kind, step_seconds)))
+
+
+class _Outputs:
+    """Collects request outputs until the step's message is sent."""
+
+    def __init__(self) -> None:
+        self._collected: list[RequestOutput] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._collected)
+
+    def put_nowait(self, outputs: list[RequestOutput], /) -> None:
+        if self._collected:
+            self._collected += outputs
+        else:
+            self._collected = outputs
+
+    def take(self) -> list[RequestOutput]:
+        taken, self._collected = self._collected, []
+        return taken
+
+
+def main() -> int:
+    """Run one engine core for the parent that holds the other end of standard input; the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline = take_lifeline()
+    launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
+    name_process(launch.name)
+    end_with_parent(lifeline, launch.directory)
+    config = Config.model_validate_json(launch.config)
+    logging.basicConfig(
+        level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
+    )
+    sockets = CoreSockets(launch.input_address, launch.output_address, config.kv_cache_block_size)
+    failure = _run(config, launch, sockets)
+    if failure is not None:
+        sockets.output_queue.put(failure)
+    sockets.close()
+    return 0 if failure is None else 1
+
+
+def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
+    """Load the model and serve it until told to stop; what went wrong, if anything did."""
+    phases = PhaseClock(launch.started)
+    try:
+        loaded = load_model(config, phases)
+        core = EngineCore(loaded.config, loaded.runner, sockets.input_queue, sockets.output_queue)
+        core.produce_token()
+    except (ValueError, MemoryError) as error:
+        logger.debug("start-up failed", exc_info=True)
+        return Failed(str(error) or "memory ran out while the model was loaded; use a smaller one", usage=True)
+    except Exception as error:
+        logger.exception("start-up failed")
+        return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
+    phases.end("warm-up")
+    signal.signal(signal.SIGTERM, lambda *_: sockets.input_queue.put(Shutdown()))
+    sockets.output_queue.put(Ready(loaded.info, phases.seconds))
+    if launch.die_with_starter:
+        end_with_parent_even_if_stuck()
+    try:
+        core.busy_loop()
+    except Exception as error:
+        logger.exception("the busy loop ended")
+        return Failed(f"the engine core failed: {type(error).__name__}: {error}")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""How a child process is named, outlives Ctrl-C, and ends with its parent. Called first thing in the core process."""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import threading
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def name_process(name: str) -> None:
+    """Show this process as `name` in `ps`, `top` and `/proc`; the kernel keeps the first 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def take_lifeline() -> socket.socket:
+    """The socket that the parent passed as standard input, which is /dev/null from now on.
+
+    Moved off descriptor 0 so that no grandchild inherits it: the parent takes its end of file for this process' death.
+    """
+    lifeline = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+def end_with_parent(lifeline: socket.socket, directory: str) -> None:
+    """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it; remove `directory` then.
+
+    Runs in a thread of its own: the main one may be computing a long step.
+    """
+
+    def watch() -> None:
+        while lifeline.recv(1):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def end_with_parent_even_if_stuck() -> None:
+    """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, argument: bytes | int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")

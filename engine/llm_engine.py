@@ -1,0 +1,142 @@
+"""`LLMEngine`: the offline API. Generates for a list of prompts in a core process of its own, with blocking calls."""
+
+import itertools
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from tqdm import tqdm
+
+from engine.chat_template import ChatTemplate
+from engine.checkpoint import resolve_checkpoint
+from engine.config import Config
+from engine.core_manager import CoreManager, EngineDeadError
+from engine.io_processor import InputOutputProcessor
+from engine.messages import StepOutputs
+from engine.request_state import RequestResult, RequestState
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+__all__ = ["EngineDeadError", "InputOutputProcessor", "LLMEngine", "Prompts"]
+
+Prompts: TypeAlias = str | list[str] | list[list[int]]
+"""One text, texts, or lists of token ids."""
+
+
+class LLMEngine:
+    """A model that answers lists of prompts. All calls come from one thread.
+
+    Use it in a `with`, or `close` it; one that is dropped ends its core when collected or at the interpreter's exit.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
+        """Load `model` (a checkpoint directory or hub id; none: the embedded one) and wait until it serves.
+
+        Takes `Config`'s fields by name, or a whole `config`. Raises `ValueError` for a field or a checkpoint that
+        is wrong, and `EngineDeadError` when the core cannot start.
+        """
+        if config is None:
+            config = Config(model=model, **config_fields)
+        elif model is not None or config_fields:
+            raise ValueError("give LLMEngine either a config or single fields, not both")
+        checkpoint = resolve_checkpoint(config.model)
+        self._core = CoreManager(config)
+        try:
+            # While the core imports and loads.
+            tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
+            self.model_info = self._core.wait_ready().model
+        except BaseException:
+            self.close()
+            raise
+        self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info)
+        self._ids = itertools.count()
+        self._states: dict[int, RequestState] = {}
+        """Requests added and not collected yet."""
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestResult]:
+        """Complete every prompt; the results in their order.
+
+        `sampling_params` is for all prompts, or a list with one for each; by default `SamplingParams()`. Raises
+        `InvalidRequest`, a `ValueError`, before anything is sent when one prompt cannot run, and `EngineDeadError`
+        when the core dies. A request that fails by itself has `finish_reason` "error" and a sentence in `error`.
+        Interrupted, for instance by Ctrl-C, it aborts what it sent and the engine stays usable.
+        """
+        return self.collect(self.add_request(prompts, sampling_params), use_tqdm)
+
+    def add_request(
+        self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[int]:
+        """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order."""
+        texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(sampling_params, list):
+            if len(sampling_params) != len(texts_or_ids):
+                raise ValueError(
+                    f"sampling_params has {len(sampling_params)} entries for {len(texts_or_ids)} prompts; "
+                    "give one for each prompt, or one for all"
+                )
+            params = sampling_params
+        else:
+            params = [sampling_params or SamplingParams()] * len(texts_or_ids)
+        requests = [
+            self.io_processor.preprocess(
+                prompt, each, request_id=next(self._ids), clip_max_tokens=sampling_params is None
+            )
+            for prompt, each in zip(texts_or_ids, params, strict=True)
+        ]
+        states = {request.request_id: self.io_processor.start(request) for request in requests}
+        self._core.add_requests(requests)
+        self._states |= states
+        return list(states)
+
+    def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
+        """Wait until these requests are complete; their results in this order. Each can be collected once."""
+        states = [self._states[request_id] for request_id in request_ids]
+        unfinished = {state.request_id for state in states if state.finish_reason is None}
+        try:
+            with tqdm(total=len(states), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
+                progress.update(len(states) - len(unfinished))
+                while unfinished:
+                    step = self._core.get_outputs()
+                    assert step is not None
+                    finished = self._push(step)
+                    progress.update(len(unfinished & finished))
+                    unfinished -= finished
+        except BaseException:
+            self._core.abort(unfinished)
+            raise
+        finally:
+            for request_id in request_ids:
+                self._states.pop(request_id, None)
+        if self._core.failure is not None and any(state.error is not None for state in states):
+            raise EngineDeadError(self._core.failure.error)
+        return list(self.io_processor.postprocess(states).values())
+
+    def close(self) -> None:
+        """End the core. What runs is aborted."""
+        self._core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _push(self, step: StepOutputs) -> set[int]:
+        """Give each request what the step brought it; the ids of those that are complete now."""
+        finished = set()
+        for output in step.outputs:
+            state = self._states.get(output.request_id)
+            # A request that was interrupted, or that met its stop string, may still hear from the core.
+            if state is None or state.finish_reason is not None:
+                continue
+            if state.push(output).finished:
+                finished.add(output.request_id)
+        stopped = [request_id for request_id in finished if self._states[request_id].stopped_early]
+        self._core.abort(stopped)
+        return finished

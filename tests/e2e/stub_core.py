@@ -1,0 +1,48 @@
+"""An engine core with a stub for a model: the real process, loop and sockets, ready in a quarter of a second.
+
+Run in place of `engine.engine_core`; the tests choose a way to fail by `STUB_CORE` in its environment.
+"""
+
+import os
+import sys
+import threading
+import time
+
+from engine import engine_core
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config
+from engine.core_startup import LoadedModel, PhaseClock
+from engine.messages import ModelInfo
+from models.errors import CheckpointError
+
+FAULT = os.environ.get("STUB_CORE", "")
+NUM_BLOCKS = 1024
+VOCAB_SIZE = 50_000
+
+
+class StubRunner:
+    """Samples token 5 for every row, a thousand times a second at most."""
+
+    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        time.sleep(0.001)
+        return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (5,)))
+
+
+def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
+    """Stands in for `engine.core_startup.load_model`."""
+    match FAULT:
+        case "bad checkpoint":
+            raise CheckpointError("model is /nowhere, but there is no such directory; check the path")
+        case "bug":
+            raise KeyError("weight")
+        case "exit":
+            os._exit(3)
+        case "slow":
+            threading.Event().wait()
+    config = config.model_copy(update={"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 8192, "eos_token_id": 2})
+    info = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, VOCAB_SIZE, 8192, [2], 16, NUM_BLOCKS)
+    return LoadedModel(StubRunner(), config, info)  # type: ignore[arg-type]
+
+
+engine_core.load_model = load_model
+sys.exit(engine_core.main())

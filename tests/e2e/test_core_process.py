@@ -1,0 +1,349 @@
+"""`CoreManager` and the core's process: their lives, deaths, and what they owe each other. The model is a stub."""
+
+import asyncio
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.config import Config
+from engine.core_manager import CoreManager, EngineDeadError
+from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("stub_core")
+
+WAIT_SECONDS = 60
+FOREVER = SamplingParams(max_tokens=8000, ignore_eos=True)
+
+
+@pytest.fixture
+def manager() -> Iterator[CoreManager]:
+    with CoreManager(Config()) as manager:
+        manager.wait_ready(WAIT_SECONDS)
+        yield manager
+
+
+def requests(*request_ids: int, params: SamplingParams = FOREVER) -> list[AddRequest]:
+    return [AddRequest(request_id, [1, 2, 3], params) for request_id in request_ids]
+
+
+def drain(manager: CoreManager, *request_ids: int) -> list[RequestOutput]:
+    """Outputs until all these requests have ended."""
+    outputs: list[RequestOutput] = []
+    while not set(request_ids) <= {output.request_id for output in outputs if output.finished}:
+        step = manager.get_outputs(WAIT_SECONDS)
+        assert step is not None, "no output came"
+        outputs += step.outputs
+    return outputs
+
+
+def ends(outputs: list[RequestOutput]) -> dict[int, str | None]:
+    finished = [output for output in outputs if output.finished]
+    assert all(count == 1 for count in Counter(output.request_id for output in finished).values())
+    return {output.request_id: output.finish_reason for output in finished}
+
+
+def wait_gone(pid: int) -> None:
+    """Wait until a process that may be another's child has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([pidfd], [], [], WAIT_SECONDS)[0], f"process {pid} lives on"
+    finally:
+        os.close(pidfd)
+
+
+def first_tokens(manager: CoreManager) -> None:
+    """Wait until the core is in the middle of what it was given."""
+    step = manager.get_outputs(WAIT_SECONDS)
+    assert step is not None
+
+
+# -- serving ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_answered_in_full(manager: CoreManager) -> None:
+    manager.add_requests(requests(1, 2, params=SamplingParams(max_tokens=5)))
+    outputs = drain(manager, 1, 2)
+    assert ends(outputs) == {1: "max_tokens", 2: "max_tokens"}
+    assert [token for output in outputs if output.request_id == 1 for token in output.output_tokens] == [5] * 5
+
+
+def test_aborted_request_ends_once_and_its_blocks_are_free(manager: CoreManager) -> None:
+    manager.add_requests(requests(1))
+    first_tokens(manager)
+    manager.abort([1, 77])
+    outputs: list[RequestOutput] = []
+    while not ends(outputs):
+        step = manager.get_outputs(WAIT_SECONDS)
+        assert step is not None
+        outputs += step.outputs
+    assert ends(outputs) == {1: "abort"}
+    assert step.stats is not None
+    assert (step.stats.kv_blocks_used, step.stats.num_running) == (0, 0)
+    assert manager.live == set()
+
+
+def test_abort_of_what_is_not_live_sends_nothing(manager: CoreManager) -> None:
+    manager.abort([4, 5])
+    assert manager.get_outputs(0.05) is None
+
+
+def test_an_id_in_use_is_refused(manager: CoreManager) -> None:
+    manager.add_requests(requests(1))
+    with pytest.raises(ValueError, match="used twice"):
+        manager.add_requests(requests(2, 1))
+    with pytest.raises(ValueError, match="used twice"):
+        manager.add_requests(requests(3, 3))
+    assert manager.live == {1}
+
+
+async def test_an_event_loop_hears_of_every_output_without_polling() -> None:
+    with CoreManager(Config()) as manager:
+        outputs: list[RequestOutput] = []
+        done = asyncio.Event()
+
+        def take(step: StepOutputs) -> None:
+            outputs.extend(step.outputs)
+            if not manager.live:
+                done.set()
+
+        manager.attach(asyncio.get_running_loop(), take)
+        await manager.wait_ready_async(WAIT_SECONDS)
+        for round_ in range(20):
+            done.clear()
+            manager.add_requests(requests(2 * round_, 2 * round_ + 1, params=SamplingParams(max_tokens=7)))
+            await asyncio.wait_for(done.wait(), WAIT_SECONDS)
+    assert ends(outputs) == dict.fromkeys(range(40), "max_tokens")
+    assert sum(len(output.output_tokens) for output in outputs) == 40 * 7
+
+
+async def test_callback_that_raises_does_not_stop_what_comes_after() -> None:
+    with CoreManager(Config()) as manager:
+        done = asyncio.Event()
+        steps = 0
+
+        def fail_at_first(step: StepOutputs) -> None:
+            nonlocal steps
+            steps += 1
+            if not manager.live:
+                done.set()
+            if steps < 5:
+                raise RuntimeError("the callback's fault")
+
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        manager.attach(loop, fail_at_first)
+        await manager.wait_ready_async(WAIT_SECONDS)
+        manager.add_requests(requests(1, params=SamplingParams(max_tokens=20)))
+        await asyncio.wait_for(done.wait(), WAIT_SECONDS)
+    assert steps >= 20
+
+
+def test_idle_core_uses_no_processor(manager: CoreManager) -> None:
+    manager.add_requests(requests(1, params=SamplingParams(max_tokens=5)))
+    drain(manager, 1)
+    core = psutil.Process(manager.pid)
+    before = core.cpu_times()
+    time.sleep(2.0)
+    after = core.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.05
+
+
+def test_two_engines_do_not_meet(manager: CoreManager) -> None:
+    with CoreManager(Config()) as other:
+        other.wait_ready(WAIT_SECONDS)
+        for each in (manager, other):
+            each.add_requests(requests(1, params=SamplingParams(max_tokens=3)))
+        assert ends(drain(manager, 1)) == ends(drain(other, 1)) == {1: "max_tokens"}
+    manager.add_requests(requests(2, params=SamplingParams(max_tokens=3)))
+    assert ends(drain(manager, 2)) == {2: "max_tokens"}
+
+
+def test_process_names_itself(manager: CoreManager) -> None:
+    core = psutil.Process(manager.pid)
+    assert Path(f"/proc/{manager.pid}/comm").read_text().strip() == "kaon-engine-0"
+    assert core.cmdline()[-1] == "kaon-engine-0"
+
+
+# -- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_shutdown_aborts_what_runs_and_leaves_nothing(manager: CoreManager) -> None:
+    manager.add_requests(requests(1, 2))
+    first_tokens(manager)
+    manager.shutdown()
+    assert ends(drain(manager, 1, 2)) == {1: "abort", 2: "abort"}
+    assert not psutil.pid_exists(manager.pid)
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        manager.add_requests(requests(3))
+    manager.shutdown()
+
+
+def test_core_that_is_stuck_is_ended_by_force(manager: CoreManager) -> None:
+    os.kill(manager.pid, signal.SIGSTOP)
+    manager.add_requests(requests(1))
+    manager.shutdown(timeout=0.1)
+    assert not psutil.pid_exists(manager.pid)
+    assert ends(drain(manager, 1)) == {1: "error"}
+
+
+def test_manager_that_is_dropped_ends_its_core() -> None:
+    manager = CoreManager(Config())
+    manager.wait_ready(WAIT_SECONDS)
+    pid = manager.pid
+    del manager
+    gc.collect()
+    assert not psutil.pid_exists(pid)
+
+
+def test_terminated_core_aborts_what_runs_and_says_that_it_stopped(manager: CoreManager) -> None:
+    manager.add_requests(requests(1, 2))
+    first_tokens(manager)
+    os.kill(manager.pid, signal.SIGTERM)
+    assert ends(drain(manager, 1, 2)) == {1: "abort", 2: "abort"}
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        manager.get_outputs(WAIT_SECONDS)
+
+
+def test_core_leaves_interrupts_to_its_parent(manager: CoreManager) -> None:
+    os.kill(manager.pid, signal.SIGINT)
+    manager.add_requests(requests(1, params=SamplingParams(max_tokens=5)))
+    assert ends(drain(manager, 1)) == {1: "max_tokens"}
+    assert os.getpgid(manager.pid) != os.getpgid(0)
+
+
+def test_killed_core_ends_each_live_request_once_with_an_error(manager: CoreManager) -> None:
+    manager.add_requests(requests(*range(20)))
+    manager.add_requests(requests(100, params=SamplingParams(max_tokens=1)))
+    outputs = drain(manager, 100)
+    os.kill(manager.pid, signal.SIGKILL)
+    outputs += drain(manager, *range(20))
+    assert ends(outputs) == {100: "max_tokens"} | dict.fromkeys(range(20), "error")
+    errors = {output.error for output in outputs if output.finish_reason == "error"}
+    assert errors == {"the engine core was killed by SIGKILL"}
+    assert not manager.is_alive
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        manager.get_outputs(WAIT_SECONDS)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        manager.add_requests(requests(200))
+    manager.abort([1])
+
+
+async def test_an_event_loop_hears_of_the_core_s_death() -> None:
+    with CoreManager(Config()) as manager:
+        outputs: list[RequestOutput] = []
+        dead = asyncio.Event()
+
+        def take(step: StepOutputs) -> None:
+            outputs.extend(step.outputs)
+            if manager.failure is not None:
+                dead.set()
+
+        manager.attach(asyncio.get_running_loop(), take)
+        await manager.wait_ready_async(WAIT_SECONDS)
+        manager.add_requests(requests(1, 2))
+        os.kill(manager.pid, signal.SIGKILL)
+        await asyncio.wait_for(dead.wait(), WAIT_SECONDS)
+    assert ends(outputs) == {1: "error", 2: "error"}
+
+
+PARENT = """
+import sys
+from engine import core_process
+core_process.CORE_MODULE = "stub_core"
+from engine.config import Config
+from engine.core_manager import CoreManager
+manager = CoreManager(Config())
+if sys.argv[1] == "ready":
+    manager.wait_ready()
+print(manager.pid, manager._core.launch.directory, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stage", ["ready", "starting"])
+def test_core_and_its_sockets_are_gone_when_the_parent_is_killed(stage: str, stub_core: Callable[[str], None]) -> None:
+    stub_core("" if stage == "ready" else "slow")
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, stage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid, directory = parent.stdout.readline().split()
+        parent.kill()
+    wait_gone(int(pid))
+    assert not Path(directory).exists()
+
+
+# -- failing to start -------------------------------------------------------------------------------------------
+
+
+def test_user_s_mistake_is_one_sentence_without_a_traceback(
+    stub_core: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub_core("bad checkpoint")
+    with CoreManager(Config()) as manager:
+        with pytest.raises(EngineDeadError, match="there is no such directory; check the path") as raised:
+            manager.wait_ready(WAIT_SECONDS)
+        assert raised.value.usage
+        assert not Path(manager._core.launch.directory).exists()
+    assert capfd.readouterr().err == ""
+
+
+async def test_event_loop_hears_why_the_core_cannot_start(stub_core: Callable[[str], None]) -> None:
+    stub_core("bad checkpoint")
+    with CoreManager(Config()) as manager:
+        manager.attach(asyncio.get_running_loop(), lambda step: None)
+        with pytest.raises(EngineDeadError, match="there is no such directory"):
+            await manager.wait_ready_async(WAIT_SECONDS)
+
+
+def test_bug_at_start_is_a_sentence_and_a_logged_traceback(
+    stub_core: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    stub_core("bug")
+    with CoreManager(Config()) as manager:
+        with pytest.raises(EngineDeadError, match="could not start: KeyError: 'weight'") as raised:
+            manager.wait_ready(WAIT_SECONDS)
+        assert not raised.value.usage
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_core_that_vanishes_at_start_is_noticed(stub_core: Callable[[str], None]) -> None:
+    stub_core("exit")
+    with CoreManager(Config()) as manager, pytest.raises(EngineDeadError, match="exited with code 3"):
+        manager.wait_ready(WAIT_SECONDS)
+
+
+def test_core_that_is_slow_to_start_can_be_given_up(stub_core: Callable[[str], None]) -> None:
+    stub_core("slow")
+    with CoreManager(Config()) as manager:
+        with pytest.raises(TimeoutError, match="not ready within 0"):
+            manager.wait_ready(0.01)
+        with pytest.raises(EngineDeadError, match="not ready yet"):
+            manager.add_requests(requests(1))
+        directory = Path(manager._core.launch.directory)
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert not directory.exists()
+    assert not psutil.pid_exists(manager.pid)
+
+
+def test_temporary_directory_with_too_long_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ValueError, match="set a shorter TMPDIR"):
+        CoreManager(Config())
+    assert list(deep.iterdir()) == []

@@ -1,0 +1,120 @@
+"""`LLMEngine` over a model that samples one and the same token: what it checks, keeps apart, and survives."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.config import Config
+from engine.io_processor import InvalidRequest
+from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.messages import StepOutputs
+from engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("stub_core")
+
+
+@pytest.fixture
+def engine() -> Iterator[LLMEngine]:
+    with LLMEngine() as engine:
+        yield engine
+
+
+def test_results_keep_the_order_of_the_prompts(engine: LLMEngine) -> None:
+    lengths = [9, 1, 5]
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    results = engine.generate(["one", "two", "three"], params, use_tqdm=False)
+    assert [result["num_tokens_output"] for result in results] == lengths
+    assert [result["token_ids"] for result in results] == [[5] * length for length in lengths]
+
+
+def test_result_tells_all_that_the_specification_names(engine: LLMEngine) -> None:
+    (result,) = engine.generate([[7, 8, 9]], SamplingParams(max_tokens=4), use_tqdm=False)
+    text = engine.io_processor.tokenizer.decode([5] * 4)
+    assert (result["text"], result["finish_reason"]) == (text, "length")
+    assert (result["num_tokens_input"], result["num_tokens_output"]) == (3, 4)
+    assert 0 < result["ttft"] < result["latency"]
+    assert 0 < result["tpot"] < result["latency"]
+
+
+def test_single_text_is_one_prompt(engine: LLMEngine) -> None:
+    assert len(engine.generate("hello", use_tqdm=False)) == 1
+    assert engine.generate([], use_tqdm=False) == []
+
+
+def test_stop_string_ends_the_text_and_the_request(engine: LLMEngine) -> None:
+    token = engine.io_processor.tokenizer.decode([5])
+    params = SamplingParams(max_tokens=8000, stop_strings=[token * 3])
+    (result,) = engine.generate("go", params, use_tqdm=False)
+    assert (result["text"], result["finish_reason"], result["stop_reason"]) == ("", "stop", token * 3)
+    (after,) = engine.generate("go", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert after["num_tokens_output"] == 2
+    assert engine._core.live == set()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "sentence"),
+    [
+        (["good", ""], None, "prompt is empty"),
+        ([[1], [50_000]], None, "token id 50000"),
+        ([1, 2], None, "type int"),
+        (["good"], SamplingParams(max_tokens=10**6), "max_tokens is 1000000"),
+        (["one", "two"], [SamplingParams()], "1 entries for 2 prompts"),
+    ],
+)
+def test_bad_prompt_is_refused_before_any_is_sent(engine: LLMEngine, prompts: Any, params: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        engine.generate(prompts, params, use_tqdm=False)
+    assert engine._core.live == set()
+    assert engine._states == {}
+
+
+def test_invalid_request_names_its_field(engine: LLMEngine) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        engine.generate([[]], use_tqdm=False)
+    assert raised.value.param == "prompt"
+
+
+def test_interrupted_generation_is_aborted_and_the_engine_stays_usable(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = engine._core.get_outputs
+    calls = 0
+
+    def interrupt_at_third() -> StepOutputs | None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return receive()
+
+    monkeypatch.setattr(engine._core, "get_outputs", interrupt_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["one", "two"], SamplingParams(max_tokens=8000), use_tqdm=False)
+    assert engine._states == {}
+    (result,) = engine.generate("three", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert result["token_ids"] == [5] * 3
+    assert engine._core.live == set()
+
+
+def test_requests_can_be_added_first_and_collected_later_in_any_order(engine: LLMEngine) -> None:
+    early = engine.add_request(["a", "b"], SamplingParams(max_tokens=2))
+    late = engine.add_request("c", SamplingParams(max_tokens=3))
+    assert [result["num_tokens_output"] for result in engine.collect(late)] == [3]
+    assert [result["num_tokens_output"] for result in engine.collect(early)] == [2, 2]
+
+
+def test_death_of_the_core_is_an_error_and_not_a_hang(engine: LLMEngine) -> None:
+    ids = engine.add_request(["a", "b"], SamplingParams(max_tokens=8000))
+    os.kill(engine._core.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        engine.collect(ids)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        engine.generate("c", use_tqdm=False)
+
+
+def test_config_and_single_fields_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="either a config or single fields"):
+        LLMEngine(config=Config(), max_num_seqs=4)

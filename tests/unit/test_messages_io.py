@@ -1,0 +1,92 @@
+"""The core's I/O threads: whatever arrives, the good is passed on, the bad is answered, and nothing is lost."""
+
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine.core_io import CoreSockets
+from engine.messages import AbortRequests, AddRequest, Outbound, RequestOutput, Shutdown, StepOutputs, Stopped
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+WAIT_SECONDS = 30
+
+
+@pytest.fixture
+def wire() -> Iterator[SimpleNamespace]:
+    """A core's sockets and the front end's: `send(*frames)` to it and `receive()` from it."""
+    with tempfile.TemporaryDirectory(prefix="kaon-") as directory, zmq.Context() as context:
+        router, pull = context.socket(zmq.ROUTER), context.socket(zmq.PULL)
+        for socket in (router, pull):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.RCVTIMEO, WAIT_SECONDS * 1000)
+        router.bind(f"ipc://{directory}/in")
+        pull.bind(f"ipc://{directory}/out")
+        core = CoreSockets(f"ipc://{directory}/in", f"ipc://{directory}/out", block_size=16)
+        identity = router.recv_multipart()[0]
+        yield SimpleNamespace(
+            core=core,
+            send=lambda *frames: router.send_multipart([identity, *frames]),
+            receive=lambda: msgspec.msgpack.decode(pull.recv(), type=Outbound),
+            take=lambda: core.input_queue.get(timeout=WAIT_SECONDS),
+        )
+        core.close()
+        router.close(0)
+        pull.close(0)
+
+
+def encode(message: Any) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> None:
+    params = SamplingParams(max_tokens=3)
+    wire.send(encode(AddRequest(7, [1, 2], params, [[5]], cache_salt=9)), encode(AddRequest(8, [3], params)))
+    wire.send(encode(AbortRequests([8])), encode(Shutdown()))
+    first, second = wire.take(), wire.take()
+    assert isinstance(first, Sequence)
+    assert (first.id, first.token_ids, first.sampling_params, first.block_size) == (7, [1, 2], params, 16)
+    assert (first.stop_token_sequences, first.cache_salt) == ([[5]], 9)
+    assert second.id == 8
+    assert wire.take() == AbortRequests([8])
+    assert wire.take() == Shutdown()
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"type": "add", "request_id": 5, "prompt_token_ids": "text", "sampling_params": {}}, "prompt_token_ids"),
+        ({"type": "add", "request_id": 5, "prompt_token_ids": [1], "sampling_params": {"top_p": 7}}, "top_p is 7"),
+        ({"type": "add", "request_id": 5, "prompt_token_ids": [], "sampling_params": {}}, "at least 1 prompt token"),
+    ],
+)
+def test_malformed_request_with_an_id_is_answered_with_an_error(
+    wire: SimpleNamespace, message: dict[str, Any], sentence: str
+) -> None:
+    wire.send(encode(message))
+    (output,) = wire.receive().outputs
+    assert (output.request_id, output.finished, output.finish_reason) == (5, True, "error")
+    assert sentence in output.error
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02", encode({"type": "add"}), encode([1, 2])])
+def test_noise_is_logged_and_does_not_disturb_what_follows(
+    wire: SimpleNamespace, frame: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire.send(frame, encode(AbortRequests([1])))
+    assert wire.take() == AbortRequests([1])
+    assert "refused" in caplog.text
+
+
+def test_everything_queued_before_close_is_sent(wire: SimpleNamespace) -> None:
+    steps = [StepOutputs([RequestOutput(step, [step])]) for step in range(3000)]
+    for message in (*steps, Stopped()):
+        wire.core.output_queue.put(message)
+    wire.core.close()
+    assert [wire.receive() for _ in steps] == steps
+    assert wire.receive() == Stopped()
