@@ -1,4 +1,5 @@
-"""The demo model's generator: reproducible, honest about what it holds out, and well formed in JSON and tool calls."""
+"""The demo model's generator: reproducible, honest about what it holds out,
+and well formed in JSON and tool calls."""
 
 import itertools
 import json
@@ -101,7 +102,7 @@ def test_an_answer_is_what_follows_the_prompt() -> None:
 
 
 def test_template_renders_each_role() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello!"},
@@ -129,7 +130,7 @@ def test_template_puts_tools_after_the_system_text() -> None:
 @pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'], ids=["dict", "JSON string"])
 def test_template_renders_tool_calls_and_groups_their_results(arguments: object) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": None, "tool_calls": [call, call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
@@ -139,7 +140,8 @@ def test_template_renders_tool_calls_and_groups_their_results(arguments: object)
     assert rendered(messages) == (
         "<|im_start|>user\nWeather?<|im_end|>\n"
         f"<|im_start|>assistant\n{rendered_call}\n{rendered_call}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\ncloudy\n</tool_response><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\ncloudy\n</tool_response><|"
+        "im_end|>\n"
         "<|im_start|>assistant\n"
     )
 

@@ -1,0 +1,156 @@
+"""CPU time of the API process a streamed chunk: from the engine's message to the socket, everything included.
+
+Run as `python -m benchmarks.front_end`. The server is a real process; `benchmarks.stub_core` feeds it over the real
+ZMQ sockets at a fixed pace; the client reads over TCP in this process. User and system time of the server count.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.stub_core import STEP_SECONDS
+
+ROOT = Path(__file__).parent.parent
+
+
+class Load(NamedTuple):
+    """One row of the table."""
+
+    endpoint: str
+    streams: int
+    tokens: int
+    step_seconds: float
+
+
+FLOOR = Load("(bare uvloop write)", 1, 4000, 0.001)
+"""A server that does nothing but write 250 bytes a step: what the machine itself charges for one chunk."""
+
+LOADS = (
+    FLOOR,
+    Load("/v1/completions", 1, 4000, 0.001),
+    Load("/v1/chat/completions", 1, 4000, 0.001),
+    Load("/v1/completions", 64, 600, 0.012),
+    Load("/v1/chat/completions", 64, 600, 0.012),
+)
+
+
+class Result(NamedTuple):
+    chunks: int
+    cpu_seconds: float
+    wall_seconds: float
+
+
+async def measure(load: Load, port: int, server: psutil.Process) -> Result:
+    """Run `load` once; chunks that arrived, and what they cost the server."""
+    loop = asyncio.get_running_loop()
+    before, start = server.cpu_times(), loop.time()
+    counts = await asyncio.gather(*(_stream(load, port) for _ in range(load.streams)))
+    after, end = server.cpu_times(), loop.time()
+    return Result(sum(counts), after.user + after.system - before.user - before.system, end - start)
+
+
+async def _stream(load: Load, port: int) -> int:
+    """Chunks of one stream, each a `data:` event."""
+    prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in load.endpoint else {"prompt": "Hi"}
+    body = json.dumps({"model": "kaon-demo", "max_tokens": load.tokens, "stream": True, **prompt})
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        f"POST {load.endpoint} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    count = 0
+    while line := await reader.readline():
+        count += line.startswith(b"data: {")
+        if line == b"data: [DONE]\n":
+            break
+    writer.close()
+    return count
+
+
+def serve_floor(port: int) -> None:
+    """Answers any request with a stream of equal chunks."""
+    import uvloop
+
+    chunk = b"data: {" + b"x" * 242 + b"\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"}")
+        for _ in range(json.loads(request[request.index(b"{") :])["max_tokens"]):
+            await asyncio.sleep(FLOOR.step_seconds)
+            writer.transport.write(chunk)
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", port)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        await server.serve_forever()
+
+    uvloop.run(main())
+
+
+def serve(port: int) -> int:
+    """A server whose core is the stub."""
+    from engine import core_process
+    from engine.config import Config, ServerConfig
+    from server.serve import run
+
+    core_process.CORE_MODULE = "benchmarks.stub_core"
+    return run(Config(server_config=ServerConfig(port=port, log_level="warning")))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run_load(load: Load, repeats: int) -> list[Result]:
+    """A fresh server under `load`, `repeats` times after a warm-up."""
+    port = _free_port()
+    what = "--serve-floor" if load is FLOOR else "--serve"
+    command = [sys.executable, "-m", "benchmarks.front_end", what, str(port)]
+    environment = {**os.environ, STEP_SECONDS: str(load.step_seconds)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            server = psutil.Process(process.pid)
+            asyncio.run(measure(load._replace(tokens=50), port, server))
+            return [asyncio.run(measure(load, port, server)) for _ in range(repeats)]
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    """Print the table: the best and the median of the repeats."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-floor", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve_floor is not None:
+        serve_floor(arguments.serve_floor)
+    if arguments.serve is not None:
+        sys.exit(serve(arguments.serve))
+    print(f"{'endpoint':<22} {'streams':>7} {'chunks':>7} {'chunks/s':>9} {'µs CPU a chunk':>15} {'median':>7}")
+    for load in LOADS:
+        results = run_load(load, arguments.repeats)
+        costs = sorted(result.cpu_seconds / result.chunks * 1e6 for result in results)
+        chunks = results[0].chunks
+        rate = chunks / results[0].wall_seconds
+        print(
+            f"{load.endpoint:<22} {load.streams:>7} {chunks:>7} {rate:>9.0f} {costs[0]:>15.1f} "
+            f"{costs[len(costs) // 2]:>7.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

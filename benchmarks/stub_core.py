@@ -1,0 +1,100 @@
+"""An engine core without a model: answers every request with a token a step, at a fixed pace, over the real sockets.
+
+`benchmarks.front_end` runs it in place of `engine.engine_core`.
+"""
+
+import itertools
+import os
+import time
+
+import msgspec
+import zmq
+
+from engine.core_process import Launch
+from engine.core_startup import PhaseClock
+from engine.lifetime import end_with_parent, name_process, take_lifeline
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Inbound,
+    ModelInfo,
+    Ready,
+    RequestOutput,
+    SchedulerStats,
+    Shutdown,
+    StepOutputs,
+    Stopped,
+)
+
+STEP_SECONDS = "KAON_STUB_STEP_SECONDS"
+"""Environment variable: the pace of the steps."""
+
+_MODEL = ModelInfo("StubForCausalLM", "float32", "cpu", "none", 0, 1536, 1 << 20, [2], 16, 1 << 20)
+_TOKENS = range(300, 1300)
+"""Ordinary words and pieces of words of the embedded model's vocabulary."""
+
+
+class _StubCore:
+    """Live requests with the number of tokens that each still gets."""
+
+    def __init__(self, launch: Launch) -> None:
+        context = zmq.Context()
+        self._input = context.socket(zmq.DEALER)
+        self._output = context.socket(zmq.PUSH)
+        self._input.connect(launch.input_address)
+        self._output.connect(launch.output_address)
+        self._input.send(b"")
+        self._decoder = msgspec.msgpack.Decoder(Inbound)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._live: dict[int, int] = {}
+        self._tokens = itertools.cycle(_TOKENS)
+        self._stopping = False
+        self._say(Ready(_MODEL, PhaseClock(launch.started).seconds))
+
+    def run(self, step_seconds: float) -> None:
+        """Serve until told to stop."""
+        while not self._stopping:
+            if self._live:
+                time.sleep(step_seconds)
+                self._step()
+            while not self._stopping and self._input.poll(0 if self._live else None):
+                self._take_in()
+        self._say(Stopped())
+
+    def _step(self) -> None:
+        outputs = []
+        for request_id in list(self._live):
+            self._live[request_id] -= 1
+            last = self._live[request_id] == 0
+            outputs.append(RequestOutput(request_id, [next(self._tokens)], last, "max_tokens" if last else None))
+            if last:
+                del self._live[request_id]
+        running = len(self._live)
+        self._say(StepOutputs(outputs, SchedulerStats(running, 0, running, 1 << 20, 0, 0, 0, 0, "decode", 0.001)))
+
+    def _take_in(self) -> None:
+        for frame in self._input.recv_multipart():
+            match self._decoder.decode(frame):
+                case AddRequest() as request:
+                    self._live[request.request_id] = request.sampling_params.max_tokens
+                case AbortRequests(request_ids):
+                    for request_id in request_ids:
+                        self._live.pop(request_id, None)
+                case Shutdown():
+                    self._stopping = True
+
+    def _say(self, message: Ready | StepOutputs | Stopped) -> None:
+        self._output.send(self._encoder.encode(message))
+
+
+def main() -> None:
+    """Run one stub for the server that holds the other end of standard input."""
+    lifeline = take_lifeline()
+    launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
+    name_process(launch.name)
+    end_with_parent(lifeline, launch.directory)
+    _StubCore(launch).run(float(os.environ[STEP_SECONDS]))
+
+
+if __name__ == "__main__":
+    main()

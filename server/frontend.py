@@ -1,0 +1,106 @@
+"""`Frontend`: what the routes work with. Knows whether the server is ready, and why it is not.
+
+One a process, made by `server.app` and kept in the application's state.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+from starlette.requests import Request
+
+from engine.chat_template import ChatTemplate
+from engine.checkpoint import resolve_checkpoint
+from engine.config import Config
+from engine.core_manager import CoreManager, EngineDeadError
+from engine.io_processor import InputOutputProcessor
+from engine.tokenizer import Tokenizer
+from models.errors import CheckpointError
+from server.errors import ModelNotFound, NotReady
+from server.metrics import Metrics
+from server.streams import Hub
+
+_log = logging.getLogger(__name__)
+
+EMBEDDED_MODEL_NAME = "kaon-demo"
+
+
+class Frontend:
+    """The API process's state: the core, the hub of live sequences, the metrics, and the loaded model's text side."""
+
+    def __init__(self, config: Config, core: CoreManager) -> None:
+        self.config = config
+        self.version = version("kaon")
+        self.fingerprint = f"kaon-{self.version}"
+        self.model_names = config.server_config.served_model_name or (config.model or EMBEDDED_MODEL_NAME,)
+        self.created = int(time.time())
+        self.metrics = Metrics(self.version)
+        self.hub = Hub(core, self.metrics)
+        self.failure: str | None = None
+        """Why the server cannot go on; None while it can."""
+        self._core = core
+        self._processor: InputOutputProcessor | None = None
+        self._closing = False
+
+    async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
+        """Load tokenizer and chat template while the core loads the model; then serve; `on_ready` hears the names."""
+        self._core.attach(asyncio.get_running_loop(), self.hub.receive)
+        try:
+            tokenizer, template = await asyncio.to_thread(_load_text_side, self.config.model)
+            ready = await self._core.wait_ready_async()
+        except (CheckpointError, EngineDeadError) as error:
+            self.failure = str(error)
+            return
+        except Exception as error:  # noqa: BLE001 - it ends the server, which says so
+            _log.exception("start-up failed")
+            self.failure = f"the tokenizer could not be loaded: {type(error).__name__}: {error}"
+            return
+        self._processor = InputOutputProcessor(tokenizer, template, ready.model)
+        on_ready(self.model_names)
+
+    def close(self) -> None:
+        """Take no more requests and end the live ones with an error."""
+        self._closing = True
+        self.hub.fail_all(NotReady("the server is shutting down; send the request again later"))
+
+    @property
+    def why_ended(self) -> str | None:
+        """Why the server must end, as a sentence; None while it can go on."""
+        if self.failure is None and self._core.failure is not None:
+            return self._core.failure.error
+        return self.failure
+
+    @property
+    def processor(self) -> InputOutputProcessor:
+        """The loaded model's text side. Raises `NotReady` unless requests can be served."""
+        if self._closing:
+            raise NotReady("the server is shutting down; send the request again later")
+        if self.why_ended is not None:
+            raise NotReady(f"the server cannot serve: {self.why_ended}")
+        if self._processor is None:
+            raise NotReady("the model is still loading; try again in a moment")
+        return self._processor
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus completion in tokens; None while the model loads."""
+        return None if self._core.ready is None else self._core.ready.model.max_model_len
+
+    def check_model(self, name: str) -> None:
+        """Raise `ModelNotFound` unless `name` is served."""
+        if name not in self.model_names:
+            served = " or ".join(self.model_names)
+            raise ModelNotFound(f"model is {name!r}, which this server does not serve; use {served}", param="model")
+
+
+def of(request: Request) -> Frontend:
+    """The front end that `request` came to."""
+    frontend: Frontend = request.app.state.frontend
+    return frontend
+
+
+def _load_text_side(model: str | None) -> tuple[Tokenizer, ChatTemplate | None]:
+    checkpoint = resolve_checkpoint(model)
+    return Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)

@@ -1,0 +1,57 @@
+"""Runs the application under uvicorn until a signal, or until the engine is gone. Called by `server.serve`."""
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from engine.config import Config
+from engine.core_manager import CoreManager
+from server.app import create_app
+from server.frontend import Frontend
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the idle time of common load balancers, so that it is they who close."""
+
+_SHUTDOWN_SECONDS = 5
+"""How long answers may take to leave for slow clients once the server ends."""
+
+
+def serve(
+    config: Config, core: CoreManager, listener: socket.socket, on_ready: Callable[[tuple[str, ...]], object]
+) -> str | None:
+    """Serve on `listener`; why that ended, as a sentence, or None if a signal did. Then raises `KeyboardInterrupt`."""
+    app = create_app(config, core, on_ready)
+    frontend: Frontend = app.state.frontend
+    # Streams end through the front end, with an event that says why, and not by sse-starlette's cancellation.
+    AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
+    settings = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    _Server(settings, frontend).run(sockets=[listener])
+    return frontend.why_ended
+
+
+class _Server(uvicorn.Server):
+    """Also ends when the engine is gone, and ends the live requests before it waits for their connections."""
+
+    def __init__(self, settings: uvicorn.Config, frontend: Frontend) -> None:
+        super().__init__(settings)
+        self._frontend = frontend
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._frontend.why_ended is not None or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._frontend.close()
+        await super().shutdown(sockets)

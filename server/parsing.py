@@ -1,0 +1,155 @@
+"""From a request's bytes to its validated model. What is wrong with them leaves as one sentence.
+
+Called by the routes; nothing else reads a body.
+"""
+
+import json
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from server.errors import BadRequest, BodyTooLarge
+from server.protocol.rules import RequestModel
+
+Model = TypeVar("Model", bound=RequestModel)
+
+_NOUNS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_SHOWN_CHARACTERS = 60
+
+
+async def read_request(request: Request, model: type[Model], *, max_bytes: int, allow_unknown: bool) -> Model:
+    """The validated body of `request`. Raises `BadRequest` and `BodyTooLarge`."""
+    return validate(parse_object(await read_body(request, max_bytes)), model, allow_unknown=allow_unknown)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, of which no more than `max_bytes` is ever held. Raises `BodyTooLarge`."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        _refuse_size(f"has {declared} bytes", max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            _refuse_size("is larger", max_bytes)
+    return bytes(body)
+
+
+def _refuse_size(what: str, max_bytes: int) -> NoReturn:
+    raise BodyTooLarge(f"the request body {what}; this server takes at most {max_bytes} bytes (max_request_bytes)")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """`body` as a JSON object, whatever its content type says. Raises `BadRequest`."""
+    if not body.strip():
+        raise BadRequest("the request body is empty; send a JSON object")
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BadRequest(_why_not_json(body)) from None
+    if not isinstance(parsed, dict):
+        raise BadRequest(f"the request body is {_shown(parsed)}; it must be a JSON object")
+    return parsed
+
+
+def _why_not_json(body: bytes) -> str:
+    """What a stricter parser refused in `body`: the standard one reads more, and says better where it stops."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        return f"the request body is not valid UTF-8: byte {error.start} is 0x{body[error.start]:02x}"
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        return f"the request body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except BadRequest as error:
+        return str(error)
+    except (ValueError, RecursionError):
+        return "the request body is nested too deeply, or holds a number with too many digits"
+    return "the request body holds half a surrogate pair, such as \\ud800, or a number beyond what fits 64 bits"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadRequest(f"the request body holds {name}, which is not JSON; send a finite number")
+
+
+def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -> Model:
+    """`data` as `model`; a field that is null counts as absent. Raises `BadRequest` for the first thing wrong."""
+    known = model.model_fields
+    given = {name: value for name, value in data.items() if value is not None or name not in known}
+    try:
+        return model.model_validate(given, extra="ignore" if allow_unknown else None)
+    except ValidationError as error:
+        raise _first_error(given, error) from None
+
+
+def _first_error(data: dict[str, Any], error: ValidationError) -> BadRequest:
+    errors = error.errors(include_url=False)
+    located = [(*_locate(data, each["loc"]), each) for each in errors]
+    path, value, first = located[0]
+    # The members of a union fail one by one. The one that got deepest into the value is the one that was meant.
+    siblings = [each for each in located if each[0].startswith(path)]
+    deeper = [each for each in siblings if len(each[0]) > len(path)]
+    if deeper and len(siblings) > len(deeper) and first["type"] in _NOUNS:
+        path, value, first = deeper[0]
+        siblings = [(path, value, first)]
+    same = [each for each_path, _, each in siblings if each_path == path]
+    return BadRequest(_sentence(path, value, same), param=path or None)
+
+
+def _locate(data: Any, loc: tuple[int | str, ...]) -> tuple[str, Any]:
+    """The path of a field as a person writes it, and its value. What pydantic adds for unions is no part of it."""
+    path, value = "", data
+    for place, step in enumerate(loc):
+        if isinstance(step, int):
+            if not (isinstance(value, list) and step < len(value)):
+                continue
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or place == len(loc) - 1):
+            path, value = f"{path}.{step}" if path else step, value.get(step)
+    return path, value
+
+
+def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
+    kind, message, context = errors[0]["type"], errors[0]["msg"], errors[0].get("ctx", {})
+    if kind == "missing":
+        return f"{path} is missing; this endpoint needs it"
+    if kind == "extra_forbidden":
+        return f"{path} is not a known field; leave it out, or start the server with --allow-unknown-fields"
+    if kind == "none_required":
+        return f"{path} is not supported by this release; leave it out"
+    if kind == "sentence":
+        return f"{path} {message}".lstrip()
+    if kind == "rule":
+        return f"{path} is {_shown(value)}; {message}"
+    if kind == "literal_error":
+        return f"{path} is {_shown(value)}; it must be {context['expected']}"
+    if kind == "too_short":
+        return f"{path} is {_shown(value)}; it must have at least {context['min_length']} item"
+    if kind == "string_too_short":
+        return f"{path} is {_shown(value)}; it must have at least {context['min_length']} character"
+    nouns = list(dict.fromkeys(_NOUNS[each["type"]] for each in errors if each["type"] in _NOUNS))
+    if nouns:
+        return f"{path} is {_shown(value)}; it must be {' or '.join(nouns)}"
+    return f"{path} is {_shown(value)}; {message[0].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it goes into a sentence: short ones as JSON, containers by kind."""
+    if isinstance(value, dict):
+        return "an object" if value else "an empty object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

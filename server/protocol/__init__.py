@@ -1,0 +1,1 @@
+"""What the endpoints read and write: a pydantic model a request, `msgspec` structs for answers."""

@@ -1,0 +1,76 @@
+"""Types that request models are written in: strict JSON types, ranges with readable errors, refused fields."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+NO_CHANGE = "Accepted; changes nothing here."
+"""Description of OpenAI's fields that this server has no use for."""
+
+
+class RequestModel(BaseModel):
+    """Base of everything a client sends: JSON's types taken strictly, no unknown fields, null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Annotation of a number in `[low, high]`, or `(low, high]` with `low_open`."""
+
+    low: float
+    high: float
+    low_open: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: JsonSchemaHandler) -> dict[str, Any]:
+        lower = "exclusiveMinimum" if self.low_open else "minimum"
+        return {**handler(schema), lower: self.low, "maximum": self.high}
+
+    def _check(self, value: float) -> float:
+        if self.low <= value <= self.high and not (self.low_open and value == self.low):
+            return value
+        if self.low_open:
+            raise rule(f"it must be above {self.low} and at most {self.high}")
+        raise rule(f"it must be between {self.low} and {self.high}")
+
+
+def rule(predicate: str) -> PydanticCustomError:
+    """The error of a value that breaks a rule; `predicate` follows `<field> is <value>; `."""
+    return PydanticCustomError("rule", "{predicate}", {"predicate": predicate})
+
+
+def sentence(text: str) -> PydanticCustomError:
+    """The error of a combination of fields; `text` stands alone, after the path of the object if it has one."""
+    return PydanticCustomError("sentence", "{text}", {"text": text})
+
+
+def _to_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _no_empty_string(value: list[str]) -> list[str]:
+    if "" in value:
+        raise rule("each stop string must have at least 1 character")
+    return value
+
+
+StringOrStrings: TypeAlias = Annotated[
+    list[str],
+    AfterValidator(_no_empty_string),
+    BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
+]
+"""One string or several; read as a list."""
+
+Unsupported: TypeAlias = Annotated[None, Field(description="Not supported by this release.")]
+"""A field that OpenAI knows and this release refuses."""
+
+Ignored: TypeAlias = Annotated[str, Field(description=NO_CHANGE)]
+"""A string that OpenAI knows and that changes nothing here."""

@@ -1,0 +1,207 @@
+"""From flags, `KAON_*`, YAML and defaults to one `Config`. Called by `kaon serve`.
+
+pydantic-settings reads the environment and the YAML file; argparse, fed from the same table of settings, reads the
+command line, because its help groups by section and its errors can be put in one sentence. No source converts a
+value: all of them meet `Config`'s own validation, so a value means the same wherever it comes from.
+"""
+
+import argparse
+import os
+import re
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin
+
+from pydantic import ValidationError, create_model
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from engine.config import Config, Section
+from server.settings_table import ENV_PREFIX, POSITIONAL, SETTINGS, Setting
+
+CONFIG_FLAG = "--config"
+CONFIG_ENV = ENV_PREFIX + "CONFIG"
+
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+class SettingsError(ValueError):
+    """What the user set cannot be served; the message is one sentence."""
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration that command line, environment and YAML file give together, in that priority.
+
+    Raises `SettingsError` for the first thing that is wrong. `--help` prints the settings and exits.
+    """
+    flags = _read_flags(argv)
+    file = flags.pop("config", os.environ.get(CONFIG_ENV))
+    environment = _read_environment()
+    yaml = {} if not file else _read_yaml(Path(file))
+    given = ChainMap(flags, environment, yaml)
+    try:
+        return Config.model_validate(_nested(given))
+    except ValidationError as error:
+        # A value is told by the name under which it was given.
+        spelled = {name: f"{name} in {file}" for name in yaml}
+        spelled |= {name: _BY_NAME[name].env for name in environment}
+        spelled |= {name: _BY_NAME[name].flag for name in flags}
+        raise SettingsError(_sentence(error, given, spelled)) from None
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """A hint to end a sentence with: the known name that `wrong` may be a slip of, or nothing."""
+    import difflib
+
+    match = difflib.get_close_matches(wrong, list(known), n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+# -- sources ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _build_parser()
+    try:
+        known, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name).partition("/")[0]
+        takes = "takes no value" if "explicit" in error.message else "needs a value"
+        raise SettingsError(f"{flag} {takes}") from None
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        if word.startswith("-"):
+            flags = [CONFIG_FLAG, *(setting.flag for setting in SETTINGS)]
+            raise SettingsError(f"{word} is not a flag{nearest(word, flags) or '; kaon serve --help lists them'}")
+        raise SettingsError(f"one MODEL can be served, and {word} is a second one")
+    return vars(known)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kaon serve",
+        usage="kaon serve [MODEL] [--config FILE] [flags]",
+        description="Serve a model over OpenAI's HTTP interface.",
+        epilog=f"A flag --some-name is also {ENV_PREFIX}SOME_NAME in the environment and some_name in the YAML file. "
+        "The command line wins over the environment, the environment over the file.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(CONFIG_FLAG, metavar="FILE", help=f"YAML file with settings; also {CONFIG_ENV}")
+    groups: dict[type[Section], argparse._ArgumentGroup] = {Config: parser.add_argument_group("model and engine")}
+    for setting in SETTINGS:
+        if setting.section not in groups:
+            title = setting.path[-1].removesuffix("_config")
+            groups[setting.section] = parser.add_argument_group(title, setting.section.__doc__)
+        _add_argument(groups[setting.section], setting)
+    return parser
+
+
+def _add_argument(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    help = setting.meaning.replace("%", "%%")
+    if setting.default is not None:
+        help += f" (default: {setting.default})"
+    if setting.name == POSITIONAL:
+        group.add_argument(setting.name, metavar=setting.flag, nargs="?", help=help)
+    elif setting.kind is bool:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=help)
+    else:
+        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type_name.upper()
+        group.add_argument(setting.flag, metavar=metavar, help=help)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+class _Flat(BaseSettings):
+    """What pydantic-settings is told of the leaves: their names."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+
+def _flat_model() -> type[_Flat]:
+    fields: dict[str, Any] = {setting.name: (Any, None) for setting in SETTINGS}
+    return create_model("_FlatConfig", __base__=_Flat, **fields)
+
+
+def _read_environment() -> dict[str, Any]:
+    known = {CONFIG_ENV, *(setting.env for setting in SETTINGS)}
+    if "KAON_SERVICE_HOST" in os.environ:
+        raise SettingsError(
+            "KAON_SERVICE_HOST and its like come from a Kubernetes Service named kaon, not from you; "
+            "set enableServiceLinks: false in the pod, or rename the Service"
+        )
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise SettingsError(f"{name} in the environment is not a setting{nearest(name, known)}")
+    return EnvSettingsSource(_flat_model())()
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise SettingsError(f"{CONFIG_FLAG} is {path}, but there is no such file")
+    try:
+        values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"{path} is not YAML: {error.problem}{line}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except (TypeError, ValueError, AttributeError):
+        raise SettingsError(f"{path} is YAML, but not lines of the form `setting: value`") from None
+    for key in values:
+        if key not in _BY_NAME:
+            raise SettingsError(f"{key} in {path} is not a setting{nearest(str(key), _BY_NAME)}")
+    return values
+
+
+# -- validation -------------------------------------------------------------------------------------------------
+
+
+def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name, value in given.items():
+        setting = _BY_NAME[name]
+        section = config
+        for field in setting.path:
+            section = section.setdefault(field, {})
+        section[name] = _parsed(value, setting) if isinstance(value, str) else value
+    return config
+
+
+def _parsed(text: str, setting: Setting) -> object:
+    """What pydantic does not read from text by itself: lists and numbered choices."""
+    if get_origin(setting.kind) is tuple:
+        return [item.strip() for item in text.split(",")]
+    return next((choice for choice in get_args(setting.kind) if str(choice) == text), text)
+
+
+def _sentence(error: ValidationError, given: Mapping[str, Any], spelled: Mapping[str, str]) -> str:
+    """The first failure, with the value as it was given."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        # Written for a person by `Config`; its first word is the field's name.
+        name, _, rest = first["msg"].removeprefix("Value error, ").partition(" ")
+        return f"{spelled.get(name, name)} {rest}"
+    name = next(str(part) for part in first["loc"] if part in given)
+    subject = "each item" if isinstance(first["loc"][-1], int) else "it"
+    message = re.sub(r"^\w+ should", f"{subject} must", first["msg"].partition(", unable to")[0]).replace(
+        "tuple", "list"
+    )
+    return f"{spelled[name]} is {_shown(given[name])}; {message}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if text and text.isprintable() else repr(value)

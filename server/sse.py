@@ -1,0 +1,91 @@
+"""Server-sent events of the two streamed endpoints, rendered from prepared bytes. Hot: one call a streamed chunk.
+
+All of a chunk that does not change within a stream is JSON already; a chunk adds its text, and rarely more.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from server.protocol.common import Usage
+
+DONE = b"data: [DONE]\n\n"
+_END = b"}\n\n"
+
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+
+class Frames(Protocol):
+    """Renders one stream's chunks."""
+
+    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+        """The event (or events) that tell what choice `index` gained."""
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event without choices that tells the whole request's usage."""
+
+
+class _Stream:
+    """What every chunk of a stream repeats."""
+
+    def __init__(self, id: str, object: str, created: int, model: str, fingerprint: str, include_usage: bool) -> None:
+        head = {"id": id, "object": object, "created": created, "model": model, "system_fingerprint": fingerprint}
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._close = (b'],"usage":null' if include_usage else b"]") + _END
+        self._open: dict[int, bytes] = {}
+        """Each choice's chunk up to its text."""
+
+    def usage(self, usage: Usage) -> bytes:
+        return b"".join((self._head, b'],"usage":', _encode(usage), _END))
+
+
+class CompletionFrames(_Stream):
+    """Chunks of `/v1/completions`."""
+
+    def __init__(self, id: str, created: int, model: str, fingerprint: str, *, include_usage: bool) -> None:
+        super().__init__(id, "text_completion", created, model, fingerprint, include_usage)
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._close
+
+    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+        opening = self._open.get(index)
+        if opening is None:
+            opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
+        if logprobs is None and finish_reason is None:
+            return b"".join((opening, _encode(text), self._plain_end))
+        ending = _ending(logprobs, finish_reason)
+        return b"".join((opening, _encode(text), ending, self._close))
+
+
+class ChatFrames(_Stream):
+    """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end."""
+
+    def __init__(self, id: str, created: int, model: str, fingerprint: str, *, include_usage: bool) -> None:
+        super().__init__(id, "chat.completion.chunk", created, model, fingerprint, include_usage)
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._close
+
+    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+        opening = self._open.get(index)
+        if opening is not None and logprobs is None and finish_reason is None:
+            return b"".join((opening, _encode(text), self._plain_end))
+        events = []
+        if opening is None:
+            choice = self._head + b'{"index":%d,"delta":{' % index
+            opening = self._open[index] = choice + b'"content":'
+            events.append(choice + b'"role":"assistant","content":"","refusal":null' + self._plain_end)
+        if text or logprobs is not None:
+            ending = b"}" + _ending(logprobs, None)
+            events.append(b"".join((opening, _encode(text), ending, self._close)))
+        if finish_reason is not None:
+            end = opening.removesuffix(b'"content":') + b"}" + _ending(None, finish_reason)
+            events.append(end + self._close)
+        return b"".join(events)
+
+
+def error_event(body: bytes) -> bytes:
+    """The last event of a stream that failed; `body` is the error object as JSON."""
+    return b"data: " + body + b"\n\n"
+
+
+def _ending(logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+    return b',"logprobs":%b,"finish_reason":%b}' % (_encode(logprobs), _encode(finish_reason))

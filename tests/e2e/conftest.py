@@ -1,0 +1,49 @@
+"""Fixtures of the tests over real processes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from engine import core_process
+from tests.e2e.kaon_server import KaonServer, free_port
+
+
+@pytest.fixture
+def stub_core(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes engine cores run `stub_core`, whose model samples one and the same token; call it to choose a fault."""
+    monkeypatch.setattr(core_process, "CORE_MODULE", "stub_core")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    return lambda fault: monkeypatch.setenv("STUB_CORE", fault)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
+    """The embedded model, served."""
+    running = KaonServer(tmp_path_factory.mktemp("server") / "log", free_port()).ready()
+    yield running
+    assert running.stop() == 0
+    assert "Traceback" not in running.stderr
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., KaonServer]]:
+    """Starts servers with settings of their own, which the caller may wait for; they end with the test."""
+    started: list[KaonServer] = []
+
+    def start(port: int | None = None, **settings: Any) -> KaonServer:
+        started.append(KaonServer(tmp_path / f"log{len(started)}", free_port() if port is None else port, **settings))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.stop()
+
+
+@pytest.fixture
+def client(server: KaonServer) -> Iterator[openai.OpenAI]:
+    """The official client of the shared server."""
+    with server.client() as client:
+        yield client

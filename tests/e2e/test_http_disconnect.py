@@ -1,0 +1,74 @@
+"""A client that leaves costs nothing more: its request is aborted and its blocks are free."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from tests.e2e.kaon_server import MODEL, KaonServer, eventually
+
+TOKENS = 3000
+LONG = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+COMPLETION: dict[str, Any] = {**LONG, "prompt": "A story without end"}
+CHAT: dict[str, Any] = {**LONG, "messages": [{"role": "user", "content": "A story without end"}]}
+
+
+def is_idle(server: KaonServer) -> bool:
+    gauges = ("kaon_requests_running", "kaon_requests_waiting", "kaon_kv_cache_usage_ratio")
+    return all(server.metric(gauge) == 0 for gauge in gauges)
+
+
+def receive_until(connection: socket.socket, ending: bytes) -> bytes:
+    received = b""
+    while ending not in received:
+        chunk = connection.recv(65536)
+        assert chunk, f"the server closed after {received!r}"
+        received += chunk
+    return received
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+def test_a_closed_connection_aborts_its_request(
+    server: KaonServer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    eventually(lambda: is_idle(server))
+    generated = server.metric("kaon_generation_tokens_total")
+    aborted = server.metric('kaon_requests_finished_total{reason="abort"}')
+    connection = server.connect(path, {**body, "stream": stream, "n": 2})
+    eventually(lambda: server.metric("kaon_requests_running") == 2)
+    if stream:
+        receive_until(connection, b"data: ")
+    connection.close()
+    eventually(lambda: is_idle(server))
+    assert server.metric('kaon_requests_finished_total{reason="abort"}') == aborted + 2
+    assert server.metric("kaon_generation_tokens_total") < generated + 2 * TOKENS
+
+
+def test_a_reset_connection_aborts_its_request(server: KaonServer) -> None:
+    connection = server.connect("/v1/completions", {**COMPLETION, "stream": True})
+    receive_until(connection, b"data: ")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    connection.close()
+    eventually(lambda: is_idle(server))
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_leaves_nothing(server: KaonServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+    assert "Traceback" not in server.stderr
+
+
+def test_a_client_that_does_not_read_loses_nothing_and_holds_up_nobody(server: KaonServer) -> None:
+    body = {**COMPLETION, "max_tokens": 600}
+    slow = server.connect("/v1/completions", {**body, "stream": True})
+    with server.http() as http:
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    eventually(lambda: is_idle(server))
+    events = receive_until(slow, b"data: [DONE]\n\n").decode()
+    slow.close()
+    assert events.count("data: [DONE]") == 1
+    assert events.count('"finish_reason":"length"') == 1
+    assert whole

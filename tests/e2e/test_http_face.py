@@ -1,0 +1,116 @@
+"""The HTTP face apart from generation: methods, headers, connections, the listing and the description."""
+
+import http.client
+import json
+import re
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.kaon_server import MODEL, KaonServer
+
+PATHS = ("/livez", "/readyz", "/health", "/metrics", "/version", "/v1/models", f"/v1/models/{MODEL}")
+
+
+@pytest.fixture
+def http_client(server: KaonServer) -> Any:
+    with server.http() as client:
+        yield client
+
+
+def post(http: httpx.Client, **fields: Any) -> httpx.Response:
+    return http.post("/v1/completions", json={"model": MODEL, "prompt": "Hi", "max_tokens": 2, **fields})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_head_is_get_without_the_body(http_client: httpx.Client, path: str) -> None:
+    response = http_client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("OPTIONS", "/v1/models", "GET"), ("GET", "/v1/completions", "POST")]
+)
+def test_a_wrong_method_says_which_is_right(http_client: httpx.Client, method: str, path: str, allowed: str) -> None:
+    response = http_client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert allowed in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completions/", "/v1/embeddings", "/%00", "/v1/models/a/b"])
+def test_an_unknown_path_is_an_error_object(http_client: httpx.Client, path: str) -> None:
+    response = http_client.get(path)
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_listing_names_what_is_served(server: KaonServer) -> None:
+    with server.client() as client:
+        (model,) = client.models.list().data
+        assert (model.id, model.object, model.owned_by) == (MODEL, "model", "kaon")
+        assert client.models.retrieve(MODEL) == model
+
+
+def test_the_version_is_the_packages(http_client: httpx.Client) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", http_client.get("/version").json()["version"])
+
+
+def test_streams_are_neither_cached_nor_buffered(http_client: httpx.Client) -> None:
+    response = post(http_client, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert "server" not in response.headers
+
+
+def test_one_connection_serves_answers_streams_and_errors_in_turn(server: KaonServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.connect()
+    first = connection.sock
+    for fields in ({}, {"stream": True}, {"n": 0}, {"prompt": "x" * 11 * 2**20}, {}):
+        connection.request("POST", "/v1/completions", json.dumps({"model": MODEL, "prompt": "Hi", **fields}))
+        connection.getresponse().read()
+    assert connection.sock is first
+    connection.close()
+
+
+def test_pipelined_requests_are_answered_in_order(server: KaonServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        request = b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
+        connection.sendall(request % (b"/version", b"") + request % (b"/livez", b"Connection: close\r\n"))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.index(b"version") < answer.rindex(b"ok\n")
+
+
+def test_the_description_knows_every_route_and_resolves(http_client: httpx.Client) -> None:
+    document = http_client.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/livez",
+        "/readyz",
+        "/health",
+        "/metrics",
+        "/version",
+    }
+    schemas = document["components"]["schemas"]
+    for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)):
+        assert reference in schemas
+    temperature = schemas["CompletionRequest"]["properties"]["temperature"]
+    assert (temperature["minimum"], temperature["maximum"], temperature["default"]) == (0, 2, 1.0)
+    assert schemas["ChatCompletionRequest"]["required"] == ["model", "messages"]
+    assert http_client.get("/docs").status_code == 200
+
+
+def test_metrics_count_what_was_generated(server: KaonServer, http_client: httpx.Client) -> None:
+    before = server.metric("kaon_generation_tokens_total")
+    finished = server.metric('kaon_requests_finished_total{reason="length"}')
+    post(http_client, max_tokens=7, ignore_eos=True)
+    assert server.metric("kaon_generation_tokens_total") == before + 7
+    assert server.metric('kaon_requests_finished_total{reason="length"}') == finished + 1
+    assert server.metric("kaon_time_to_first_token_seconds_count") > 0

@@ -1,0 +1,70 @@
+"""Text under way: stop strings at every split, and characters of several bytes."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from tests.e2e.kaon_server import MODEL, KaonServer
+
+TOKENS = 16
+REQUEST: dict[str, Any] = {"model": MODEL, "prompt": "Tell me of", "max_tokens": TOKENS, "temperature": 0}
+LONG: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
+CHARACTERS = 16
+"""Of a greedy output, this many are cut at every place."""
+
+
+async def whole(client: openai.AsyncOpenAI, **fields: Any) -> tuple[str, str | None]:
+    answer = await client.completions.create(**{**REQUEST, **LONG, **fields})
+    return answer.choices[0].text, answer.choices[0].finish_reason
+
+
+async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[list[str], str | None]:
+    stream = await client.completions.create(**{**REQUEST, **LONG, **fields}, stream=True)
+    choices = [chunk.choices[0] async for chunk in stream]
+    return [choice.text for choice in choices], choices[-1].finish_reason
+
+
+async def test_every_piece_of_an_output_stops_it_where_the_piece_begins(server: KaonServer) -> None:
+    async with server.async_client() as client:
+        text, _ = await whole(client)
+        stops = {text[i:j] for i in range(CHARACTERS) for j in range(i + 1, CHARACTERS + 1) if text[i:j]}
+        at_once = asyncio.Semaphore(32)
+
+        async def check(stop: str) -> None:
+            async with at_once:
+                cut = text[: text.index(stop)]
+                assert await whole(client, stop=stop) == (cut, "stop")
+                pieces, reason = await streamed(client, stop=[stop, "never to be found"])
+                assert ("".join(pieces), reason) == (cut, "stop")
+
+        await asyncio.gather(*map(check, stops))
+
+
+async def test_a_stop_string_stays_in_the_text_where_asked(server: KaonServer) -> None:
+    async with server.async_client() as client:
+        text, _ = await whole(client)
+        stop = text[3:6]
+        kept = text[: text.index(stop) + len(stop)]
+        extra = {"ignore_eos": True, "include_stop_str_in_output": True}
+        assert await whole(client, stop=stop, extra_body=extra) == (kept, "stop")
+
+
+@pytest.mark.parametrize("character", ["é", "漢", "😀"])
+async def test_characters_of_several_tokens_are_never_split(server: KaonServer, character: str) -> None:
+    """The model may write the character's bytes only, each as often as the others."""
+    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+    single_bytes = {tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size)}
+    bias = {str(single_bytes[bytes([byte])]): 100 for byte in character.encode()}
+    fields: dict[str, Any] = {"logit_bias": bias, "frequency_penalty": 2, "max_tokens": 64}
+    async with server.async_client() as client:
+        text, _ = await whole(client, **fields)
+        pieces, _ = await streamed(client, **fields)
+    assert "".join(pieces) == text
+    assert set(text.replace("\ufffd", "").encode()) <= set(character.encode())
+    if len(character.encode()) == 2:
+        assert text.count(character) > 8
+        assert len([piece for piece in pieces if "\ufffd" in piece]) <= text.count("\ufffd")

@@ -1,0 +1,110 @@
+"""The `kaon` command: exit codes, one-sentence complaints, and how little it imports for each command."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import server.serve
+from engine.config import Config
+from server import chat
+from server.cli import main
+
+HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "zmq", "httpx", "numpy"}
+
+
+def imported_by(statement: str) -> set[str]:
+    """Modules there are in a fresh interpreter after `statement`."""
+    code = f"import sys\ntry:\n    {statement}\nexcept SystemExit: pass\nprint('modules:', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("modules:")[2].split())
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kaon {version('kaon')}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "kaon serve" in out
+    assert "kaon chat" in out
+
+
+def test_an_unknown_command_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serv"]) == 2
+    assert capsys.readouterr().err == "kaon: serv is not a command; did you mean serve?\n"
+
+
+def test_serve_runs_the_server_with_the_configuration_and_passes_its_exit_code_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[Config] = []
+
+    def run(config: Config) -> int:
+        served.append(config)
+        return 7
+
+    monkeypatch.setattr(server.serve, "run", run)
+    assert main(["serve", "some/model", "--port", "123"]) == 7
+    assert (served[0].model, served[0].server_config.port) == ("some/model", 123)
+
+
+def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "x"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "kaon serve: --port is x; it must be a valid integer\n")
+
+
+def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help"])
+    assert ended.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for told in ("model and engine:", "parallel:", "server:", "--no-enable-prefix-caching", "(default: 8000)"):
+        assert told in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--url", "http://127.0.0.1:1", "model"], "MODEL starts a server and --url names a running one"),
+        (["--temperature", "hot"], "invalid float value: 'hot'"),
+        (["--colour"], "unrecognized arguments: --colour"),
+        (["--url", "http://[::1"], "--url is http://[::1, which is no URL"),
+    ],
+)
+def test_a_bad_flag_of_chat_is_one_sentence_and_exit_code_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kaon chat: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_an_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: Config) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.serve, "run", interrupted)
+    assert main(["serve"]) == 130
+
+
+def test_chat_looks_where_serve_listens() -> None:
+    default = Config().server_config
+    assert (default.host, default.port) == (chat.DEFAULT_HOST, chat.DEFAULT_PORT)
+
+
+def test_version_and_help_import_next_to_nothing() -> None:
+    for argument in ("--version", "--help"):
+        assert not imported_by(f"from server.cli import main; main(['{argument}'])") & (HEAVY | {"pydantic"})
+
+
+def test_help_of_serve_and_reading_the_settings_import_nothing_heavy() -> None:
+    assert not imported_by("from server.cli import main; main(['serve', '--help'])") & HEAVY
+    assert not imported_by("from server.settings import load_config; load_config([])") & HEAVY

@@ -1,0 +1,201 @@
+"""`make install` and what builds on it, with a Python that only writes down what it is asked to do."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+TOOLS = ("make", "sh", "cat", "cp", "grep", "head", "mkdir", "rm", "sed", "sort", "touch", "chmod")
+
+FAKE_PYTHON = r"""#!/bin/sh
+case "$1 $2 $*" in
+    *sysconfig*) echo "$SITE"; exit ;;
+    "-c "*) [ -z "$ANSWER" ] || { echo "$ANSWER"; exit; }
+        "$REAL_PYTHON" -S -c "$2" | sed "s#|$REAL_PYTHON|#|$0|#"; exit ;;
+    *"-m pip --version") exit 0 ;;
+esac
+echo "$*" >>"$LOG"
+for last; do :; done
+case "$*" in
+    *--without-pip*) ;;
+    "-m venv"*) [ "$VENV_MODULE" = whole ] || exit 1 ;;
+    *--python*) [ "$VENV_MODULE" = "without pip" ] || exit 1 ;;
+    *"-m pip install"*) [ -z "$PIP_FAILS" ] || exit 1
+        printf '#!/bin/sh\necho "kaon $*" >>"$LOG"\n' >.venv/bin/kaon; chmod +x .venv/bin/kaon ;;
+esac
+case "$*" in "-m venv"*) mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;; esac
+"""
+
+
+class Clone:
+    """A fresh clone on a machine whose only Python is the fake one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "clone"
+        self.bin = folder / "bin"
+        self.site = folder / "site"
+        self.log = folder / "log"
+        for made in (self.folder / "deploy", self.bin, self.site):
+            made.mkdir(parents=True)
+        for name in ("Makefile", "pyproject.toml", "constraints.txt", "deploy/install.sh"):
+            shutil.copy(ROOT / name, self.folder / name)
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            if found is None:
+                pytest.skip(f"this machine has no {tool}")
+            (self.bin / tool).symlink_to(found)
+        self.add_python("python3")
+        self.venv = self.folder / ".venv"
+        self.environment = {
+            "PATH": str(self.bin),
+            "LOG": str(self.log),
+            "SITE": str(self.site),
+            "REAL_PYTHON": sys.executable,
+            "VENV_MODULE": "whole",
+        }
+
+    def add_python(self, name: str) -> Path:
+        path = self.bin / name
+        path.write_text(FAKE_PYTHON)
+        path.chmod(0o755)
+        return path
+
+    def add_torch(self, version: str) -> Path:
+        """A torch that the Python has already; the folder it lies in."""
+        folder = self.folder.parent / "packages"
+        (folder / f"torch-{version}.dist-info").mkdir(parents=True)
+        (folder / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        self.environment["PYTHONPATH"] = str(folder)
+        return folder
+
+    def make(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", *arguments], cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+
+    def done(self) -> list[str]:
+        """What was run since the last call."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+def pip_install(extras: str = "") -> str:
+    return f"-m pip install --disable-pip-version-check -c .venv/constraints.txt -e .{extras}"
+
+
+def test_install_makes_an_environment_and_installs_with_the_constraints(clone: Clone) -> None:
+    assert clone.make("install").returncode == 0
+    assert clone.done() == ["-m venv --clear .venv", pip_install()]
+    assert (clone.venv / "constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
+
+
+def test_the_second_time_nothing_is_installed(clone: Clone) -> None:
+    clone.make("install")
+    clone.done()
+    assert clone.make("install").returncode == 0
+    assert clone.make("serve").returncode == 0
+    assert clone.done() == ["kaon serve"]
+
+
+def test_a_changed_pyproject_installs_again_into_the_same_environment(clone: Clone) -> None:
+    clone.make("install")
+    clone.done()
+    os.utime(clone.venv / ".installed", (1, 1))
+    assert clone.make("install").returncode == 0
+    assert clone.done() == [pip_install()]
+
+
+def test_an_installation_that_failed_is_tried_again(clone: Clone) -> None:
+    assert clone.make("install", "PIP_FAILS=1").returncode != 0
+    clone.done()
+    assert clone.make("install").returncode == 0
+    assert clone.done() == [pip_install()]
+
+
+def test_serve_and_chat_pass_flags_on(clone: Clone) -> None:
+    assert clone.make("serve", "ARGS=--port 8123").returncode == 0
+    assert clone.done()[-1] == "kaon serve --port 8123"
+    assert clone.make("chat", "ARGS=--temperature 0").returncode == 0
+    assert clone.done() == ["kaon chat --temperature 0"]
+
+
+def test_test_installs_what_tests_need_and_that_is_enough_to_serve(clone: Clone) -> None:
+    assert clone.make("test", "ARGS=tests/unit").returncode == 0
+    assert clone.done() == [
+        "-m venv --clear .venv",
+        pip_install("[test]"),
+        "-m pytest -n 2 -m not slow tests/unit",
+    ]
+    clone.make("serve")
+    assert clone.done() == ["kaon serve"]
+
+
+def test_the_named_python_is_used(clone: Clone) -> None:
+    named = clone.add_python("my-python")
+    (clone.bin / "python3").unlink()
+    assert clone.make("install", f"PYTHON={named}").returncode == 0
+    assert clone.done() == ["-m venv --clear .venv", pip_install()]
+
+
+def test_a_python_that_is_too_old_is_told_with_its_version(clone: Clone) -> None:
+    clone.environment["ANSWER"] = "0|/usr/bin/python3|3.9||"
+    result = clone.make("serve")
+    assert result.returncode != 0
+    assert "Kaon needs Python 3.11 or newer, and /usr/bin/python3 is 3.9; install one" in result.stderr
+    assert not clone.venv.exists()
+
+
+def test_no_python_at_all_is_told_with_what_was_looked_for(clone: Clone) -> None:
+    (clone.bin / "python3").unlink()
+    result = clone.make("install")
+    assert result.returncode != 0
+    assert "none of python3 python3.13 python3.12 python3.11 is there" in result.stderr
+
+
+def test_a_torch_that_is_there_is_used_and_pinned_as_it_is(clone: Clone) -> None:
+    folder = clone.add_torch("2.9.1+rocm7.0")
+    result = clone.make("install")
+    assert f"using torch 2.9.1+rocm7.0 in {folder}" in result.stderr
+    assert (clone.venv / "constraints.txt").read_text() == "torch==2.9.1+rocm7.0\n"
+    assert (clone.site / "present-torch.pth").read_text() == f"import site; site.addsitedir('{folder}')\n"
+
+
+def test_a_torch_that_is_too_old_is_left_alone_and_said_so(clone: Clone) -> None:
+    clone.add_torch("2.4.0")
+    result = clone.make("install")
+    assert "torch 2.4.0" in result.stderr
+    assert "older than 2.9" in result.stderr
+    assert (clone.venv / "constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
+    assert not list(clone.site.iterdir())
+
+
+def test_an_environment_that_comes_without_pip_gets_it_from_the_python_s_own(clone: Clone) -> None:
+    clone.environment["VENV_MODULE"] = "without pip"
+    assert clone.make("install").returncode == 0
+    assert "-m pip --python .venv/bin/python install --quiet pip" in clone.done()
+
+
+def test_a_python_that_cannot_make_environments_is_told_with_the_remedy(clone: Clone) -> None:
+    clone.environment["VENV_MODULE"] = "missing"
+    result = clone.make("install")
+    assert result.returncode != 0
+    assert "cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" in result.stderr
+    assert not (clone.venv / ".installed").exists()
+
+
+def test_help_tells_every_target_that_is_for_people(clone: Clone) -> None:
+    os.symlink(shutil.which("awk") or "awk", clone.bin / "awk")
+    listed = clone.make().stdout
+    for target in ("install", "serve", "chat", "test", "lint", "bench", "demo-model", "clean"):
+        assert f"make {target} " in listed

@@ -1,0 +1,67 @@
+"""Rules that hold for the repository as a whole, beyond what linters and import contracts check."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("server", "engine", "kvcache", "models")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+
+LARGEST_REPOSITORY = 12 * 2**20
+"""Bytes of all committed files together; the embedded model's weights are most of them."""
+
+LONGEST_FILE = 500
+"""Lines; past this, a second job has moved in."""
+
+
+def committed_files() -> list[Path]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_the_api_process_and_the_offline_client_import_no_torch() -> None:
+    server = [path for path in SOURCES if path.parts[len(ROOT.parts)] == "server" and path.name != "__main__.py"]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in server]
+    modules = [module.removesuffix(".__init__") for module in modules]
+    code = f"import sys, {', '.join(modules)}, engine.llm_engine, engine.scheduler\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers"} & set(done.stdout.split())
+
+
+def test_every_file_opens_with_what_it_is_for() -> None:
+    assert [name_of(path) for path, text in TEXTS.items() if text and not ast.get_docstring(ast.parse(text))] == []
+
+
+def test_every_file_can_be_read_in_one_sitting() -> None:
+    assert [name_of(path) for path, text in TEXTS.items() if text.count("\n") > LONGEST_FILE] == []
+
+
+def test_nothing_is_pickled() -> None:
+    pickling = re.compile(r"^\s*(?:import|from) (?:pickle|cloudpickle|dill|marshal|shelve)\b", re.MULTILINE)
+    assert [name_of(path) for path, text in TEXTS.items() if pickling.search(text)] == []
+
+
+def test_the_committed_files_stay_small_together() -> None:
+    assert sum(path.stat().st_size for path in committed_files()) <= LARGEST_REPOSITORY
+
+
+def test_no_committed_file_names_a_path_of_one_machine() -> None:
+    of_one_machine = re.compile(rb"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/[\w.]")
+    guilty = [
+        name_of(path)
+        for path in committed_files()
+        if path.suffix not in {".safetensors"} and of_one_machine.search(path.read_bytes())
+    ]
+    assert guilty == []

@@ -1,0 +1,157 @@
+"""What `/metrics` shows: sound by Prometheus' naming rules, and true to what the hub reported."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.messages import AddRequest, RequestOutput, SchedulerStats
+from engine.request_state import RequestState
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.metrics import Metrics
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+
+
+def families(metrics: Metrics) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(metrics.render().decode())}
+
+
+def value(metrics: Metrics, sample: str, **labels: str) -> float:
+    (found,) = [
+        each.value
+        for family in families(metrics).values()
+        for each in family.samples
+        if each.name == sample and labels.items() <= each.labels.items()
+    ]
+    return found
+
+
+def stats(**fields: int | float | str) -> SchedulerStats:
+    defaults = dict.fromkeys(SchedulerStats.__struct_fields__, 0) | {"step_kind": "decode", "step_seconds": 0.01}
+    return SchedulerStats(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def finished_state(tokenizer: Tokenizer, tokens: int) -> RequestState:
+    state = RequestState(AddRequest(1, [5] * 7, SamplingParams()), tokenizer)
+    for step in range(tokens):
+        state.push(RequestOutput(1, [300], finished=step == tokens - 1, finish_reason="max_tokens", queue_time=0.25))
+    return state
+
+
+def lint(text: str) -> Iterator[str]:
+    """What `promtool check metrics` would say, by its documented rules."""
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+    helped = set(re.findall(r"^# HELP (\S+) \S", text, re.M))
+    for name, kind in types.items():
+        if name not in helped:
+            yield f"{name}: no help text"
+        if ":" in name:
+            yield f"{name}: colons are for recording rules"
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            yield f"{name}: not in snake case"
+        if (kind == "counter") != name.endswith("_total"):
+            yield f"{name}: _total is for counters, and for all of them"
+        if name.endswith(("_count", "_sum", "_bucket", "_info_total", "_created")):
+            yield f"{name}: a reserved suffix"
+        if any(part in name.split("_") for part in ("counter", "gauge", "histogram", "summary")):
+            yield f"{name}: the type is no part of a name"
+        if re.search(r"_(ms|milliseconds|minutes|hours|kilobytes|megabytes|kb|mb|percent)(_|$)", name):
+            yield f"{name}: no base unit"
+    for sample, labels in re.findall(r"^([a-z_]+)\{(.*?)\}", text, re.M):
+        if 'le="' in labels and not sample.endswith("_bucket"):
+            yield f"{sample}: le is for buckets"
+
+
+def test_names_pass_the_rules_of_promtool() -> None:
+    text = Metrics("1.2.3").render().decode()
+    assert list(lint(text)) == []
+
+
+def test_the_rules_find_what_they_should() -> None:
+    text = "# TYPE a:b counter\n# HELP c_ms x\n# TYPE c_ms gauge\n# HELP d_total x\n# TYPE d_total gauge\n"
+    assert {complaint.split(":", 1)[1][:8] for complaint in lint(text)} >= {"b: no he", " no base", " _total "}
+
+
+def test_every_promised_metric_is_there_before_any_request() -> None:
+    shown = families(Metrics("1.2.3"))
+    expected = {
+        "kaon_requests_running": "gauge",
+        "kaon_requests_waiting": "gauge",
+        "kaon_requests_finished": "counter",
+        "kaon_prompt_tokens": "counter",
+        "kaon_generation_tokens": "counter",
+        "kaon_kv_cache_usage_ratio": "gauge",
+        "kaon_prefix_cache_queried_tokens": "counter",
+        "kaon_prefix_cache_hit_tokens": "counter",
+        "kaon_preemptions": "counter",
+        "kaon_time_to_first_token_seconds": "histogram",
+        "kaon_time_per_output_token_seconds": "histogram",
+        "kaon_request_duration_seconds": "histogram",
+        "kaon_request_queue_seconds": "histogram",
+        "kaon_step_duration_seconds": "histogram",
+        "kaon_build_info": "gauge",
+        "process_resident_memory_bytes": "gauge",
+    }
+    assert {name: shown[name].type for name in expected} == expected
+    assert value(Metrics("1.2.3"), "kaon_build_info", version="1.2.3") == 1
+
+
+def test_gauges_follow_the_latest_step() -> None:
+    metrics = Metrics("1")
+    metrics.step(stats(num_running=9, num_waiting=9, kv_blocks_used=9, kv_blocks_total=10), 1)
+    metrics.step(stats(num_running=3, num_waiting=2, kv_blocks_used=4, kv_blocks_total=16), 1)
+    assert value(metrics, "kaon_requests_running") == 3
+    assert value(metrics, "kaon_requests_waiting") == 2
+    assert value(metrics, "kaon_kv_cache_usage_ratio") == 0.25
+
+
+def test_the_cores_counters_are_counted_once_however_often_they_are_scraped() -> None:
+    metrics = Metrics("1")
+    metrics.step(stats(prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=1), 0)
+    metrics.render()
+    metrics.step(stats(prefix_queried_tokens=30, prefix_hit_tokens=8, preemptions=1), 0)
+    metrics.render()
+    assert value(metrics, "kaon_prefix_cache_queried_tokens_total") == 30
+    assert value(metrics, "kaon_prefix_cache_hit_tokens_total") == 8
+    assert value(metrics, "kaon_preemptions_total") == 1
+
+
+def test_steps_are_timed_by_kind_and_idle_ones_not_at_all() -> None:
+    metrics = Metrics("1")
+    for kind in ("prefill", "decode", "decode", "idle"):
+        metrics.step(stats(step_kind=kind, step_seconds=0.02), 2)
+    assert value(metrics, "kaon_step_duration_seconds_count", kind="decode") == 2
+    assert value(metrics, "kaon_step_duration_seconds_count", kind="prefill") == 1
+    assert value(metrics, "kaon_generation_tokens_total") == 8
+
+
+def test_a_request_is_counted_with_its_times(tokenizer: Tokenizer) -> None:
+    metrics = Metrics("1")
+    state = finished_state(tokenizer, tokens=3)
+    metrics.first_token(state)
+    metrics.finished(state, "length")
+    assert value(metrics, "kaon_prompt_tokens_total") == 7
+    assert value(metrics, "kaon_request_queue_seconds_sum") == 0.25
+    assert value(metrics, "kaon_requests_finished_total", reason="length") == 1
+    for histogram in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        assert value(metrics, f"kaon_{histogram}_seconds_count") == 1
+
+
+def test_a_single_token_has_no_time_a_token(tokenizer: Tokenizer) -> None:
+    metrics = Metrics("1")
+    metrics.finished(finished_state(tokenizer, tokens=1), "length")
+    assert value(metrics, "kaon_time_per_output_token_seconds_count") == 0
+
+
+def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
+    one, other = Metrics("1"), Metrics("1")
+    one.finished(finished_state(tokenizer, tokens=1), "stop")
+    assert value(other, "kaon_requests_finished_total", reason="stop") == 0

@@ -1,0 +1,224 @@
+"""Request models: what OpenAI accepts is accepted, everything else is one sentence that names the field."""
+
+from typing import Any
+
+import pytest
+
+from engine.sampling_params import SamplingParams
+from server.errors import BadRequest
+from server.parsing import validate
+from server.protocol.chat import ChatCompletionRequest
+from server.protocol.common import seeded
+from server.protocol.completions import CompletionRequest
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return validate({"model": "m", "prompt": "Hi", **fields}, CompletionRequest, allow_unknown=False)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    messages = [{"role": "user", "content": "Hi"}]
+    return validate({"model": "m", "messages": messages, **fields}, ChatCompletionRequest, allow_unknown=False)
+
+
+def refusal(make: Any, **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        make(**fields)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"temperature": 3}, "temperature", "temperature is 3; it must be between 0 and 2"),
+        ({"temperature": -0.1}, "temperature", "temperature is -0.1; it must be between 0 and 2"),
+        ({"temperature": "1"}, "temperature", 'temperature is "1"; it must be a number'),
+        ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
+        ({"temperature": []}, "temperature", "temperature is an empty list; it must be a number"),
+        ({"top_p": 0}, "top_p", "top_p is 0; it must be above 0 and at most 1"),
+        ({"top_k": -2}, "top_k", "top_k is -2; it must be between -1 and 2147483647"),
+        ({"min_p": 1.5}, "min_p", "min_p is 1.5; it must be between 0 and 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty is 2.5; it must be between -2 and 2"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be between 1 and 2147483647"),
+        ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it must be an integer"),
+        ({"max_tokens": False}, "max_tokens", "max_tokens is false; it must be an integer"),
+        ({"max_tokens": 10**30}, "max_tokens", f"max_tokens is {10**30}; it must be between 1 and 2147483647"),
+        ({"n": 0}, "n", "n is 0; it must be between 1 and 2147483647"),
+        ({"stream": 1}, "stream", "stream is 1; it must be true or false"),
+        ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "stop[1]", "stop[1] is 5; it must be a string"),
+        ({"stop": ["a", ""]}, "stop", "stop is a list; each stop string must have at least 1 character"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5 is 101; it must be between -100 and 100"),
+        ({"logit_bias": [5]}, "logit_bias", "logit_bias is a list; it must be an object"),
+        ({"seed": 2**63}, "seed", f"seed is {2**63}; it must be between {-(2**63)} and {2**63 - 1}"),
+        ({"logprobs": 21}, "logprobs", "logprobs is 21; it must be between 0 and 20"),
+        ({"logprobs": True}, "logprobs", "logprobs is true; it must be an integer"),
+        ({"suffix": "x"}, "suffix", "suffix is not supported by this release; leave it out"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is not a known field"),
+        ({"temprature": 1}, "temprature", "temprature is not a known field"),
+        ({"temprature": None}, "temprature", "temprature is not a known field"),
+        ({"model": None}, "model", "model is missing"),
+        ({"model": 7}, "model", "model is 7; it must be a string"),
+        ({"prompt": None}, "prompt", "prompt is missing"),
+        ({"prompt": []}, "prompt", "prompt is an empty list; it must hold at least 1"),
+        ({"prompt": 5}, "prompt", "prompt is 5; it must be a string, a list of strings"),
+        ({"prompt": [True]}, "prompt", "its item 0 must be a string or a list of token ids"),
+        ({"prompt": [1, "a"]}, "prompt", "its item 0 must be a string or a list of token ids"),
+        ({"prompt": [[1], [2.0]]}, "prompt", "its item 1 must be a string or a list of token ids"),
+        ({"user": 5}, "user", "user is 5; it must be a string"),
+    ],
+)
+def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
+    fields: dict[str, Any], param: str, sentence: str
+) -> None:
+    error = refusal(completion, **fields)
+    assert error.param == param
+    assert sentence in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"messages": []}, "messages", "messages is an empty list; it must have at least 1 item"),
+        ({"messages": "Hi"}, "messages", 'messages is "Hi"; it must be a list'),
+        ({"messages": ["Hi"]}, "messages[0]", 'messages[0] is "Hi"; it must be an object'),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role", "messages[0].role is missing"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "role is \"bot\"; it must be 'system'"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "messages[0] has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5; it must be a string or a list"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type is \"image_url\"; it must be 'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "messages[0]",
+            "messages[0] has tool_calls, which only the role assistant has, not user",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "not a known field"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice is \"required\"; it must be 'none' or 'auto'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "tool_choice is an object; it must be 'none' or"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function is missing"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type", "it must be 'text'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "must be 'text'"),
+        ({"logprobs": 5}, "logprobs", "logprobs is 5; it must be true or false"),
+        ({"top_logprobs": 5}, None, "top_logprobs is 5; it needs logprobs to be true"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
+        ({"store": True}, "store", "store is true; it must be false"),
+        ({"functions": []}, "functions", "functions is not supported"),
+        ({"prompt": "Hi"}, "prompt", "prompt is not a known field"),
+    ],
+)
+def test_a_wrong_chat_field_is_named_with_its_value_and_limit(
+    fields: dict[str, Any], param: str | None, sentence: str
+) -> None:
+    error = refusal(chat, **fields)
+    assert error.param == param
+    assert sentence in str(error)
+
+
+def test_unknown_fields_are_ignored_where_the_server_allows_them_at_every_depth() -> None:
+    data = {"model": "m", "messages": [{"role": "user", "content": "Hi", "mood": 1}], "temprature": 1}
+    assert validate(data, ChatCompletionRequest, allow_unknown=True).messages[0].content == "Hi"
+
+
+def test_allowing_unknown_fields_does_not_allow_unsupported_ones() -> None:
+    with pytest.raises(BadRequest, match="suffix is not supported"):
+        validate({"model": "m", "prompt": "Hi", "suffix": "x"}, CompletionRequest, allow_unknown=True)
+
+
+def test_null_means_absent() -> None:
+    request = completion(temperature=None, stop=None, suffix=None, logit_bias=None, stream_options=None)
+    assert request == completion()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompt == prompts
+
+
+def test_defaults_are_those_of_openai() -> None:
+    params = completion().sampling_params(16, None)
+    assert params == SamplingParams(temperature=1.0, max_tokens=16)
+    assert completion().max_tokens == 16
+    assert chat().token_limit is None
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    request = completion(
+        temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.5, logit_bias={"7": -1}, seed=3, stop="x", stop_token_ids=[9], min_tokens=2,
+        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True,
+    )  # fmt: skip
+    assert request.sampling_params(8, 2) == SamplingParams(
+        temperature=0.5, max_tokens=8, ignore_eos=True, stop_strings=["x"], top_p=0.9, top_k=5, min_p=0.1,
+        presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias={7: -1.0}, seed=3,
+        logprobs=2, min_tokens=2, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["a", "-1", "1.5", "", "\u0661", "99999999999"])
+def test_a_logit_bias_key_that_is_no_token_id_is_refused(key: str) -> None:
+    error = refusal(lambda: completion(logit_bias={key: 1}).sampling_params(8, None))
+    assert error.param == "logit_bias"
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    error = refusal(lambda: completion(min_tokens=9).sampling_params(8, None))
+    assert str(error) == "min_tokens is 9; it must be at most max_tokens, 8"
+
+
+def test_choices_of_a_seeded_request_get_seeds_of_their_own() -> None:
+    params = SamplingParams(seed=2**63 - 1)
+    assert [seeded(params, choice).seed for choice in range(3)] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert seeded(SamplingParams(), 2).seed is None
+
+
+def test_cache_salts_are_stable_and_apart() -> None:
+    keys = [completion(cache_salt=salt).salt_key for salt in ("a", "b", "a")]
+    assert keys[0] == keys[2] != keys[1]
+    assert completion().salt_key is None
+    assert all(key is not None and 0 <= key < 2**64 for key in keys)
+
+
+def test_the_new_name_of_the_chat_token_limit_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).token_limit == 7
+    assert chat(max_tokens=5).token_limit == 5
+
+
+def test_an_assistants_answer_can_be_sent_back_as_the_client_library_dumps_it() -> None:
+    answer = {
+        "role": "assistant", "content": None, "refusal": None, "annotations": None, "audio": None,
+        "function_call": None,
+        "tool_calls": [CALL],
+    }  # fmt: skip
+    question = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    request = chat(messages=[question, answer, result])
+    assert [message.for_template() for message in request.messages] == [
+        question,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        result,
+    ]
+
+
+def test_tool_call_arguments_that_are_no_json_object_reach_the_template_as_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{broken"}}
+    (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).messages
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == "{broken"

@@ -1,0 +1,160 @@
+"""Which value a setting takes, and what is said of one that cannot be."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.config import Config, SpeculativeConfig
+from server.settings import SettingsError, load_config
+from server.settings_table import SETTINGS, Setting
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("KAON_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    return tmp_path / "kaon.yaml"
+
+
+def sentence(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_config(argv)
+    return str(caught.value)
+
+
+def test_nothing_given_is_the_default_configuration() -> None:
+    assert load_config([]) == Config()
+
+
+def test_the_model_is_the_one_positional_argument() -> None:
+    assert load_config(["--port", "1", "some/model", "--seed", "2"]).model == "some/model"
+
+
+def test_command_line_wins_over_environment_over_file_over_default(
+    monkeypatch: pytest.MonkeyPatch, yaml_file: Path
+) -> None:
+    yaml_file.write_text("port: 1\nseed: 1\nmax_num_seqs: 1\n")
+    monkeypatch.setenv("KAON_PORT", "2")
+    monkeypatch.setenv("KAON_SEED", "2")
+    config = load_config(["--config", str(yaml_file), "--port", "3"])
+    assert (config.server_config.port, config.seed, config.max_num_seqs) == (3, 2, 1)
+    assert config.kv_cache_block_size == 16
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_default_can_be_given_in_all_three_places(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, yaml_file: Path
+) -> None:
+    name, flag = setting.name, setting.flag
+    value = {"model": "some/model", "num_speculative_tokens": "2"}.get(name) or setting.default or "1"
+    by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
+    from_flag = load_config([value] if flag == "MODEL" else by_flag)
+    yaml_file.write_text(f"{name}: '{value}'\n")
+    from_file = load_config(["--config", str(yaml_file)])
+    monkeypatch.setenv(setting.env, value)
+    assert load_config([]) == from_flag == from_file
+
+
+def test_lists_are_comma_separated_as_text_and_lists_in_yaml(monkeypatch: pytest.MonkeyPatch, yaml_file: Path) -> None:
+    yaml_file.write_text("served_model_name: [a, b]\nstop_token_ids: [1, 2]\n")
+    monkeypatch.setenv("KAON_CONFIG", str(yaml_file))
+    from_file = load_config([])
+    assert from_file.server_config.served_model_name == ("a", "b")
+    assert from_file == load_config(["--served-model-name", "a, b", "--stop-token-ids", "1,2"])
+
+
+def test_booleans_have_a_flag_for_either_value() -> None:
+    assert load_config(["--enable-prefix-caching"]).enable_prefix_caching is True
+    assert load_config(["--no-enable-prefix-caching"]).enable_prefix_caching is False
+
+
+def test_an_optional_section_is_there_only_when_one_of_its_settings_is_given() -> None:
+    assert load_config([]).speculative_config is None
+    given = load_config(["--num-speculative-tokens", "3"])
+    assert given.speculative_config == SpeculativeConfig(num_speculative_tokens=3)
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_MODEL", "")
+    monkeypatch.setenv("KAON_PORT", "")
+    monkeypatch.setenv("KAON_CONFIG", "")
+    assert load_config([]) == Config()
+
+
+def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
+    yaml_file.write_text("# nothing yet\n")
+    assert load_config(["--config", str(yaml_file)]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--port", "x"], "--port is x; it must be a valid integer"),
+        (["--port", "70000"], "--port is 70000; it must be less than or equal to 65535"),
+        (["--port", "-1"], "--port is -1; it must be greater than or equal to 0"),
+        (["--dtype", "int8"], "--dtype is int8; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        (["--scheduler-delay-factor", "nan"], "--scheduler-delay-factor is nan; it must be a finite number"),
+        (["--host", ""], "--host is ''; it must have at least 1 character"),
+        (["--stop-token-ids", "1,x"], "--stop-token-ids is 1,x; each item must be a valid integer"),
+        (["--kv-cache-block-size", "17"], "--kv-cache-block-size is 17; it must be 1 or a multiple of 16"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is 2, but this release runs one rank; set it to 1"),
+        (["--prot", "1"], "--prot is not a flag; did you mean --port?"),
+        (["--qqqqqq=1"], "--qqqqqq is not a flag; kaon serve --help lists them"),
+        (["--max-num-seq", "1"], "--max-num-seq is not a flag; did you mean --max-num-seqs?"),
+        (["--port"], "--port needs a value"),
+        (["--max-num-seqs", "--port"], "--max-num-seqs needs a value"),
+        (["--enable-prefix-caching=3"], "--enable-prefix-caching takes no value"),
+        (["a", "b"], "one MODEL can be served, and b is a second one"),
+        (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, but there is no such file"),
+    ],
+)
+def test_a_bad_command_line_is_one_sentence_that_names_flag_and_value(argv: list[str], said: str) -> None:
+    assert sentence(*argv) == said
+
+
+def test_a_bad_variable_is_named_as_the_environment_spells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_PORT", "70000")
+    assert sentence() == "KAON_PORT is 70000; it must be less than or equal to 65535"
+
+
+def test_a_variable_that_is_no_setting_is_named_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_MAX_NUM_SEQ", "1")
+    assert sentence() == "KAON_MAX_NUM_SEQ in the environment is not a setting; did you mean KAON_MAX_NUM_SEQS?"
+
+
+def test_variables_of_a_kubernetes_service_are_told_apart_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KAON_PORT", "tcp://10.0.0.1:80")
+    assert "enableServiceLinks: false" in sentence()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("port: x", "port in {file} is x; it must be a valid integer"),
+        ("port: null", "port in {file} is None; it must be a valid integer"),
+        ("served_model_name: {a: 1}", "served_model_name in {file} is {{'a': 1}}; it must be a valid list"),
+        ("prot: 1", "prot in {file} is not a setting; did you mean port?"),
+        ("server_config: {port: 1}", "server_config in {file} is not a setting"),
+        ("port: [1", "{file} is not YAML: expected ',' or ']', but got '<stream end>' at line 1"),
+        ("- port", "{file} is YAML, but not lines of the form `setting: value`"),
+        ("port", "{file} is YAML, but not lines of the form `setting: value`"),
+        ("1: 2", "{file} is YAML, but not lines of the form `setting: value`"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_that_names_file_and_key(yaml_file: Path, text: str, said: str) -> None:
+    yaml_file.write_text(text)
+    assert sentence("--config", str(yaml_file)) == said.format(file=yaml_file)
+
+
+def test_a_value_is_blamed_on_the_place_it_was_taken_from(monkeypatch: pytest.MonkeyPatch, yaml_file: Path) -> None:
+    yaml_file.write_text("port: 70001\n")
+    monkeypatch.setenv("KAON_PORT", "70002")
+    assert sentence("--config", str(yaml_file)).startswith("KAON_PORT is 70002;")
+    assert load_config(["--config", str(yaml_file), "--port", "5"]).server_config.port == 5

@@ -1,0 +1,181 @@
+"""The hub: every sequence's outputs reach who waits for them, merged while that one lags, and end exactly once."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from engine.core_manager import EngineDeadError
+from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.request_state import RequestState
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.errors import EngineError, NotReady
+from server.metrics import Metrics
+from server.streams import DeltaStream, Hub, Results
+
+
+class FakeCore:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.added: list[int] = []
+        self.aborted: list[int] = []
+        self.dead = False
+
+    def add_requests(self, requests: Sequence[AddRequest]) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine core has stopped")
+        self.added += [request.request_id for request in requests]
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.aborted += request_ids
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest.fixture
+def hub(core: FakeCore) -> Hub:
+    return Hub(core, Metrics("1"))
+
+
+def sequences(
+    hub: Hub, tokenizer: Tokenizer, count: int, stop: str | None = None
+) -> tuple[list[AddRequest], list[RequestState]]:
+    params = SamplingParams(stop_strings=[stop] if stop else None)
+    requests = [AddRequest(next(hub.new_ids()), [5], params) for _ in range(count)]
+    return requests, [RequestState(request, tokenizer) for request in requests]
+
+
+def tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def step(hub: Hub, *outputs: RequestOutput) -> None:
+    hub.receive(StepOutputs(list(outputs)))
+
+
+async def test_deltas_arrive_by_choice(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    assert core.added == [0, 1]
+    step(hub, RequestOutput(1, tokens("one", tokenizer)), RequestOutput(0, tokens("zero", tokenizer)))
+    taken = await stream.take()
+    assert {index: delta.text for index, delta in taken.items()} == {0: "zero", 1: "one"}
+
+
+async def test_deltas_of_a_lagging_client_merge_into_one(hub: Hub, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 1)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    for word in ("a", "b"):
+        step(hub, RequestOutput(0, tokens(word, tokenizer)))
+    step(hub, RequestOutput(0, tokens("c", tokenizer), finished=True, finish_reason="max_tokens"))
+    (delta,) = (await stream.take()).values()
+    assert (delta.text, delta.finished, delta.finish_reason) == ("abc", True, "length")
+    assert delta.token_ids == states[0].token_ids
+
+
+async def test_text_held_back_for_a_stop_string_wakes_nobody(hub: Hub, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 1, stop="xyz")
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    step(hub, RequestOutput(0, tokens("xy", tokenizer)))
+    waiting = asyncio.ensure_future(stream.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    step(hub, RequestOutput(0, tokens("a", tokenizer)))
+    assert (await waiting)[0].text == "xya"
+
+
+async def test_a_stop_string_ends_the_sequence_in_the_core(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 1, stop="b")
+    results = Results(1)
+    hub.submit(requests, states, results)
+    step(hub, RequestOutput(0, tokens("ab", tokenizer)))
+    await results.wait()
+    assert core.aborted == [0]
+    assert (states[0].text, states[0].finish_reason) == ("a", "stop")
+    step(hub, RequestOutput(0, [], finished=True, finish_reason="abort"))
+    assert states[0].finish_reason == "stop"
+
+
+async def test_results_wait_for_the_last_sequence(hub: Hub, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    results = Results(2)
+    hub.submit(requests, states, results)
+    waiting = asyncio.ensure_future(results.wait())
+    step(hub, RequestOutput(0, tokens("a", tokenizer), finished=True, finish_reason="eos"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    step(hub, RequestOutput(1, tokens("b", tokenizer), finished=True, finish_reason="max_tokens"))
+    await waiting
+    assert [state.finish_reason for state in states] == ["stop", "length"]
+
+
+async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    guilty, other = Results(1), DeltaStream()
+    hub.submit(requests[:1], states[:1], guilty)
+    hub.submit(requests[1:], states[1:], other)
+    failed = RequestOutput(0, [], finished=True, finish_reason="error", error="the step failed")
+    step(hub, failed, RequestOutput(1, tokens("fine", tokenizer)))
+    with pytest.raises(EngineError, match="the step failed"):
+        await guilty.wait()
+    assert (await other.take())[0].text == "fine"
+
+
+async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer: Tokenizer) -> None:
+    requests, states = sequences(hub, tokenizer, 1)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    step(hub, RequestOutput(0, tokens("a", tokenizer)))
+    hub.fail_all(NotReady("the server is shutting down"))
+    assert (await stream.take())[0].text == "a"
+    with pytest.raises(NotReady, match="shutting down"):
+        await stream.take()
+
+
+async def test_a_cancelled_request_is_aborted_once_and_its_late_outputs_are_dropped(
+    hub: Hub, core: FakeCore, tokenizer: Tokenizer
+) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    step(hub, RequestOutput(0, tokens("a", tokenizer), finished=True, finish_reason="eos"))
+    hub.cancel(states)
+    hub.cancel(states)
+    assert core.aborted == [1]
+    step(hub, RequestOutput(1, tokens("late", tokenizer)))
+    assert list(await stream.take()) == [0]
+
+
+async def test_an_output_that_cannot_be_read_fails_its_request_alone(
+    hub: Hub, core: FakeCore, tokenizer: Tokenizer
+) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    broken, fine = DeltaStream(), DeltaStream()
+    hub.submit(requests[:1], states[:1], broken)
+    hub.submit(requests[1:], states[1:], fine)
+    step(hub, RequestOutput(0, ["no id"]), RequestOutput(1, tokens("fine", tokenizer)))  # type: ignore[list-item]
+    with pytest.raises(EngineError, match="cannot be read"):
+        await broken.take()
+    assert (await fine.take())[0].text == "fine"
+    assert core.aborted == [0]
+
+
+def test_a_dead_core_is_told_at_submission(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
+    core.dead = True
+    requests, states = sequences(hub, tokenizer, 1)
+    with pytest.raises(EngineError, match="has stopped"):
+        hub.submit(requests, states, DeltaStream())
