@@ -1,0 +1,60 @@
+# Sets up .venv once and runs everything from it; `make help` lists the targets.
+
+VENV   := .venv
+PYTHON ?=
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve chat test test-long lint format docs bench demo-model clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
+	@echo 'ARGS="..." passes flags on: make serve ARGS="--port 8123"; PYTHON=... names the Python to make .venv from'
+
+install: $(VENV)/.installed ## Make .venv and install Kaon into it
+
+serve: $(VENV)/.installed ## Serve the embedded model on port 8000
+	@exec $(VENV)/bin/kaon serve $(ARGS)
+
+chat: $(VENV)/.installed ## Chat in the terminal
+	@exec $(VENV)/bin/kaon chat $(ARGS)
+
+test: $(VENV)/.installed-test ## Run the tests
+	@exec $(VENV)/bin/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
+	@exec $(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, types, import contracts and generated docs
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m server.config_docs --check
+
+format: $(VENV)/.installed-dev ## Format the code
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+docs: $(VENV)/.installed ## Write the configuration tables again
+	$(VENV)/bin/python -m server.config_docs
+
+bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
+	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
+
+demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minutes on two cores)
+	@exec $(VENV)/bin/python -m models.demo.train --out models/demo/checkpoint $(ARGS)
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp a set of extras. As long as it is newer than what it was installed from, pip does not run again.
+$(VENV)/.installed-test: EXTRAS := [test]
+$(VENV)/.installed-dev: EXTRAS := [test,dev]
+$(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
+
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev: pyproject.toml constraints.txt
+	@sh deploy/install.sh $(VENV) '$(EXTRAS)' $(PYTHON)
+	@touch $(VENV)/.installed $(IMPLIED) $@

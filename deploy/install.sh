@@ -1,0 +1,69 @@
+#!/bin/sh
+# install.sh VENV EXTRAS [PYTHON]: installs Kaon into the virtual environment VENV, made first if it is not there, from
+# PYTHON or the best one found. Called by the Makefile.
+#
+# A torch that this Python has (a ROCm or CUDA container's) is used, not replaced: VENV sees the folder it lies in, and
+# its exact version takes the place of the pin in constraints.txt, so that pip would rather fail than bring another.
+set -eu
+
+venv=$1 extras=$2 candidates=${3:-python3 python3.13 python3.12 python3.11}
+present_torch=$venv/present-torch.txt
+
+# What a Python says of itself: rank|path|version|version of its torch|folder of its torch. Ranks: 0 is too old, 1 newer
+# than tested, 2 as tested; 2 more where its torch can run Kaon. Has to parse on any Python.
+probe='
+import sys
+version = sys.version_info[:2]
+rank, torch, folder = 0, "", ""
+if version >= (3, 11):
+    from importlib import metadata
+    rank = 2 if version <= (3, 13) else 1
+    try:
+        found = metadata.distribution("torch")
+        torch, folder = found.version, str(found.locate_file(""))
+        rank += 2 * (tuple(int(part) for part in torch.split(".")[:2]) >= (2, 9))
+    except metadata.PackageNotFoundError:
+        pass
+print("|".join([str(rank), sys.executable, "%d.%d" % version, torch, folder]))
+'
+
+say() {
+    echo "make: $*" >&2
+}
+
+make_venv() {
+    best=$(for candidate in $candidates; do
+        "$candidate" -c "$probe" 2>/dev/null || true
+    done | sort -s -t '|' -k 1,1nr | head -n 1)
+    IFS='|' read -r rank python version torch folder <<END
+$best
+END
+    if [ "${rank:-0}" -eq 0 ]; then
+        say "Kaon needs Python 3.11 or newer, and ${python:-none of $candidates} is ${version:-there}; install one," \
+            "or name it: make PYTHON=/path/to/python3"
+        return 1
+    fi
+    # Debian keeps what puts pip into a new environment in a package of its own; the Python's own pip does as well.
+    "$python" -m venv --clear "$venv" >/dev/null 2>&1 ||
+        { "$python" -m venv --clear --without-pip "$venv" &&
+            "$python" -m pip --python "$venv/bin/python" install --quiet pip; } >/dev/null 2>&1 ||
+        { say "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" && return 1; }
+    if [ "$rank" -ge 3 ]; then
+        say "using torch $torch in $folder"
+        site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "import site; site.addsitedir('$folder')" >"$site/present-torch.pth"
+        echo "torch==$torch" >"$present_torch"
+    elif [ -n "$torch" ]; then
+        say "torch $torch in $folder is older than 2.9; $venv gets one of its own"
+    fi
+}
+
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+
+if [ -f "$present_torch" ]; then
+    { cat "$present_torch"; grep -v '^torch==' constraints.txt || true; } >"$venv/constraints.txt"
+else
+    cp constraints.txt "$venv/constraints.txt"
+fi
+say "installing Kaon into $venv (some minutes the first time, most of them for PyTorch)"
+"$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" -e ".$extras"
