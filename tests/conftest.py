@@ -1,0 +1,7 @@
+"""Settings of every test process. Imported by pytest before any test, so before torch."""
+
+import os
+
+# Two spinning OpenMP teams on two cores, one a test worker, slow torch down a hundredfold: idle threads shall sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
