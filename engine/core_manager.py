@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from engine.config import Config
+from engine.core_io import error_output
 from engine.core_process import CoreProcess
 from engine.messages import (
     AbortRequests,
@@ -24,7 +25,6 @@ from engine.messages import (
     Inbound,
     Outbound,
     Ready,
-    RequestOutput,
     Shutdown,
     StepOutputs,
     Stopped,
@@ -231,7 +231,7 @@ class CoreManager:
         self._settled.set()
         if self.live:
             ids, self.live = sorted(self.live), set()
-            self._deliver(StepOutputs([_lost(request_id, failure.error) for request_id in ids]))
+            self._deliver(StepOutputs([error_output(request_id, failure.error) for request_id in ids]))
 
     def _ready_or_raise(self) -> Ready:
         if self.ready is None or self.failure is not None:
@@ -251,10 +251,6 @@ def _bind(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str) ->
 def _release(core: CoreProcess, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     core.stop(_TERMINATE_SECONDS)
     context.destroy(linger=0)
-
-
-def _lost(request_id: int, error: str) -> RequestOutput:
-    return RequestOutput(request_id, [], finished=True, finish_reason="error", error=error)
 
 
 def _epitaph(exit_code: int) -> str:

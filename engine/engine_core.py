@@ -126,7 +126,7 @@ class EngineCore:
 
     def _fail_step(self, seqs: list[Sequence], error: Exception) -> None:
         """End the sequences of a step that raised; the others go on."""
-        sentence = f"the step that computed this request failed: {error or type(error).__name__}"
+        sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
         self._outputs.put_nowait(self.scheduler.fail(seqs, sentence))
 
     def _send(self, step_kind: str, step_seconds: float) -> None:

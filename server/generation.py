@@ -80,7 +80,7 @@ class Generation:
             self._hub.submit(self._requests, self._states, results)
             await _unless_disconnected(http, results)
         finally:
-            self._end(renderer.id)
+            self._end(renderer.head.id)
         answer = renderer.whole(self._states, self._usage())
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
@@ -105,10 +105,10 @@ class Generation:
         except ApiError as error:
             yield error_event(error.body())
         except Exception as error:  # noqa: BLE001 - told to the client, who waits for it
-            _log.exception("stream %s failed", renderer.id)
+            _log.exception("stream %s failed", renderer.head.id)
             yield error_event(EngineError(f"the stream failed: {error}").body())
         finally:
-            self._end(renderer.id)
+            self._end(renderer.head.id)
 
     def _usage(self) -> Usage:
         """A prompt counts once, however many choices it has."""

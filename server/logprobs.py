@@ -16,10 +16,10 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class CompletionLogprobsWriter:
     """Log probabilities of one completion, as it grows: `text_offset` counts on from call to call."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, text_offset: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._offset = text_offset
+        self._offset = 0
         self._decode = _Utf8Decoder("replace").decode
 
     def write(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:

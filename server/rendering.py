@@ -10,17 +10,16 @@ import msgspec
 from engine.request_state import RequestDelta, RequestState
 from engine.tokenizer import Tokenizer
 from server.logprobs import CompletionLogprobsWriter, chat_logprobs
-from server.protocol.chat import AssistantMessage, ChatChoice, ChatCompletion
-from server.protocol.common import Usage
-from server.protocol.completions import Completion, CompletionChoice
+from server.protocol.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest
+from server.protocol.common import AnswerHead, Usage
+from server.protocol.completions import Completion, CompletionChoice, CompletionRequest
 from server.sse import ChatFrames, CompletionFrames
 
 
 class Renderer(Protocol):
     """One request's answer in its endpoint's form."""
 
-    @property
-    def id(self) -> str: ...
+    head: AnswerHead
 
     def opening(self) -> bytes:
         """Events before the first token."""
@@ -39,15 +38,12 @@ class CompletionRenderer:
     """`/v1/completions`. `echoes` holds what each choice's text begins with."""
 
     def __init__(
-        self, tokenizer: Tokenizer, model: str, fingerprint: str, echoes: list[str], *, include_usage: bool, skip: bool
+        self, request: CompletionRequest, tokenizer: Tokenizer, fingerprint: str, echoes: Sequence[str]
     ) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = fingerprint
+        self.head = _head("cmpl", request.model, fingerprint)
         self._echoes = echoes
-        self._frames = CompletionFrames(self.id, self._created, model, fingerprint, include_usage=include_usage)
-        self._logprobs = [CompletionLogprobsWriter(tokenizer, skip, len(echo)) for echo in echoes]
+        self._frames = CompletionFrames(self.head, include_usage=request.include_usage)
+        self._logprobs = [CompletionLogprobsWriter(tokenizer, request.skip_special_tokens) for _ in echoes]
 
     def opening(self) -> bytes:
         echoes = enumerate(self._echoes)
@@ -61,35 +57,22 @@ class CompletionRenderer:
         return self._frames.usage(usage)
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> Completion:
-        choices = [
-            CompletionChoice(
-                index,
-                self._echoes[index] + state.text,
-                None if state.logprobs is None else self._logprobs[index].write(state.logprobs),
-                state.finish_reason,
-            )
-            for index, state in enumerate(states)
-        ]
         return Completion(
-            id=self.id,
-            created=self._created,
-            model=self._model,
-            system_fingerprint=self._fingerprint,
-            choices=choices,
-            usage=usage,
+            **self.head._asdict(), choices=[self._choice(*each) for each in enumerate(states)], usage=usage
         )
+
+    def _choice(self, index: int, state: RequestState) -> CompletionChoice:
+        logprobs = None if state.logprobs is None else self._logprobs[index].write(state.logprobs)
+        return CompletionChoice(index, self._echoes[index] + state.text, logprobs, state.finish_reason)
 
 
 class ChatRenderer:
     """`/v1/chat/completions`."""
 
-    def __init__(self, tokenizer: Tokenizer, model: str, fingerprint: str, *, include_usage: bool) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._fingerprint = fingerprint
+    def __init__(self, request: ChatCompletionRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self.head = _head("chatcmpl", request.model, fingerprint)
         self._tokenizer = tokenizer
-        self._frames = ChatFrames(self.id, self._created, model, fingerprint, include_usage=include_usage)
+        self._frames = ChatFrames(self.head, include_usage=request.include_usage)
 
     def opening(self) -> bytes:
         return b""
@@ -102,20 +85,14 @@ class ChatRenderer:
         return self._frames.usage(usage)
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index,
-                AssistantMessage(state.text),
-                None if state.logprobs is None else chat_logprobs(self._tokenizer, state.logprobs),
-                state.finish_reason,
-            )
-            for index, state in enumerate(states)
-        ]
         return ChatCompletion(
-            id=self.id,
-            created=self._created,
-            model=self._model,
-            system_fingerprint=self._fingerprint,
-            choices=choices,
-            usage=usage,
+            **self.head._asdict(), choices=[self._choice(*each) for each in enumerate(states)], usage=usage
         )
+
+    def _choice(self, index: int, state: RequestState) -> ChatChoice:
+        logprobs = None if state.logprobs is None else chat_logprobs(self._tokenizer, state.logprobs)
+        return ChatChoice(index, AssistantMessage(state.text), logprobs, state.finish_reason)
+
+
+def _head(prefix: str, model: str, fingerprint: str) -> AnswerHead:
+    return AnswerHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)

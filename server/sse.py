@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from server.protocol.common import Usage
+from server.protocol.common import AnswerHead, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
@@ -29,9 +29,10 @@ class Frames(Protocol):
 class _Stream:
     """What every chunk of a stream repeats."""
 
-    def __init__(self, id: str, object: str, created: int, model: str, fingerprint: str, include_usage: bool) -> None:
-        head = {"id": id, "object": object, "created": created, "model": model, "system_fingerprint": fingerprint}
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+    object: str
+
+    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+        self._head = b"data: " + _encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
         self._close = (b'],"usage":null' if include_usage else b"]") + _END
         self._open: dict[int, bytes] = {}
         """Each choice's chunk up to its text."""
@@ -43,8 +44,10 @@ class _Stream:
 class CompletionFrames(_Stream):
     """Chunks of `/v1/completions`."""
 
-    def __init__(self, id: str, created: int, model: str, fingerprint: str, *, include_usage: bool) -> None:
-        super().__init__(id, "text_completion", created, model, fingerprint, include_usage)
+    object = "text_completion"
+
+    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+        super().__init__(head, include_usage=include_usage)
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._close
 
     def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
@@ -60,8 +63,10 @@ class CompletionFrames(_Stream):
 class ChatFrames(_Stream):
     """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end."""
 
-    def __init__(self, id: str, created: int, model: str, fingerprint: str, *, include_usage: bool) -> None:
-        super().__init__(id, "chat.completion.chunk", created, model, fingerprint, include_usage)
+    object = "chat.completion.chunk"
+
+    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+        super().__init__(head, include_usage=include_usage)
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._close
 
     def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:

@@ -63,10 +63,16 @@ class Message(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: plain data, with tool-call arguments as objects."""
         message = self.model_dump(exclude_none=True)
-        message.setdefault("content", None)
+        message["content"] = self._text()
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = _parsed(call["function"]["arguments"])
         return message
+
+    def _text(self) -> str | None:
+        """The content with its parts joined: every template reads a string, not every one a list."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content
 
 
 def _parsed(arguments: str) -> Any:

@@ -1,7 +1,7 @@
 """What completions and chat share: the sampling fields of a request, and the usage of an answer."""
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -133,6 +133,16 @@ def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10):
         raise BadRequest(f"logit_bias has the key {key[:40]!r}; keys must be token ids in decimal", param="logit_bias")
     return int(key)
+
+
+class AnswerHead(NamedTuple):
+    """What every answer, and every chunk of one, begins with."""
+
+    id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    system_fingerprint: str
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -47,7 +47,7 @@ class CompletionRequest(SamplingFields):
     """Report the log probability of each token and of this many likeliest alternatives."""
 
     echo: bool = False
-    """Begin the text with the prompt."""
+    """Begin the text with the prompt; not together with `logprobs`."""
 
     add_special_tokens: bool = True
     """Put around a text prompt what the model's tokenizer puts there, such as BOS."""

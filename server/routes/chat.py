@@ -32,9 +32,7 @@ async def create_chat_completion(http: Request) -> Response:
     frontend.check_model(request.model)
     check_limits(request, 1, frontend)
     prompt = await asyncio.to_thread(_preprocess, request, processor)
-    renderer = ChatRenderer(
-        processor.tokenizer, request.model, frontend.fingerprint, include_usage=request.include_usage
-    )
+    renderer = ChatRenderer(request, processor.tokenizer, frontend.fingerprint)
     generation = Generation(frontend, [prompt], request.n, arrival_time)
     return await generation.respond(http, renderer, stream=request.stream, include_usage=request.include_usage)
 

@@ -35,19 +35,14 @@ async def create_completion(http: Request) -> Response:
     check_limits(request, len(request.prompt), frontend)
     if request.best_of not in (None, request.n):
         raise BadRequest(f"best_of is {request.best_of}; it must equal n, {request.n}", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise BadRequest("logprobs is set with echo, but prompts have none here; leave one out", param="logprobs")
     if sum(len(prompt) for prompt in request.prompt) > _LONG_CHARACTERS:
         prompts = await asyncio.to_thread(_preprocess, request, processor)
     else:
         prompts = _preprocess(request, processor)
     echoes = [_echo(prompt, request, processor) for prompt in request.prompt for _ in range(request.n)]
-    renderer = CompletionRenderer(
-        processor.tokenizer,
-        request.model,
-        frontend.fingerprint,
-        echoes,
-        include_usage=request.include_usage,
-        skip=request.skip_special_tokens,
-    )
+    renderer = CompletionRenderer(request, processor.tokenizer, frontend.fingerprint, echoes)
     generation = Generation(frontend, prompts, request.n, arrival_time)
     return await generation.respond(http, renderer, stream=request.stream, include_usage=request.include_usage)
 

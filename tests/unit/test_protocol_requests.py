@@ -204,11 +204,11 @@ def test_an_assistants_answer_can_be_sent_back_as_the_client_library_dumps_it() 
         "function_call": None,
         "tool_calls": [CALL],
     }  # fmt: skip
-    question = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    question = {"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "you"}]}
     result = {"role": "tool", "tool_call_id": "1", "content": "2"}
     request = chat(messages=[question, answer, result])
     assert [message.for_template() for message in request.messages] == [
-        question,
+        {"role": "user", "content": "Hi you"},
         {
             "role": "assistant",
             "content": None,

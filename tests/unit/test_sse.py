@@ -8,12 +8,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from server.protocol.common import PromptTokensDetails, Usage
+from server.protocol.common import AnswerHead, PromptTokensDetails, Usage
 from server.protocol.completions import CompletionLogprobs
 from server.sse import ChatFrames, CompletionFrames, error_event
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
-HEAD = {"id": "x-1", "created": 5, "model": 'a"b', "system_fingerprint": "kaon"}
+HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 
 
@@ -28,16 +28,16 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("finish_reason", [None, "stop"])
 def test_a_completion_chunk_holds_its_text_and_reason(text: str, finish_reason: str | None) -> None:
-    frames = CompletionFrames("x-1", 5, 'a"b', "kaon", include_usage=False)
+    frames = CompletionFrames(HEAD, include_usage=False)
     (chunk,) = events(frames.delta(3, text, None, finish_reason))
     choice = {"index": 3, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    assert chunk == {**HEAD, "object": "text_completion", "choices": [choice]}
+    assert chunk == {**HEAD._asdict(), "object": "text_completion", "choices": [choice]}
     Completion.model_validate({**chunk, "choices": [{**choice, "finish_reason": "stop"}]}, strict=True)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(text: str) -> None:
-    frames = ChatFrames("x-1", 5, 'a"b', "kaon", include_usage=False)
+    frames = ChatFrames(HEAD, include_usage=False)
     raw = (
         frames.delta(1, "first", None, None) + frames.delta(1, text, None, None) + frames.delta(1, "", None, "length")
     )
@@ -50,20 +50,20 @@ def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(text: str) 
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
     for chunk in chunks:
-        assert {key: chunk[key] for key in HEAD} == HEAD
+        assert {key: chunk[key] for key in HEAD._fields} == HEAD._asdict()
         assert chunk["choices"][0]["index"] == 1
         assert "usage" not in chunk
         ChatCompletionChunk.model_validate(chunk, strict=True)
 
 
 def test_each_choice_has_a_role_of_its_own() -> None:
-    frames = ChatFrames("x-1", 5, "m", "kaon", include_usage=False)
+    frames = ChatFrames(HEAD, include_usage=False)
     chunks = events(frames.delta(0, "a", None, None) + frames.delta(1, "b", None, None))
     assert [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]] == [0, 1]
 
 
 def test_text_and_end_that_come_together_are_two_chat_chunks() -> None:
-    frames = ChatFrames("x-1", 5, "m", "kaon", include_usage=False)
+    frames = ChatFrames(HEAD, include_usage=False)
     deltas = [chunk["choices"][0]["delta"] for chunk in events(frames.delta(0, "all", None, "stop"))]
     assert [delta.get("content") for delta in deltas] == ["", "all", None]
 
@@ -72,7 +72,7 @@ def test_text_and_end_that_come_together_are_two_chat_chunks() -> None:
 def test_with_usage_asked_for_chunks_carry_null_and_the_last_one_the_count(
     kind: type[CompletionFrames] | type[ChatFrames],
 ) -> None:
-    frames = kind("x-1", 5, "m", "kaon", include_usage=True)
+    frames = kind(HEAD, include_usage=True)
     *chunks, last = events(frames.delta(0, "a", None, None) + frames.delta(0, "b", None, "stop") + frames.usage(USAGE))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -81,11 +81,11 @@ def test_with_usage_asked_for_chunks_carry_null_and_the_last_one_the_count(
 
 
 def test_log_probabilities_ride_on_their_chunk() -> None:
-    completion = CompletionFrames("x-1", 5, "m", "kaon", include_usage=False)
+    completion = CompletionFrames(HEAD, include_usage=False)
     logprobs = CompletionLogprobs(["a"], [-0.5], [{"a": -0.5, "b": -1.0}], [0])
     (chunk,) = events(completion.delta(0, "a", logprobs, None))
     assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.0}]
-    chat = ChatFrames("x-1", 5, "m", "kaon", include_usage=False)
+    chat = ChatFrames(HEAD, include_usage=False)
     entry = TokenLogprob("a", -0.5, [97], [TopLogprob("a", -0.5, [97])])
     chunks = events(chat.delta(0, "a", ChatLogprobs([entry]), "stop"))
     assert chunks[1]["choices"][0]["logprobs"]["content"][0]["bytes"] == [97]

@@ -1,0 +1,97 @@
+"""`LLMEngine` with the embedded model: what a user of the offline API relies on."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.sampling_params import SamplingParams
+from models.demo import CHECKPOINT_DIR
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LLMEngine]:
+    with LLMEngine(num_kvcache_blocks=512) as engine:
+        yield engine
+
+
+def test_text_and_its_token_ids_are_the_same_prompt(engine: LLMEngine) -> None:
+    ids = [engine.io_processor.tokenize(prompt) for prompt in PROMPTS]
+    by_text = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    by_ids = engine.generate(ids, GREEDY, use_tqdm=False)
+    assert [result["token_ids"] for result in by_text] == [result["token_ids"] for result in by_ids]
+    assert [result["num_tokens_input"] for result in by_text] == [len(prompt) for prompt in ids]
+
+
+def test_seeded_sampling_repeats_itself(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=24, seed=7, ignore_eos=True)
+    first = engine.generate("Hello", params, use_tqdm=False)
+    again = engine.generate(["Hello", "other"], params, use_tqdm=False)
+    assert first[0]["token_ids"] == again[0]["token_ids"]
+
+
+def test_text_ends_before_a_stop_string_wherever_tokens_part(engine: LLMEngine) -> None:
+    (free,) = engine.generate("Hello", GREEDY, use_tqdm=False)
+    text = free["text"]
+    stops = [text[start : start + 3] for start in range(2, len(text) - 3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=24, stop_strings=[stop]) for stop in stops]
+    results = engine.generate(["Hello"] * len(stops), params, use_tqdm=False)
+    for stop, result in zip(stops, results, strict=True):
+        assert (result["text"], result["finish_reason"]) == (text[: text.index(stop)], "stop")
+
+
+def test_log_probabilities_come_one_a_token(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, ignore_eos=True)
+    (result,) = engine.generate("Hello", params, use_tqdm=False)
+    assert result["logprobs"] is not None
+    assert [entry.token_id for entry in result["logprobs"]] == result["token_ids"]
+    assert all(entry.top_ids[0] == entry.token_id for entry in result["logprobs"])
+
+
+def test_model_describes_itself(engine: LLMEngine) -> None:
+    config = json.loads((CHECKPOINT_DIR / "config.json").read_text())
+    info = engine.model_info
+    assert (info.architecture, info.vocab_size) == (config["architectures"][0], config["vocab_size"])
+    assert (info.num_kvcache_blocks, info.block_size, info.device) == (512, 16, "cpu")
+    assert info.max_model_len == min(config["max_position_embeddings"], 512 * 16)
+
+
+def test_context_is_no_longer_than_the_cache() -> None:
+    with LLMEngine(num_kvcache_blocks=4) as engine:
+        assert engine.model_info.max_model_len == 64
+        with pytest.raises(ValueError, match="64 tokens"):
+            engine.generate([[5] * 64], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
+        ({"device": "cuda"}, "no attention backend"),
+        ({"speculative_config": {}}, "no draft proposer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    fields: dict[str, object], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EngineDeadError, match=sentence) as raised:
+        LLMEngine(**fields)
+    assert raised.value.usage
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_truncated_checkpoint_is_refused_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(CHECKPOINT_DIR, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    with pytest.raises(EngineDeadError, match=r"model\.safetensors") as raised:
+        LLMEngine(str(broken))
+    assert raised.value.usage
+    assert "Traceback" not in capfd.readouterr().err

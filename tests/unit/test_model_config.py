@@ -1,0 +1,190 @@
+"""config.json and generation_config.json become a `ModelConfig`, or a sentence that names file, field and value."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.errors import CheckpointError
+from models.model_config import ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def parse(path: Path, generation: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
+    config = {**LLAMA, **fields}
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_checkpoint(path)
+
+
+def refusal(path: Path, generation: dict[str, Any] | None = None, **fields: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        parse(path, generation, **fields)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_optional_fields_take_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config = parse(tmp_path)
+    assert config.num_key_value_heads == 4
+    assert config.head_dim == 16
+    assert config.rope.theta == 10000.0
+    assert (config.attention_bias, config.mlp_bias, config.tie_word_embeddings) == (False, False, False)
+    assert config.dtype == "float32"
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+def test_null_means_missing(tmp_path: Path) -> None:
+    assert parse(tmp_path, head_dim=None, num_key_value_heads=None, rope_scaling=None).head_dim == 16
+
+
+def test_qwen3_heads_have_128_dimensions_unless_told(tmp_path: Path) -> None:
+    assert parse(tmp_path, architectures=["Qwen3ForCausalLM"]).head_dim == 128
+    assert parse(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=32).head_dim == 32
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16"])
+def test_the_type_is_read_in_both_spellings(tmp_path: Path, name: str, value: str) -> None:
+    assert parse(tmp_path, **{name: value}).dtype == "bfloat16"
+
+
+def test_the_generation_config_names_the_tokens_first(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 2, 7], "bos_token_id": 5}
+    config = parse(tmp_path, generation, eos_token_id=2, bos_token_id=1)
+    assert (config.bos_token_id, config.eos_token_ids) == (5, (7, 2))
+
+
+def test_the_config_names_the_tokens_that_the_generation_config_does_not(tmp_path: Path) -> None:
+    config = parse(tmp_path, {"temperature": 0.6}, eos_token_id=[2, 3], bos_token_id=1)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096),
+        ({"rope_type": "linear", "factor": 2.0}, 2048),
+    ],
+)
+def test_the_context_is_what_the_rope_is_scaled_to(tmp_path: Path, rope: dict[str, Any], expected: int) -> None:
+    assert parse(tmp_path, rope_scaling=rope).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    ],
+)
+def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
+    assert f"config.json has no {name}" in refusal(tmp_path, **{name: ...})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"vocab_size": 0}, "vocab_size of"),
+        ({"hidden_size": "64"}, 'is "64"; it must be an integer of at least 1'),
+        ({"num_hidden_layers": True}, "is true; it must be an integer"),
+        ({"rms_norm_eps": -1}, "is -1; it must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "is NaN; it must be a number above 0"),
+        ({"num_key_value_heads": 3}, "is 3; it must be a divisor of num_attention_heads, 4"),
+        ({"num_attention_heads": 7}, "is 7; it must be a divisor of hidden_size, 64"),
+        ({"attention_bias": 1}, "is 1; it must be true or false"),
+        ({"dtype": "int8"}, 'is "int8"; it must be one of float32, bfloat16, float16'),
+        ({"hidden_act": "gelu"}, 'is "gelu"; it must be "silu"'),
+        ({"eos_token_id": -1}, "is -1; it must be a token id"),
+        ({"layer_types": 3}, "layer_types of"),
+        ({"head_dim": 15}, "rotates 15 dimensions of a head"),
+        ({"partial_rotary_factor": 1.5}, "rotates 24 dimensions of a head"),
+        ({"rope_theta": 0.5}, "is 0.5; it must be a number above 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling of"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, 'is "spiral"; it must be one of default, linear, dynamic, yarn'),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor of rope_scaling of",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "it must be above low_freq_factor, 4",
+        ),
+    ],
+)
+def test_an_invalid_field_is_named_with_its_value(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    assert said in refusal(tmp_path, **fields)
+
+
+def test_an_invalid_generation_config_is_named(tmp_path: Path) -> None:
+    assert "generation_config.json is" in refusal(tmp_path, {"eos_token_id": "stop"})
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], ..., "LlamaForCausalLM", [3]])
+def test_an_unknown_architecture_is_refused_with_the_supported_ones(tmp_path: Path, architectures: Any) -> None:
+    assert "LlamaForCausalLM, Qwen3ForCausalLM" in refusal(tmp_path, architectures=architectures)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "asks for the gptq method, but this release runs unquantised checkpoints only" in message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_sliding_window": True, "sliding_window": 512}, {"layer_types": ["sliding_attention"] * 2}]
+)
+def test_sliding_windows_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert "does not see the whole context" in refusal(tmp_path, **fields)
+
+
+def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> None:
+    fields = {"use_sliding_window": False, "sliding_window": 512, "layer_types": ["full_attention"] * 2}
+    assert parse(tmp_path, **fields) == parse(tmp_path)
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not a directory"):
+        ModelConfig.from_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        ModelConfig.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json (cannot be read|holds)"):
+        ModelConfig.from_checkpoint(tmp_path)
+
+
+def test_reading_a_config_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, models.model_config; print({'torch', 'transformers'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
