@@ -126,7 +126,7 @@ class Config(Section):
     """Share of a GPU's memory for weights, activations and KV cache together."""
 
     cpu_kvcache_gib: Annotated[float, Field(gt=0.0)] | None = None
-    """KV-cache size on CPU in GiB; default: a quarter of the memory that is available, at most 4."""
+    """KV-cache size on CPU in GiB; default: a quarter of what is available, at most 4 and at most 524288 tokens."""
 
     enable_prefix_caching: bool = True
     """Share KV blocks between requests whose prompts begin alike."""

@@ -14,6 +14,8 @@ from engine.worker.control_groups import group_directories
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
 """Most host memory that the cache takes unasked."""
+MAX_CPU_TOKENS = 2**19
+"""Most tokens that a cache on CPU holds unasked: a tiny model would spend its start-up on bookkeeping for millions."""
 
 
 class DeviceMemory(Protocol):
@@ -42,6 +44,7 @@ class MemoryBudget:
     num_bytes: int
     reason: str
     field: str
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,11 @@ def kv_cache_size(
     if useful < num_blocks:
         num_blocks = useful
         reason = f"all that {config.max_num_seqs} sequences of {max_model_len} tokens could fill"
+    if found.max_tokens is not None:
+        most = -(-max(found.max_tokens, max_model_len) // config.kv_cache_block_size)
+        if most < num_blocks:
+            num_blocks = most
+            reason = f"{found.max_tokens} tokens, or one sequence's {max_model_len}, are the most unasked"
     return KVCacheSize(num_blocks, num_blocks * block_bytes, reason)
 
 
@@ -103,7 +111,10 @@ def cpu_budget(config: Config, root: Path = Path("/")) -> MemoryBudget:
     available = available_host_memory(root)
     num_bytes = min(available // 4, MAX_CPU_BYTES)
     return MemoryBudget(
-        num_bytes, f"a quarter of {_gib(available)} available, at most {_gib(MAX_CPU_BYTES)}", "cpu_kvcache_gib"
+        num_bytes,
+        f"a quarter of {_gib(available)} available, at most {_gib(MAX_CPU_BYTES)}",
+        "cpu_kvcache_gib",
+        MAX_CPU_TOKENS,
     )
 
 

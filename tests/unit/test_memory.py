@@ -19,8 +19,8 @@ from engine.worker.memory import (
 BLOCK = 1000
 
 
-def size(config: Config, num_bytes: int, max_model_len: int = 4096):
-    budget = MemoryBudget(num_bytes, "said so", "cpu_kvcache_gib")
+def size(config: Config, num_bytes: int, max_model_len: int = 4096, max_tokens: int | None = None):
+    budget = MemoryBudget(num_bytes, "said so", "cpu_kvcache_gib", max_tokens)
     return kv_cache_size(config, block_bytes=BLOCK, max_model_len=max_model_len, budget=lambda: budget)
 
 
@@ -55,6 +55,11 @@ def test_no_more_blocks_than_all_sequences_could_fill():
     found = size(Config(max_num_seqs=3, kv_cache_block_size=16), 10**9, max_model_len=33)
     assert found.num_blocks == 3 * 3
     assert "3 sequences of 33 tokens" in found.reason
+
+
+@pytest.mark.parametrize(("max_model_len", "blocks"), [(100, 10), (1000, 63)])
+def test_unasked_the_cache_holds_no_more_than_the_most_tokens_or_one_whole_sequence(max_model_len: int, blocks: int):
+    assert size(Config(), 10**9, max_model_len, max_tokens=160).num_blocks == blocks
 
 
 @pytest.mark.parametrize("num_bytes", [BLOCK - 1, 0, -5 * GIB])
