@@ -1,14 +1,14 @@
 """Host time of the engine loop a step: schedule, batch and postprocess, with the model replaced by a stub.
 
-Run as `python -m benchmarks.engine_loop`. Prints medians over many steady decode steps, by batch and context.
+Run as `python -m benchmarks.engine_loop`.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 
+from benchmarks.report import Table
 from engine.batch import ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import RequestOutput
@@ -17,6 +17,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 BLOCK_SIZE = 16
+STEPS = 400
 
 
 class _LastOutputs:
@@ -62,16 +63,22 @@ def decode_step_seconds(num_seqs: int, context: int, steps: int) -> tuple[float,
     return statistics.median(schedule_times), statistics.median(postprocess_times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    steps: int = parser.parse_args().steps
-    sys.stdout.write("sequences  context  schedule ms  postprocess ms  total ms\n")
+def run(steps: int = STEPS) -> Table:
+    """Medians over `steps` steady decode steps, by batch and context."""
+    rows = []
     for num_seqs, context in [(1, 1024), (32, 1024), (256, 1024), (256, 16384), (512, 1024)]:
         schedule, postprocess = (1e3 * seconds for seconds in decode_step_seconds(num_seqs, context, steps))
-        total = schedule + postprocess
-        sys.stdout.write(f"{num_seqs:9d}  {context:7d}  {schedule:11.3f}  {postprocess:14.3f}  {total:8.3f}\n")
+        times = (f"{ms:.3f}" for ms in (schedule, postprocess, schedule + postprocess))
+        rows.append((str(num_seqs), str(context), *times))
+    return Table(
+        "Engine loop",
+        f"Host time of a decode step with the model replaced by a stub: schedule, batch and postprocess. Medians over "
+        f"{steps} steps.",
+        "at most 0.4 ms a step at 256 running sequences of 1k contexts, and flat in context length.",
+        ("sequences", "context", "schedule, ms", "postprocess, ms", "total, ms"),
+        rows,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(run().markdown())

@@ -3,6 +3,7 @@
 Started by `CoreManager` through `engine.core_process`. Sockets are `engine.core_io`'s room.
 """
 
+import gc
 import logging
 import signal
 import sys
@@ -185,6 +186,8 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     except Exception as error:
         logger.exception("start-up failed")
         return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
+    # What is loaded stays: a full collection would walk all of torch's objects, and hold a step up, to find nothing.
+    gc.freeze()
     phases.end("warm-up")
     signal.signal(signal.SIGTERM, lambda *_: sockets.input_queue.put(Shutdown()))
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))

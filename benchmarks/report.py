@@ -1,0 +1,41 @@
+"""`Table`: what a benchmark found, for the terminal and for docs/benchmarks.md."""
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One benchmark's result. `target` is the figure that the project holds itself to, in words."""
+
+    title: str
+    what: str
+    target: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """A section of a Markdown page."""
+        lines = [self.columns, tuple("---:" if i else "---" for i in range(len(self.columns))), *self.rows]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return f"## {self.title}\n\n{self.what}\n\nTarget: {self.target}\n\n{table}\n"
+
+
+def machine() -> str:
+    """The machine and the versions that figures were taken with, in a line."""
+    cores = len(os.sched_getaffinity(0))
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return (
+        f"{cores} cores of {model}, Python {platform.python_version()}, torch {version('torch')}, "
+        f"kaon {version('kaon')}, load average {os.getloadavg()[0]:.1f} at the start."
+    )
