@@ -21,6 +21,9 @@ class CPUAttentionBackend:
 
     name = "cpu"
 
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, kv_heads, block_size, head_dim]: one head's vectors in a block lie together."""
         return num_blocks, num_kv_heads, block_size, head_dim
@@ -47,6 +50,7 @@ class CPUAttentionBackend:
             query_lens=queries,
             context_lens=contexts,
             host_block_tables=block_tables,
+            host_slot_mapping=slot_mapping,
         )
 
     def forward(
@@ -67,10 +71,10 @@ class CPUAttentionBackend:
         out = torch.empty_like(grouped)
         decodes = metadata.num_decodes
         for bucket in plan.buckets:
-            _decode(grouped[:decodes], out[:decodes], cache, bucket, scale)
+            _decode(grouped[:decodes], out[:decodes], cache, bucket, scale, self._scratch)
         for span in plan.spans:
             if span.pages:
-                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, scale)
+                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, scale, self._scratch)
             else:
                 _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], scale)
         return out.view(q.shape)
@@ -96,12 +100,18 @@ def _write(k: torch.Tensor, v: torch.Tensor, cache: KVCacheTensor, plan: StepPla
     cache.v_cache[plan.write_blocks, :, plan.write_offsets] = v
 
 
-def _decode(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, bucket: DecodeBucket, scale: float) -> None:
+def _decode(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    bucket: DecodeBucket,
+    scale: float,
+    scratch: "_Scratch",
+) -> None:
     """One token a row. # q and out [decodes, Hkv, group, D]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
-        k = _gather(cache.k_cache, pages.rows, bucket.batch, bucket.length)
-        v = _gather(cache.v_cache, pages.rows, bucket.batch, bucket.length)
+        k, v = scratch.gather(cache, pages.rows, bucket.batch, bucket.length)
         attended = F.scaled_dot_product_attention(queries[:, pages.heads], k, v, bucket.mask, scale=scale)
         if bucket.rows is None:
             out[:, pages.heads] = attended
@@ -125,6 +135,7 @@ def _extend(
     span: PrefillSpan,
     mask: torch.Tensor | None,
     scale: float,
+    scratch: "_Scratch",
 ) -> None:
     """A span after cached context, in chunks of queries that each attend no further than they see. # q as above"""
     assert mask is not None, "the plan has a mask for spans with context"
@@ -132,9 +143,8 @@ def _extend(
     queries = q.permute(1, 2, 0, 3)  # [Hkv, group, n, D]
     for pages in span.pages:
         k, v = (
-            _gather(side, pages.rows, batch=1, length=span.padded)[0, :, None]
-            for side in (cache.k_cache, cache.v_cache)
-        )
+            side[0, :, None] for side in scratch.gather(cache, pages.rows, 1, span.padded)
+        )  # [heads, 1, padded, D]
         for first in range(0, span.num_tokens, chunk):
             last = min(first + chunk, span.num_tokens)
             seen = span.length - span.num_tokens + last
@@ -149,8 +159,26 @@ def _extend(
             out[first:last, pages.heads] = attended.permute(2, 0, 1, 3)
 
 
-def _gather(cache: torch.Tensor, rows: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Copy pages out of a cache, each head's vectors in a row. # [batch, heads, length, D]"""
-    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
-    pages = cache.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, rows)
-    return pages.view(batch, -1, length, head_dim)
+class _Scratch:
+    """Where gathered pages go, kept between layers and steps: fresh memory would be faulted in page by page each time.
+
+    Grows to the largest gather so far, which the plan bounds.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(
+        self, cache: KVCacheTensor, rows: torch.Tensor, batch: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's pages, each head's vectors in a row; valid until the next call. # [batch, heads, length, D]"""
+        num_blocks, num_kv_heads, block_size, head_dim = cache.k_cache.shape
+        page = block_size * head_dim
+        size = len(rows) * page
+        if self._buffer.numel() < 2 * size or self._buffer.dtype != cache.k_cache.dtype:
+            self._buffer = torch.empty(2 * size, dtype=cache.k_cache.dtype)
+        k, v = (self._buffer[at : at + size].view(len(rows), page) for at in (0, size))
+        torch.index_select(cache.k_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=k)
+        torch.index_select(cache.v_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=v)
+        shape = batch, -1, length, head_dim
+        return k.view(shape), v.view(shape)

@@ -18,6 +18,7 @@ MAX_GATHERED_VECTORS = 1 << 17
 """K (and V) vectors copied out of the pages at a time: 32 MiB of each at head_dim 64 in float32."""
 MAX_MASK_ELEMENTS = 1 << 22
 """Elements of the mask over a chunk of queries: 16 MiB."""
+_SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 _ALIKE_LENGTH = 256
 """Rows up to this length share a bucket: padding them costs less than another bucket's operators."""
 
@@ -74,6 +75,7 @@ class CPUAttentionMetaData(AttentionMetaData):
     query_lens: Lengths  # [B]
     context_lens: Lengths  # [B], `seq_lens` on the host
     host_block_tables: Tables  # [B, max_blocks]
+    host_slot_mapping: Lengths  # [T]
     plans: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
 
     def plan(self, num_kv_heads: int, block_size: int) -> StepPlan:
@@ -94,8 +96,8 @@ class CPUAttentionMetaData(AttentionMetaData):
             first_token=self.num_decodes,
         )
         return StepPlan(
-            write_blocks=self.slot_mapping // block_size,
-            write_offsets=self.slot_mapping % block_size,
+            write_blocks=torch.from_numpy(self.host_slot_mapping // block_size),
+            write_offsets=torch.from_numpy(self.host_slot_mapping % block_size),
             opened_blocks=self._opened_blocks(block_size),
             buckets=_decode_buckets(pager, self.context_lens[decodes], self.host_block_tables[decodes]),
             spans=prefills,
@@ -128,14 +130,13 @@ class _Pager:
         width = int(num_blocks.max())
         padding: npt.NDArray[np.bool_] = np.arange(width) >= num_blocks[:, None]
         tables: Tables = np.where(padding, block_tables[:, :1], block_tables[:, :width])
-        block_ids = torch.from_numpy(tables.astype(np.int64))[:, None, :]
-        vectors = block_ids.numel() * self.block_size
-        step = max(1, MAX_GATHERED_VECTORS // vectors)
+        first_rows = tables[:, None].astype(np.int64) * self.num_kv_heads
+        step = max(1, MAX_GATHERED_VECTORS // (tables.size * self.block_size))
         groups = []
         for first in range(0, self.num_kv_heads, step):
-            heads = torch.arange(first, min(first + step, self.num_kv_heads))
-            rows = block_ids * self.num_kv_heads + heads[:, None]  # [batch, heads, blocks]
-            groups.append(Pages(slice(first, first + len(heads)), rows.view(-1)))
+            heads = np.arange(first, min(first + step, self.num_kv_heads))
+            rows = torch.from_numpy((first_rows + heads[:, None]).ravel())  # [batch, heads, blocks]
+            groups.append(Pages(slice(first, first + len(heads)), rows))
         return groups, width * self.block_size
 
 
@@ -149,12 +150,10 @@ def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> l
         count = max(1, min(alike, MAX_GATHERED_VECTORS // (longest * pager.num_kv_heads)))
         rows, order = np.sort(order[:count]), order[count:]
         pages, length = pager.pages(seq_lens[rows], block_tables[rows])
-        hidden = torch.arange(length) >= torch.from_numpy(seq_lens[rows])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)
-        everything = count == len(seq_lens)
-        buckets.append(
-            DecodeBucket(None if everything else torch.from_numpy(rows), len(rows), length, pages, mask[:, None, None])
-        )
+        hidden = np.arange(length) >= seq_lens[rows][:, None, None, None]
+        mask = torch.from_numpy(np.where(hidden, _HIDDEN, _SEEN))
+        which = None if count == len(seq_lens) else torch.from_numpy(rows)
+        buckets.append(DecodeBucket(which, count, length, pages, mask))
     return buckets
 
 

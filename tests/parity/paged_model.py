@@ -116,10 +116,13 @@ class Reference:
             return self.model(torch.tensor([tokens])).logits[0]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The likeliest continuation, EOS and all, without transformers' cache."""
-        tokens = list(prompt)
+        """The likeliest continuation, EOS and all."""
+        tokens, step, cache = list(prompt), list(prompt), None
         for _ in range(count):
-            tokens.append(int(self.logits(tokens)[-1].argmax()))
+            with torch.inference_mode():
+                output = self.model(torch.tensor([step]), past_key_values=cache, use_cache=True)
+            cache, step = output.past_key_values, [int(output.logits[0, -1].argmax())]
+            tokens += step
         return tokens[len(prompt) :]
 
 

@@ -22,7 +22,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd vocabulary": {"vocab_size": 1009},
     "steep rope": {"rope_theta": 1_000_000.0},
 }
-LLAMA_SHAPES: dict[str, dict[str, Any]] = {"MLP bias": {"mlp_bias": True}, "both biases": {"mlp_bias": True, "attention_bias": True}}
+LLAMA_SHAPES: dict[str, dict[str, Any]] = {
+    "MLP bias": {"mlp_bias": True},
+    "both biases": {"mlp_bias": True, "attention_bias": True},
+}
 CASES = [
     pytest.param(family, overrides, id=f"{family}, {name}")
     for family in ("llama", "qwen3")
@@ -105,7 +108,9 @@ def test_bounded_scratch_memory_changes_no_result(checkpoint: Path, monkeypatch:
     for counts, num_decodes in (((10, 98, 5), 0), ((89, 1, 14), 0), ((1, 0, 1), 2)):
         active = [index for index, count in enumerate(counts) if count]
         for index, found in zip(
-            active, model.step([(rows[index], counts[index]) for index in active], num_decodes=num_decodes), strict=True
+            active,
+            model.step([(rows[index], counts[index]) for index in active], num_decodes=num_decodes),
+            strict=True,
         ):
             logits[index].append(found)
     for row, found in zip(rows, logits, strict=True):

@@ -117,7 +117,9 @@ def test_models_with_each_rope_type_compute_what_transformers_computes(tmp_path:
 
 
 def test_longrope_served_within_its_original_context_uses_the_short_factors(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, max_position_embeddings=256, rope_parameters=ROPES["longrope"] | {"rope_theta": 1e4})
+    path = make_checkpoint(
+        tmp_path, max_position_embeddings=256, rope_parameters=ROPES["longrope"] | {"rope_theta": 1e4}
+    )
     model, reference = PagedModel(path, max_model_len=64), Reference(path)
     assert_same_distribution(model.logits(prompt(64)), reference.logits(prompt(64)))
     assert model.greedy(prompt(24), 40) == reference.greedy(prompt(24), 40)
@@ -159,7 +161,9 @@ def test_angles_are_as_exact_at_a_million_as_at_zero() -> None:
 
 
 def test_a_checkpoint_saved_by_transformers_4_loads_the_same(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **ROPES["llama3"]})
+    path = make_checkpoint(
+        tmp_path, max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **ROPES["llama3"]}
+    )
     newer = PagedModel(path)
     edit_json(
         path / "config.json",

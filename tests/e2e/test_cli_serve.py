@@ -1,0 +1,73 @@
+"""`kaon serve` and `kaon chat` over the embedded model, as processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+KAON = [sys.executable, "-m", "server"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "KAON_DTYPE": "float32", "KAON_CPU_KVCACHE_GIB": "0.25"}
+EMBEDDED = str(Path(__file__).parents[2] / "models" / "demo" / "checkpoint")
+"""Named, so that chats start servers of their own whatever listens on this machine."""
+PATIENCE = 120.0
+
+
+def kaon(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KAON, *arguments], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=PATIENCE, **options
+    )
+
+
+def test_a_bad_setting_ends_serve_with_one_sentence_and_exit_code_2() -> None:
+    done = kaon("serve", "--max-num-seqs", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kaon serve: --max-num-seqs is 0; it must be greater than or equal to 1\n"
+
+
+def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
+    done = kaon("serve", str(tmp_path / "nowhere"), "--port", "0", "--log-level", "error")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert str(tmp_path / "nowhere") in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = kaon("serve", "--port", port)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"port {port}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_chat_with_a_server_of_its_own_answers_and_ends_it() -> None:
+    done = kaon("chat", EMBEDDED, "--temperature", "0", "--max-tokens", "20", input="hello\n")
+    # The server holds this stderr too: its end of file tells that the server has ended.
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+def test_a_chat_that_is_killed_takes_its_server_along() -> None:
+    chat = subprocess.Popen(
+        [*KAON, "chat", EMBEDDED],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("hello\n")
+    chat.stdin.flush()
+    assert chat.stdout.readline()
+    servers = psutil.Process(chat.pid).children(recursive=True)
+    assert len(servers) == 2
+    chat.send_signal(signal.SIGKILL)
+    chat.wait(PATIENCE)
+    assert psutil.wait_procs(servers, timeout=PATIENCE)[1] == []
+    chat.stdin.close()
+    chat.stdout.close()
