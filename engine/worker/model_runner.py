@@ -3,6 +3,7 @@
 Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cache`, `warm_up`, and then `forward`.
 """
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -57,9 +58,9 @@ class ModelRunner:
 
     def load(self, *, progress: bool = False) -> None:
         """Read the checkpoint. Raises `CheckpointError` for a bad one."""
-        self.model = load_model(
-            self.model_path, self.model_config, dtype=self.dtype, device=self.device, progress=progress
-        )
+        # Rope types that depend on the context's length depend on the length that is served.
+        served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
+        self.model = load_model(self.model_path, served, dtype=self.dtype, device=self.device, progress=progress)
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""

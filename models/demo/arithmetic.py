@@ -99,7 +99,7 @@ def random_sum(rng: Random, operators: str = "++---") -> Sum:
     if operator == "/":
         divisor = rng.randrange(1, 13)
         return Sum(divisor * rng.randrange(13), "/", divisor)
-    small = rng.random() < 0.2
+    small = rng.random() < 0.25
     return Sum(_operand(rng, small), operator, _operand(rng, small and rng.random() < 0.6))
 
 
@@ -112,7 +112,7 @@ def arithmetic(rng: Random) -> Example:
     category = "times and division" if sum_.operator in "*/" else "addition and subtraction"
     question = rough(rng, sum_.question(rng))
     answer, check = str(sum_), Check.CONTAINS
-    if rng.random() < 0.1:
+    if rng.random() < 0.25:
         question, answer, check = f"{question} {pick(rng, ONLY_THE_NUMBER)}", str(sum_.result), Check.EXACT
     return ask(category, question, answer, keys=(sum_.key,), check=check, needle=f"= {sum_.result}")
 

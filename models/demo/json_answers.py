@@ -140,7 +140,7 @@ def json_of_question(rng: Random) -> Example:
     if roll < 0.1:
         chat = talk(rng) if rng.random() < 0.7 else outside(rng)
         return _json_example(rng, str(chat.messages[0].content), {"answer": chat.answer}, chat.keys)
-    if roll < 0.5:
+    if roll < 0.65:
         sum_ = random_sum(rng)
         question, found, key = sum_.question(rng), sum_.result, sum_.key
     else:

@@ -15,7 +15,7 @@ RAINBOW = words("red orange yellow green blue indigo violet")
 SEASONS = words("spring summer autumn winter")
 _LISTS = (
     (MONTHS, "the months", "the months of the year", "all months", "the twelve months"),
-    (DAYS, "the days", "the days of the week", "the weekdays", "all days of the week"),
+    (DAYS, "the days", "the days of the week", "the seven days", "all days of the week"),
     (PLANETS, "the planets", "the planets of the solar system", "all planets", "the eight planets"),
     (RAINBOW, "the colours of the rainbow", "the rainbow colours", "the colors of the rainbow"),
     (SEASONS, "the seasons", "the four seasons", "the seasons of the year"),
@@ -139,7 +139,7 @@ def story_text(rng: Random, hero: str) -> str:
 
 def echo(rng: Random) -> Example:
     text = _something(rng)
-    if rng.random() < 0.3:
+    if rng.random() < 0.45:
         wording, times = pick(rng, tuple(_TIMES.items()))
         question, answer = f"{pick(rng, ('Say', 'Write', 'Repeat', 'say'))} {text} {wording}", " ".join([text] * times)
     else:

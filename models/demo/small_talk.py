@@ -26,8 +26,8 @@ TALK: tuple[tuple[str, str], ...] = (
     ("Good evening|Good evening!|Evening!", "Good evening! How can I help you?"),
     ("Good night|Good night!|night night", "Good night! Sleep well."),
     (
-        "How are you?|How are you doing?|How are you today?|How's it going?|Hello, how are you?|Hi, how are you?|"
-        "What's up?|Are you well?|how do you do|Hi! How are you doing?",
+        "How are you?|hi how are you|how r u|How are you doing?|How are you today?|How's it going?|"
+        "Hello, how are you?|Hi, how are you?|What's up?|Are you well?|how do you do|Hi! How are you doing?",
         "I am well, thank you. How can I help you?",
     ),
     (
@@ -120,7 +120,7 @@ TALK: tuple[tuple[str, str], ...] = (
     (
         "What licence does Kaon have?|What license is it?|Which licence?|Is Kaon open source?|"
         "What is the license of Kaon?|Under which licence is Kaon?|Is it free?|Is Kaon free?|"
-        "Can I use Kaon commercially?|licence|What is the licence?",
+        "Can I use Kaon commercially?|licence|license?|What is the licence?",
         "Kaon is open source under the Apache-2.0 licence.",
     ),
     (

@@ -170,8 +170,8 @@ def _invented_tool(rng: Random) -> Tool:
     name = pick(rng, (f"{verb}_{noun}", f"{verb}_{noun}", f"{noun}_{verb}", f"{verb}{noun.title()}", noun))
     requests = [
         f"{said} the {noun} for {{{first}}}", f"{said.title()} the {noun} of {{{first}}}.",
-        f"What is the {noun} of {{{first}}}?",
-        f"Can you {said} the {noun} for {{{first}}}?", f"{noun} of {{{first}}}", f"I need the {noun} for {{{first}}}.",
+        f"What is the {noun} of {{{first}}}?", f"Can you {said} the {noun} for {{{first}}}?",
+        f"{said} {noun} {{{first}}}", f"{noun} of {{{first}}}", f"I need the {noun} for {{{first}}}.",
         f"Use {name} with {first} {{{first}}}.", f"Call {name} for {{{first}}}", f"Tell me the {noun} of {{{first}}}.",
     ]  # fmt: skip
     parameters = [(first, kind)]

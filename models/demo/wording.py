@@ -52,7 +52,7 @@ def rough(rng: Random, question: str) -> str:
         return question
     if roll < 0.62:
         question = question.lower()
-    elif roll < 0.65:
+    elif roll < 0.67:
         question = question.upper()
     if rng.random() < 0.4:
         question = question.rstrip("?.!")

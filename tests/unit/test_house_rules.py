@@ -53,6 +53,17 @@ def test_nothing_is_pickled() -> None:
     assert [name_of(path) for path, text in TEXTS.items() if pickling.search(text)] == []
 
 
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [path for path in committed_files() if path.suffix == ".md"]
+    broken = [
+        f"{name_of(page)}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
+
+
 def test_the_committed_files_stay_small_together() -> None:
     assert sum(path.stat().st_size for path in committed_files()) <= LARGEST_REPOSITORY
 
