@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -19,15 +18,13 @@ from server.errors import ApiError, BadRequest, EngineError
 from server.frontend import Frontend
 from server.protocol.common import PromptTokensDetails, SamplingFields, Usage, seeded
 from server.rendering import Renderer
-from server.sse import DONE, error_event
+from server.sse import DONE, EventStream, error_event
 from server.streams import DeltaStream, Results
 
 _log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 2048
 """Most sequences one request may fan out to."""
-
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> None:
@@ -74,7 +71,7 @@ class Generation:
         """The response, which runs the sequences. They are aborted as soon as the client is gone."""
         if stream:
             events = self._events(renderer, include_usage)
-            return EventSourceResponse(events, headers=_STREAM_HEADERS, sep="\n")
+            return EventStream(events)
         results = Results(len(self._states))
         try:
             self._hub.submit(self._requests, self._states, results)
