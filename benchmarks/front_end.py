@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.report import Table
 from benchmarks.stub_core import STEP_SECONDS
 
 ROOT = Path(__file__).parent.parent
+REPEATS = 5
 
 
 class Load(NamedTuple):
@@ -87,52 +90,29 @@ def serve_floor(port: int) -> None:
             writer.transport.write(chunk)
         writer.close()
 
-    async def main() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", port)
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        await server.serve_forever()
-
-    uvloop.run(main())
-
-
-def serve(port: int) -> int:
-    """A server whose core is the stub."""
-    from engine import core_process
-    from engine.config import Config, ServerConfig
-    from server.serve import run
-
-    core_process.CORE_MODULE = "benchmarks.stub_core"
-    return run(Config(server_config=ServerConfig(port=port, log_level="warning")))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def run_load(load: Load, repeats: int) -> list[Result]:
-    """A fresh server under `load`, `repeats` times after a warm-up."""
-    port = _free_port()
-    what = "--serve-floor" if load is FLOOR else "--serve"
-    command = [sys.executable, "-m", "benchmarks.front_end", what, str(port)]
-    environment = {**os.environ, STEP_SECONDS: str(load.step_seconds)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            server = psutil.Process(process.pid)
-            asyncio.run(measure(load._replace(tokens=50), port, server))
-            return [asyncio.run(measure(load, port, server)) for _ in range(repeats)]
-        finally:
-            process.terminate()
+    async def run(repeats: int = REPEATS) -> Table:
+    """Best and median of the repeats, by endpoint and number of streams."""
+    rows = []
+    for load in LOADS:
+        results = run_load(load, repeats)
+        costs = sorted(result.cpu_seconds / result.chunks * 1e6 for result in results)
+        chunks = results[0].chunks
+        rate = chunks / results[0].wall_seconds
+        median = statistics.median(costs)
+        rows.append((load.endpoint, str(load.streams), f"{rate:.0f}", f"{costs[0]:.1f}", f"{median:.1f}"))
+    return Table(
+        "Front end",
+        "CPU time of the API process a streamed chunk, user and system, from the engine's message to the socket, with "
+        f"a stub for a core. The first row is a server that does nothing but write. {repeats} repeats.",
+        "at most 60 µs a chunk.",
+        ("endpoint", "streams", "chunks/s", "µs a chunk, best", "median"),
+        rows,
+    )
 
 
 def main() -> None:
-    """Print the table: the best and the median of the repeats."""
+    """Print the table, or be one of the servers that it measures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--serve-floor", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -140,16 +120,7 @@ def main() -> None:
         serve_floor(arguments.serve_floor)
     if arguments.serve is not None:
         sys.exit(serve(arguments.serve))
-    print(f"{'endpoint':<22} {'streams':>7} {'chunks':>7} {'chunks/s':>9} {'µs CPU a chunk':>15} {'median':>7}")
-    for load in LOADS:
-        results = run_load(load, arguments.repeats)
-        costs = sorted(result.cpu_seconds / result.chunks * 1e6 for result in results)
-        chunks = results[0].chunks
-        rate = chunks / results[0].wall_seconds
-        print(
-            f"{load.endpoint:<22} {load.streams:>7} {chunks:>7} {rate:>9.0f} {costs[0]:>15.1f} "
-            f"{costs[len(costs) // 2]:>7.1f}"
-        )
+    sys.stdout.write(run().markdown())
 
 
 if __name__ == "__main__":

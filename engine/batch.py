@@ -116,10 +116,10 @@ class ScheduledBatch:
 class ScheduledBatchOutput:
     """Tokens sampled in one step.
 
-    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is absent.
-    `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one entry a
-    token. `errors` says of rows that could not be sampled, which are absent from the rest, why. The key -1 in `token_ids`
-    marks deferred output, as in the specification.
+    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is
+    absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one
+    entry a token. `errors` says why of rows that could not be sampled, which are absent from the rest. The key -1 in
+    `token_ids` marks deferred output, as in the specification.
     """
 
     token_ids: dict[int, tuple[int, ...]]
