@@ -90,7 +90,49 @@ def serve_floor(port: int) -> None:
             writer.transport.write(chunk)
         writer.close()
 
-    async def run(repeats: int = REPEATS) -> Table:
+    async def main() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", port)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        await server.serve_forever()
+
+    uvloop.run(main())
+
+
+def serve(port: int) -> int:
+    """A server whose core is the stub."""
+    from engine import core_process
+    from engine.config import Config, ServerConfig
+    from server.serve import run
+
+    core_process.CORE_MODULE = "benchmarks.stub_core"
+    return run(Config(server_config=ServerConfig(port=port, log_level="warning")))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run_load(load: Load, repeats: int) -> list[Result]:
+    """A fresh server under `load`, `repeats` times after a warm-up."""
+    port = _free_port()
+    what = "--serve-floor" if load is FLOOR else "--serve"
+    command = [sys.executable, "-m", "benchmarks.front_end", what, str(port)]
+    environment = {**os.environ, STEP_SECONDS: str(load.step_seconds)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            server = psutil.Process(process.pid)
+            asyncio.run(measure(load._replace(tokens=50), port, server))
+            return [asyncio.run(measure(load, port, server)) for _ in range(repeats)]
+        finally:
+            process.terminate()
+
+
+def run(repeats: int = REPEATS) -> Table:
     """Best and median of the repeats, by endpoint and number of streams."""
     rows = []
     for load in LOADS:

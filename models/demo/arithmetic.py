@@ -113,7 +113,8 @@ def arithmetic(rng: Random) -> Example:
     question = rough(rng, sum_.question(rng))
     answer, check = str(sum_), Check.CONTAINS
     if rng.random() < 0.25:
-        question, answer, check = f"{question} {pick(rng, ONLY_THE_NUMBER)}", str(sum_.result), Check.EXACT
+        category, check = "sum, number alone", Check.EXACT
+        question, answer = f"{question} {pick(rng, ONLY_THE_NUMBER)}", str(sum_.result)
     return ask(category, question, answer, keys=(sum_.key,), check=check, needle=f"= {sum_.result}")
 
 

@@ -18,7 +18,7 @@ _SIZE_QUESTIONS = (
 
 def fact(rng: Random) -> Example:
     relation = rng.choices(ALL_RELATIONS, _WEIGHTS)[0]
-    return compare_sizes(rng) if rng.random() < 0.03 else fact_of(rng, relation)
+    return compare_sizes(rng) if rng.random() < 0.08 else fact_of(rng, relation)
 
 
 def fact_of(rng: Random, relation: Relation) -> Example:
