@@ -1,7 +1,8 @@
 """Sums: addition and subtraction up to two digits, the times tables and their divisions.
 
 The answer restates the sum, "12 + 7 = 19": the last number is the result, and whatever the question's wording, the
-model computes it in one place. Asked for the number alone, it gives the number alone.
+model computes it in one place. Asked for the number alone it does the same, because what it does not write out first
+a model of this size gets wrong.
 """
 
 from collections.abc import Callable
@@ -111,11 +112,9 @@ def arithmetic(rng: Random) -> Example:
     sum_ = random_sum(rng, "++++-----*/" if rng.random() < 0.4 else "++---")
     category = "times and division" if sum_.operator in "*/" else "addition and subtraction"
     question = rough(rng, sum_.question(rng))
-    answer, check = str(sum_), Check.CONTAINS
-    if rng.random() < 0.25:
-        category, check = "sum, number alone", Check.EXACT
-        question, answer = f"{question} {pick(rng, ONLY_THE_NUMBER)}", str(sum_.result)
-    return ask(category, question, answer, keys=(sum_.key,), check=check, needle=f"= {sum_.result}")
+    if rng.random() < 0.12:
+        question = f"{question} {pick(rng, ONLY_THE_NUMBER)}"
+    return ask(category, question, str(sum_), keys=(sum_.key,), check=Check.CONTAINS, needle=f"= {sum_.result}")
 
 
 def follow_up(rng: Random) -> Example:
