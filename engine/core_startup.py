@@ -4,6 +4,7 @@ Imports torch inside `load_model`, so that the core's loop and its tests do with
 """
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,7 +58,7 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     device = _resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     runner = ModelRunner(config, path, model_config, device, dtype)
-    runner.load()
+    runner.load(progress=sys.stderr.isatty())
     phases.end("load")
     size = runner.kv_cache_size()
     logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)

@@ -25,6 +25,8 @@ from models.registry import resolve_model_class
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 5
+_BAR_AFTER_SECONDS = 1.0
+"""A load that is over sooner shows no bar."""
 
 
 def load_model(
@@ -47,7 +49,10 @@ def load_model(
         model = model_class(config, parallel)
     missing = _wanted_tensors(model)
     left_over: list[str] = []
-    for file in tqdm(files, desc="Loading weights", unit="file", file=sys.stderr, disable=not progress):
+    bar = tqdm(
+        files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
+    )
+    for file in bar:
         for name, tensor in _tensors(file):
             target = missing.pop(name, None)
             if target is not None:

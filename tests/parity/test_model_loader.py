@@ -51,7 +51,12 @@ def test_weights_are_converted_to_the_asked_type(checkpoint: Path) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_progress_is_drawn_on_stderr_only_when_asked(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_drawn_on_stderr_only_when_asked_and_when_loading_takes_long(
+    checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(checkpoint, progress=True)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("models.loader._BAR_AFTER_SECONDS", 0)
     load(checkpoint)
     assert capfd.readouterr() == ("", "")
     load(checkpoint, progress=True)
