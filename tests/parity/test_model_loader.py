@@ -54,6 +54,7 @@ def test_weights_are_converted_to_the_asked_type(checkpoint: Path) -> None:
 def test_progress_is_drawn_on_stderr_only_when_asked_and_when_loading_takes_long(
     checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("models.loader._BAR_AFTER_SECONDS", 3600)
     load(checkpoint, progress=True)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr("models.loader._BAR_AFTER_SECONDS", 0)
