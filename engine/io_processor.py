@@ -63,6 +63,7 @@ class InputOutputProcessor:
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`."""
+        self._check_length(text)
         try:
             return self.tokenizer.encode(text, add_special_tokens)
         except ValueError as error:
@@ -87,7 +88,10 @@ class InputOutputProcessor:
             )
         try:
             text = self.chat_template.render(messages, tools, add_generation_prompt, **variables)
+            self._check_length(text)
             return self.tokenizer.encode(text, add_special_tokens=False)
+        except InvalidRequest:
+            raise
         except ValueError as error:
             raise InvalidRequest(str(error), "messages") from error
 
@@ -98,6 +102,11 @@ class InputOutputProcessor:
     def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:
         """The results of completed sequences, by request id."""
         return {state.request_id: state.result() for state in completed}
+
+    def _check_length(self, text: str) -> None:
+        """Raise if no tokenisation of `text` could fit: that of megabytes takes seconds, and 200 bytes a token."""
+        if len(text) > min(self._context, self._cache):
+            self._room(-(-len(text) // self.tokenizer.longest_token), "at least ")
 
     def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Raise unless each is an int (a bool is none) and within the model's vocabulary."""
@@ -125,14 +134,14 @@ class InputOutputProcessor:
             )
         return msgspec.structs.replace(params, max_tokens=room)
 
-    def _room(self, prompt_tokens: int) -> int:
+    def _room(self, prompt_tokens: int, how_exact: str = "") -> int:
         """Most tokens that can follow a prompt of this length; at least one."""
         if not prompt_tokens:
             raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
         room = min(self._context, self._cache) - prompt_tokens
         if room < 1:
             raise InvalidRequest(
-                f"prompt has {prompt_tokens} tokens, but {self._limit_in_words()} leaves room for at most "
+                f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()} leaves room for at most "
                 f"{min(self._context, self._cache) - 1} and one generated token; shorten the prompt",
                 "prompt",
             )

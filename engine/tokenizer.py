@@ -7,7 +7,7 @@ the input/output processor and the detokenizer.
 import codecs
 import ctypes
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -85,6 +85,11 @@ class Tokenizer:
     def stream(self, skip_special_tokens: bool = True, at_start: bool = True) -> "TextStream":
         """A decoder of tokens as they come. `at_start` false: the text continues another, leading space and all."""
         return TextStream(self, self._bytes.byte_fallback, skip_special_tokens, at_start)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least its own length divided by this many tokens."""
+        return max(map(len, self._backend.get_vocab()))
 
     def token_id(self, token: str) -> int | None:
         """Id of `token` as the vocabulary spells it; None if there is no such token."""

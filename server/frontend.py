@@ -92,7 +92,9 @@ class Frontend:
         """Raise `ModelNotFound` unless `name` is served."""
         if name not in self.model_names:
             served = " or ".join(self.model_names)
-            raise ModelNotFound(f"model is {name!r}, which this server does not serve; use {served}", param="model")
+            raise ModelNotFound(
+                f"model is {name[:60]!r}, which this server does not serve; use {served}", param="model"
+            )
 
 
 def of(request: Request) -> Frontend:

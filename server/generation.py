@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from engine.messages import AddRequest
 from engine.request_state import RequestState
+from engine.sampling_params import SamplingParams
 from server.errors import ApiError, BadRequest, EngineError
 from server.frontend import Frontend
 from server.protocol.common import PromptTokensDetails, SamplingFields, Usage, seeded
@@ -56,16 +57,16 @@ class Generation:
         self._hub = frontend.hub
         self._n = n
         self._arrival_time = arrival_time
-        self._requests = [
-            msgspec.structs.replace(
-                prompt, request_id=next(ids), sampling_params=seeded(prompt.sampling_params, choice)
-            )
-            for prompt in prompts
-            for choice in range(n)
-        ]
-        self._states: list[RequestState] = [
-            frontend.processor.start(request, arrival_time) for request in self._requests
-        ]
+        self._requests: list[AddRequest] = []
+        self._states: list[RequestState] = []
+        for prompt in prompts:
+            params = _for_core(prompt.sampling_params)
+            for choice, id in zip(range(n), ids, strict=False):
+                state = frontend.processor.start(msgspec.structs.replace(prompt, request_id=id), arrival_time)
+                self._states.append(state)
+                self._requests.append(
+                    msgspec.structs.replace(prompt, request_id=id, sampling_params=seeded(params, choice))
+                )
 
     async def respond(self, http: Request, renderer: Renderer, *, stream: bool, include_usage: bool) -> Response:
         """The response, which runs the sequences. They are aborted as soon as the client is gone."""
@@ -126,6 +127,11 @@ class Generation:
             self._states[0].finish_reason or "abort",
             time.monotonic() - self._arrival_time,
         )
+
+
+def _for_core(params: SamplingParams) -> SamplingParams:
+    """`params` without stop strings: they are the front end's, and may be megabytes for each of many choices."""
+    return msgspec.structs.replace(params, stop_strings=None) if params.stop_strings else params
 
 
 async def _unless_disconnected(http: Request, results: Results) -> None:

@@ -1,5 +1,6 @@
 """Runs the application under uvicorn until a signal, or until the engine is gone. Called by `server.serve`."""
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -10,12 +11,13 @@ from engine.config import Config
 from engine.core_manager import CoreManager
 from server.app import create_app
 from server.frontend import Frontend
+from server.http_protocol import HttpProtocol
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of common load balancers, so that it is they who close."""
 
 _SHUTDOWN_SECONDS = 5
-"""How long answers may take to leave for slow clients once the server ends."""
+"""How long requests may take to arrive, and answers to leave, for slow clients once the server ends."""
 
 
 def serve(
@@ -29,14 +31,14 @@ def serve(
     settings = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
     )
     _Server(settings, frontend).run(sockets=[listener])
     return frontend.why_ended
@@ -54,4 +56,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._frontend.close()
+        asyncio.get_running_loop().call_later(_SHUTDOWN_SECONDS, self._hang_up)
         await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        """Cut off who neither reads nor sends on: their requests end as those of any client that is gone."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -117,7 +117,8 @@ def _locate(data: Any, loc: tuple[int | str, ...]) -> tuple[str, Any]:
                 continue
             path, value = f"{path}[{step}]", value[step]
         elif isinstance(value, dict) and (step in value or place == len(loc) - 1):
-            path, value = f"{path}.{step}" if path else step, value.get(step)
+            name = step[:_SHOWN_CHARACTERS]
+            path, value = f"{path}.{name}" if path else name, value.get(step)
     return path, value
 
 
@@ -132,11 +133,13 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
     if kind == "sentence":
         return f"{path} {message}".lstrip()
     if kind == "rule":
-        return f"{path} is {_shown(value)}; {message}"
+        return f"{path or 'the request body'} is {_shown(value)}; {message}"
     if kind == "literal_error":
         return f"{path} is {_shown(value)}; it must be {context['expected']}"
     if kind == "too_short":
         return f"{path} is {_shown(value)}; it must have at least {context['min_length']} item"
+    if kind == "too_long":
+        return f"{path} is {_shown(value)}; it may have at most {context['max_length']} items, and has {len(value)}"
     if kind == "string_too_short":
         return f"{path} is {_shown(value)}; it must have at least {context['min_length']} character"
     nouns = list(dict.fromkeys(_NOUNS[each["type"]] for each in errors if each["type"] in _NOUNS))

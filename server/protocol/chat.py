@@ -7,7 +7,17 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
 from server.protocol.common import INT31, Logprobs, SamplingFields, Usage
-from server.protocol.rules import NO_CHANGE, Between, Ignored, RequestModel, Unsupported, rule, sentence
+from server.protocol.rules import (
+    NO_CHANGE,
+    Between,
+    FewFields,
+    Ignored,
+    Items,
+    RequestModel,
+    Unsupported,
+    rule,
+    sentence,
+)
 
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
@@ -39,10 +49,10 @@ class Message(RequestModel):
     """One turn of the chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     """Text, or a list of text parts; only an assistant's message with tool calls may do without."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     """In a tool's message: the call that it answers."""
     reasoning_content: str | None = None
@@ -78,7 +88,7 @@ class Message(RequestModel):
 def _parsed(arguments: str) -> Any:
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
 
@@ -119,7 +129,7 @@ def _no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
 class ChatCompletionRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     """The chat so far, oldest first."""
 
     max_completion_tokens: Annotated[int, Between(1, INT31)] | None = None
@@ -134,7 +144,7 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: Logprobs | None = None
     """With `logprobs`: report this many likeliest alternatives too."""
 
-    tools: list[Tool] = []  # noqa: RUF012
+    tools: Items[Tool] = []  # noqa: RUF012
     """Shown to the model through its chat template. Its calls are passed on as the text that it writes."""
 
     tool_choice: Literal["none", "auto"] = "auto"
@@ -150,9 +160,9 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved_names)] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
 
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     store: Annotated[bool, AfterValidator(_not_stored)] = False
-    metadata: Annotated[dict[str, str], Field(description=NO_CHANGE)] | None = None
+    metadata: Annotated[dict[str, str], FewFields, Field(description=NO_CHANGE)] | None = None
     service_tier: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None

@@ -7,7 +7,7 @@ import msgspec
 
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from server.errors import BadRequest
-from server.protocol.rules import Between, Ignored, RequestModel, StringOrStrings
+from server.protocol.rules import Between, FewFields, Ignored, Items, RequestModel, StringOrStrings
 
 INT31 = 2**31 - 1
 """Largest count a request may ask for."""
@@ -36,8 +36,8 @@ class SamplingFields(RequestModel):
     temperature: Annotated[float, Between(0, 2)] = 1.0
     """0 takes the likeliest token; higher is more random."""
 
-    top_p: Annotated[float, Between(0, 1, low_open=True)] = 1.0
-    """Sample from the likeliest tokens that together have this probability."""
+    top_p: Annotated[float, Between(0, 1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability; 0 takes the likeliest one."""
 
     top_k: Annotated[int, Between(-1, INT31)] = 0
     """Sample from this many likeliest tokens; 0 or -1 takes all."""
@@ -47,9 +47,9 @@ class SamplingFields(RequestModel):
 
     presence_penalty: Annotated[float, Between(-2, 2)] = 0.0
     frequency_penalty: Annotated[float, Between(-2, 2)] = 0.0
-    repetition_penalty: Annotated[float, Between(0, 10, low_open=True)] = 1.0
+    repetition_penalty: Annotated[float, Between(0.01, 10)] = 1.0
 
-    logit_bias: dict[str, Annotated[float, Between(-100, 100)]] = {}  # noqa: RUF012 - pydantic copies it
+    logit_bias: Annotated[dict[str, Annotated[float, Between(-100, 100)]], FewFields] = {}  # noqa: RUF012 - copied
     """Added to the logits of tokens, by token id."""
 
     seed: Annotated[int, Between(-_INT63, _INT63 - 1)] | None = None
@@ -58,7 +58,7 @@ class SamplingFields(RequestModel):
     stop: StringOrStrings = []  # noqa: RUF012
     """End before any of these strings."""
 
-    stop_token_ids: list[int] = []  # noqa: RUF012
+    stop_token_ids: Items[int] = []  # noqa: RUF012
     """End at any of these tokens."""
 
     include_stop_str_in_output: bool = False
@@ -98,8 +98,8 @@ class SamplingFields(RequestModel):
             max_tokens=max_tokens,
             ignore_eos=self.ignore_eos,
             stop_strings=self.stop or None,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            top_p=self.top_p or 1.0,
+            top_k=self.top_k if self.top_p else 1,
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

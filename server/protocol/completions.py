@@ -6,7 +6,7 @@ import msgspec
 from pydantic import PlainValidator
 
 from server.protocol.common import INT31, Logprobs, SamplingFields, Usage
-from server.protocol.rules import Between, Unsupported, rule
+from server.protocol.rules import MAX_ITEMS, Between, Unsupported, rule
 
 Prompt: TypeAlias = str | list[int]
 
@@ -21,6 +21,8 @@ def _to_prompts(value: Any) -> list[Prompt]:
         raise rule("it must hold at least 1 prompt or token id")
     if _is_token_ids(value):
         return [value]
+    if len(value) > MAX_ITEMS:
+        raise rule(f"it may hold at most {MAX_ITEMS} prompts, and holds {len(value)} items")
     for index, item in enumerate(value):
         if not isinstance(item, str) and not (isinstance(item, list) and _is_token_ids(item)):
             raise rule(f"its item {index} must be a string or a list of token ids like its neighbours")

@@ -1,20 +1,38 @@
 """Types that request models are written in: strict JSON types, ranges with readable errors, refused fields."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 NO_CHANGE = "Accepted; changes nothing here."
 """Description of OpenAI's fields that this server has no use for."""
 
+MAX_ITEMS = 2048
+"""Most items of a list and fields of an object (OpenAI's limit): a body of millions would hold all others up."""
+
+Item = TypeVar("Item")
+
 
 class RequestModel(BaseModel):
     """Base of everything a client sends: JSON's types taken strictly, no unknown fields, null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _countable(cls, data: Any) -> Any:
+        return _few_fields(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,13 @@ def sentence(text: str) -> PydanticCustomError:
     return PydanticCustomError("sentence", "{text}", {"text": text})
 
 
+def _few_fields(value: Any) -> Any:
+    """Refuse an object of very many fields before each of them becomes an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_ITEMS:
+        raise rule(f"it may have at most {MAX_ITEMS} fields, and has {len(value)}")
+    return value
+
+
 def _to_list(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise rule("it must be a string or a list of strings")
@@ -62,8 +87,14 @@ def _no_empty_string(value: list[str]) -> list[str]:
     return value
 
 
+Items: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list, refused at its first wrong item."""
+
+FewFields = BeforeValidator(_few_fields)
+"""Annotation of a plain object, which `RequestModel`s need not have."""
+
 StringOrStrings: TypeAlias = Annotated[
-    list[str],
+    Items[str],
     AfterValidator(_no_empty_string),
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]

@@ -43,6 +43,7 @@ BAD: list[tuple[tuple[str, bytes], int, str]] = [
     (completion(n=128, prompt=["Hi"] * 17), 400, "prompt"),
     (completion(best_of=3), 400, "best_of"),
     (completion(echo=True, logprobs=1), 400, "logprobs"),
+    (completion(repetition_penalty=1e-300), 400, "repetition_penalty"),
     ((COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}"), 400, "digits"),
     ((COMPLETIONS, b'{"temperature": 1e999}'), 400, "64 bits"),
     (completion(suffix="x"), 400, "suffix"),

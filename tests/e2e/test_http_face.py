@@ -1,5 +1,6 @@
 """The HTTP face apart from generation: methods, headers, connections, the listing and the description."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -83,6 +84,30 @@ def test_pipelined_requests_are_answered_in_order(server: KaonServer) -> None:
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     assert answer.index(b"version") < answer.rindex(b"ok\n")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01 hello\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", 400),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 10**6, 431),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"X-Many: a\r\n" * 10**5, 431),
+        (b"GET /" + b"a" * 10**6, 431),
+    ],
+)
+def test_what_is_no_http_or_has_endless_headers_gets_an_error_object_and_goodbye(
+    server: KaonServer, sent: bytes, status: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        answer = http.client.HTTPResponse(connection)
+        with contextlib.suppress(ConnectionError):
+            answer.begin()
+            assert (answer.status, answer.headers["connection"]) == (status, "close")
+            assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+    assert httpx.get(f"{server.url}/livez").status_code == 200
 
 
 def test_the_description_knows_every_route_and_resolves(http_client: httpx.Client) -> None:

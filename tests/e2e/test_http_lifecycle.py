@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,18 @@ def test_a_signal_ends_the_server_cleanly(start_server: StartServer, number: sig
     assert events.count('"error"') == 1
     assert server.wait() == 0
     assert not core.is_running()
+    assert "Traceback" not in server.stderr
+
+
+def test_clients_that_neither_send_nor_read_on_do_not_keep_the_server(start_server: StartServer) -> None:
+    server = start_server().ready()
+    fields = {"model": MODEL, "prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with server.connect("/v1/completions", {**fields, "n": 32, "logprobs": 20}), socket.socket() as sender:
+        sender.connect(("127.0.0.1", server.port))
+        sender.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        eventually(lambda: server.metric("kaon_generation_tokens_total") > 32 * 40)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait() == 0
     assert "Traceback" not in server.stderr
 
 

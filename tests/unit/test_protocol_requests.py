@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from engine.sampling_params import SamplingParams
 from server.errors import BadRequest
@@ -37,7 +38,9 @@ def refusal(make: Any, **fields: Any) -> BadRequest:
         ({"temperature": "1"}, "temperature", 'temperature is "1"; it must be a number'),
         ({"temperature": True}, "temperature", "temperature is true; it must be a number"),
         ({"temperature": []}, "temperature", "temperature is an empty list; it must be a number"),
-        ({"top_p": 0}, "top_p", "top_p is 0; it must be above 0 and at most 1"),
+        ({"top_p": -0.1}, "top_p", "top_p is -0.1; it must be between 0 and 1"),
+        ({"repetition_penalty": 1e-9}, "repetition_penalty", "is 1e-09; it must be between 0.01 and 10"),
+        ({"x" * 99: 1}, "x" * 60, f"{'x' * 60} is not a known field"),
         ({"top_k": -2}, "top_k", "top_k is -2; it must be between -1 and 2147483647"),
         ({"min_p": 1.5}, "min_p", "min_p is 1.5; it must be between 0 and 1"),
         ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty is 2.5; it must be between -2 and 2"),
@@ -131,6 +134,36 @@ def test_allowing_unknown_fields_does_not_allow_unsupported_ones() -> None:
         validate({"model": "m", "prompt": "Hi", "suffix": "x"}, CompletionRequest, allow_unknown=True)
 
 
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"messages": [{}] * 100_000}, "messages[0].role is missing"),
+        ({"messages": [{"role": "user", "content": "x"}] * 2049}, "it may have at most 2048 items, and has 2049"),
+        ({"messages": [{"role": "user", "content": [1] * 100_000}]}, "messages[0].content[0] is 1"),
+        ({"tools": [1] * 100_000}, "tools[0] is 1"),
+        ({"stop": [1] * 100_000}, "stop[0] is 1"),
+        ({"stop_token_ids": [""] * 100_000}, 'stop_token_ids[0] is ""'),
+        ({"logit_bias": dict.fromkeys(map(str, range(2049)), "")}, "it may have at most 2048 fields, and has 2049"),
+        ({"metadata": dict.fromkeys(map(str, range(2049)))}, "it may have at most 2048 fields, and has 2049"),
+        ({"messages": [dict.fromkeys(map(str, range(2049)))]}, "messages[0] is an object; it may have at most 2048"),
+        (dict.fromkeys(map(str, range(2049)), 1), "the request body is an object; it may have at most 2048 fields"),
+    ],
+)
+def test_a_body_of_very_many_wrong_things_is_refused_at_the_first(fields: dict[str, Any], sentence: str) -> None:
+    error = refusal(chat, **fields)
+    assert sentence in str(error)
+    assert isinstance(error.__context__, ValidationError)
+    assert error.__context__.error_count() <= 3
+
+
+def test_very_many_prompts_are_refused_together() -> None:
+    assert "it may hold at most 2048 prompts, and holds 2049" in str(refusal(completion, prompt=["a"] * 2048 + [5]))
+
+
+def test_a_top_p_of_zero_takes_the_likeliest_token() -> None:
+    assert completion(top_p=0, top_k=5).sampling_params(8, None) == SamplingParams(max_tokens=8, top_k=1)
+
+
 def test_null_means_absent() -> None:
     request = completion(temperature=None, stop=None, suffix=None, logit_bias=None, stream_options=None)
     assert request == completion()
@@ -218,7 +251,8 @@ def test_an_assistants_answer_can_be_sent_back_as_the_client_library_dumps_it() 
     ]
 
 
-def test_tool_call_arguments_that_are_no_json_object_reach_the_template_as_text() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{broken"}}
+@pytest.mark.parametrize("arguments", ["{broken", "", "[1]", "[" * 200_000, '{"a": %s}' % ("9" * 5000)])
+def test_tool_call_arguments_that_are_no_json_object_reach_the_template_as_text(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).messages
-    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == "{broken"
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == arguments

@@ -51,6 +51,23 @@ def test_a_prompt_of_another_type_is_refused(processor: InputOutputProcessor, pr
     assert refusal(processor, prompt)[1] == "prompt"
 
 
+def test_text_that_no_tokenisation_fits_is_refused_without_one(
+    processor: InputOutputProcessor, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: Any) -> list[int]:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(byte_level, "encode", encode)
+    text = "x" * 10 * 2**20
+    tokens = -(-len(text) // byte_level.longest_token)
+    sentence, param = refusal(processor, text)
+    assert sentence.startswith(f"prompt has at least {tokens} tokens, but the ")
+    assert param == "prompt"
+    with pytest.raises(InvalidRequest, match="prompt has at least") as caught:
+        processor.tokenize_chat([{"role": "user", "content": text}])
+    assert caught.value.param == "prompt"
+
+
 def test_a_lone_surrogate_is_refused(processor: InputOutputProcessor) -> None:
     sentence, param = refusal(processor, "a\ud83d")
     assert "lone surrogate U+D83D" in sentence
