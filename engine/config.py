@@ -101,7 +101,7 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the requests that bring no seed of their own, together with a per-request counter."""
 
-    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Longest prompt plus completion in tokens; default: the checkpoint's context length."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 512
@@ -125,7 +125,7 @@ class Config(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
     """Share of a GPU's memory for weights, activations and KV cache together."""
 
-    cpu_kvcache_gib: Annotated[float, Field(gt=0.0)] | None = None
+    cpu_kvcache_gib: Annotated[float, Field(gt=0.0, le=2**20)] | None = None
     """KV-cache size on CPU in GiB; default: a quarter of what is available, at most 4 and at most 524288 tokens."""
 
     enable_prefix_caching: bool = True

@@ -1,7 +1,6 @@
 """`Fields`: typed reads from a JSON object of a checkpoint, each failing in a sentence. Used by the config parsers."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,9 @@ from typing import Any
 from models.errors import CheckpointError
 
 _REQUIRED: Any = object()
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_NUMBER = 1e18
+"""Above any checkpoint's, and low enough that nothing computed of such numbers overflows."""
 
 
 class Fields:
@@ -23,7 +25,7 @@ class Fields:
         """The JSON object in `path`. Raises `CheckpointError` when it is not one, or cannot be read."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; download the checkpoint again") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds {_kind(values)}; it must hold a JSON object")
@@ -34,22 +36,22 @@ class Fields:
 
     def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.invalid(name, f"an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST_INTEGER:
+            raise self.invalid(name, f"an integer from {minimum} to {_LARGEST_INTEGER}")
         return int(value)
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """A positive, finite number."""
+        """A positive number."""
         value = self._get(name, default)
         if not _is_positive(value):
-            raise self.invalid(name, "a number above 0")
+            raise self.invalid(name, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
         return float(value)
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` positive, finite numbers."""
+        """A list of `length` positive numbers."""
         value = self._get(name, _REQUIRED)
         if not isinstance(value, list) or len(value) != length or not all(map(_is_positive, value)):
-            raise self.invalid(name, f"a list of {length} numbers above 0")
+            raise self.invalid(name, f"a list of {length} numbers above 0 and at most {_LARGEST_NUMBER:g}")
         return tuple(float(item) for item in value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -68,8 +70,10 @@ class Fields:
         """One token id or a list of them; empty where the field is missing."""
         value = self._get(name, [])
         ids = value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-            raise self.invalid(name, "a token id of at least 0, or a list of them")
+        if any(
+            isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= _LARGEST_INTEGER for item in ids
+        ):
+            raise self.invalid(name, f"a token id from 0 to {_LARGEST_INTEGER}, or a list of them")
         return tuple(dict.fromkeys(ids))
 
     def section(self, name: str) -> "Fields | None":
@@ -95,7 +99,7 @@ class Fields:
 
 
 def _is_positive(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value <= _LARGEST_NUMBER
 
 
 def _kind(value: object) -> str:

@@ -45,8 +45,11 @@ def load_model(
     """
     files = _weight_files(path)
     model_class = resolve_model_class(config.architecture)
-    with _default_dtype(dtype), device:
-        model = model_class(config, parallel)
+    try:
+        with _default_dtype(dtype), device:
+            model = model_class(config, parallel)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
     missing = _wanted_tensors(model)
     left_over: list[str] = []
     bar = tqdm(
@@ -144,6 +147,10 @@ def _some(names: Iterable[str], noun: str = "tensor") -> str:
     dots = ", ..." if len(first) > _NAMED_IN_ERRORS else ""
     plural = "" if len(first) == 1 else "s"
     return f"{len(first)} {noun}{plural} ({', '.join(first[:_NAMED_IN_ERRORS])}{dots})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextmanager

@@ -52,7 +52,8 @@ class ModelConfig:
         if heads % kv_heads:
             raise config.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
         head_dim = _head_dim(config, architecture, hidden_size, heads)
-        max_position_embeddings = config.integer("max_position_embeddings")
+        # A prompt's token and a generated one.
+        max_position_embeddings = config.integer("max_position_embeddings", minimum=2)
         rope = parse_rope(config, head_dim=head_dim, max_position_embeddings=max_position_embeddings)
         bos = generation.token_ids("bos_token_id") or config.token_ids("bos_token_id")
         return cls(

@@ -34,14 +34,21 @@ class StepInputs:
 class InputBatch:
     """Token table, lengths, block table and sampling columns of `max_num_seqs` slots.
 
-    The tables are as wide as a sequence may become; the system commits their pages as rows grow.
+    The tables are as wide as a sequence may become; the system commits their pages as rows grow. Raises `ValueError`
+    when it refuses so much.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, seed: int) -> None:
         self.block_size = block_size
-        self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        try:
+            self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+            self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise ValueError(
+                f"the system refused memory for the tokens of max_num_seqs {max_num_seqs} sequences of max_model_len "
+                f"{max_model_len} ({error}); lower one of the two"
+            ) from error
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     def apply(self, batch: ScheduledBatch) -> None:

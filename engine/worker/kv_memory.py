@@ -17,9 +17,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(
-            f"the system refused {num_bytes} bytes for the KV cache ({error.strerror}); lower cpu_kvcache_gib or "
+            f"the system refused {num_bytes} bytes for the KV cache ({error}); lower cpu_kvcache_gib or "
             "num_kvcache_blocks"
         ) from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)

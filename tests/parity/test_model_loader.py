@@ -166,6 +166,12 @@ def test_a_config_of_another_model_is_caught(checkpoint: Path) -> None:
         load(checkpoint)
 
 
+def test_a_model_that_memory_cannot_hold_is_told_in_a_sentence(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", vocab_size=2**31 - 1, hidden_size=2**30)
+    with pytest.raises(CheckpointError, match=r"does not fit the memory of device cpu \(.*\)$"):
+        load(checkpoint)
+
+
 def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
     with pytest.raises(CheckpointError, match=r"'GPT2LMHeadModel'.*LlamaForCausalLM, Qwen3ForCausalLM"):
         resolve_model_class("GPT2LMHeadModel")

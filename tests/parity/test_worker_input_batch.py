@@ -192,3 +192,11 @@ def test_a_row_that_changes_hands_within_a_step_keeps_the_new_owners_blocks():
     step = batch_of([(seq, 0, 40)], 0, new=[seq], gained=[AppendedBlocks(0, 1, [90, 91])])
     batch.apply(step)
     assert batch.step_inputs(step).block_tables.tolist() == [[4, 5, 6]]
+
+
+@pytest.mark.parametrize("max_model_len", [2**40, 2**100])
+def test_rows_that_memory_cannot_hold_are_an_error_that_names_the_fields(max_model_len: int):
+    with pytest.raises(
+        ValueError, match=rf"max_num_seqs 65536 .* max_model_len {max_model_len} .*lower one of the two"
+    ):
+        InputBatch(max_num_seqs=65536, max_model_len=max_model_len, block_size=16, vocab_size=10, seed=0)

@@ -27,6 +27,7 @@ def test_memory_is_taken_only_where_it_is_written():
     assert 2**24 <= psutil.Process().memory_info().rss - resident < 2**26
 
 
-def test_memory_that_the_system_refuses_is_an_error_that_names_the_fields():
+@pytest.mark.parametrize("num_elements", [2**46, 2**100])
+def test_memory_that_the_system_refuses_is_an_error_that_names_the_fields(num_elements: int):
     with pytest.raises(ValueError, match="lower cpu_kvcache_gib or num_kvcache_blocks"):
-        zeros((2**46,), torch.float32, CPU)
+        zeros((num_elements,), torch.float32, CPU)

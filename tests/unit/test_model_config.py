@@ -109,7 +109,9 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     ("fields", "said"),
     [
         ({"vocab_size": 0}, "vocab_size of"),
-        ({"hidden_size": "64"}, 'is "64"; it must be an integer of at least 1'),
+        ({"hidden_size": "64"}, 'is "64"; it must be an integer from 1 to 2147483647'),
+        ({"vocab_size": 2**31}, "is 2147483648; it must be an integer from 1 to 2147483647"),
+        ({"max_position_embeddings": 1}, "is 1; it must be an integer from 2 to 2147483647"),
         ({"num_hidden_layers": True}, "is true; it must be an integer"),
         ({"rms_norm_eps": -1}, "is -1; it must be a number above 0"),
         ({"rms_norm_eps": float("nan")}, "is NaN; it must be a number above 0"),
@@ -119,6 +121,10 @@ def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
         ({"dtype": "int8"}, 'is "int8"; it must be one of float32, bfloat16, float16'),
         ({"hidden_act": "gelu"}, 'is "gelu"; it must be "silu"'),
         ({"eos_token_id": -1}, "is -1; it must be a token id"),
+        ({"eos_token_id": 2**31}, "is 2147483648; it must be a token id"),
+        ({"rope_theta": 10**400}, "it must be a number above 0 and at most 1e+18"),
+        ({"partial_rotary_factor": 1e308}, "is 1e+308; it must be a number above 0 and at most 1e+18"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e308}}, "is 1e+308; it must be a number above 0"),
         ({"layer_types": 3}, "layer_types of"),
         ({"head_dim": 15}, "rotates 15 dimensions of a head"),
         ({"partial_rotary_factor": 1.5}, "rotates 24 dimensions of a head"),
@@ -177,7 +183,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ModelConfig.from_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json (cannot be read|holds)"):
