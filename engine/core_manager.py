@@ -194,8 +194,7 @@ class CoreManager:
                 self._deliver(message)
             case Ready():
                 self._core_identity = self._input.recv_multipart()[0]
-                # Both sockets are connected: with their names gone, not even SIGKILL leaves anything behind.
-                self._core.remove_directory()
+                self._core.connected()
                 self.ready = message
                 self._settled.set()
             case Failed():

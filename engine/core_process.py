@@ -3,6 +3,7 @@
 Made by `CoreManager`; the core reads its `Launch` and answers over the sockets named there.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -32,8 +33,6 @@ class Launch(msgspec.Struct, frozen=True):
     directory: str
     started: float
     """When the core was started, on `time.monotonic`'s clock."""
-    die_with_starter: bool
-    """Whether the starting thread lives as long as its process, so that the kernel may watch it for the core."""
 
     @property
     def input_address(self) -> str:
@@ -60,17 +59,18 @@ class CoreProcess:
             config=config.model_dump_json(),
             directory=tempfile.mkdtemp(prefix="kaon-"),
             started=time.monotonic(),
-            die_with_starter=threading.current_thread() is threading.main_thread(),
         )
         longest = self.launch.output_address.removeprefix("ipc://")
         if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
-            self.remove_directory()
+            self._remove_directory()
             raise ValueError(f"TMPDIR is too long: {longest} has over {_MAX_SOCKET_PATH} bytes; set a shorter TMPDIR")
         self.lifeline, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> int:
         """Run the core; its process id. A process group of its own keeps the terminal's Ctrl-C from it."""
+        # The kernel takes the starting thread's end for its process'.
+        self._starter_lives_on = threading.current_thread() is threading.main_thread()
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         # The name is for people who read `ps`; -P and the path make it the parent's own code, whatever the directory.
@@ -88,9 +88,12 @@ class CoreProcess:
         """Block until the process has ended; its exit code, or minus the signal that killed it."""
         return 0 if self._process is None else self._process.wait()
 
-    def remove_directory(self) -> None:
-        """Remove the sockets' names. Those already connected stay connected."""
-        shutil.rmtree(self.launch.directory, ignore_errors=True)
+    def connected(self) -> None:
+        """Both sockets are connected, and stay so without their names: from now on not even SIGKILL leaves a trace."""
+        self._remove_directory()
+        if self._starter_lives_on:
+            with contextlib.suppress(BrokenPipeError):
+                self.lifeline.sendall(b"\n")
 
     def stop(self, timeout: float) -> None:
         """End the process, by SIGTERM and after `timeout` seconds by SIGKILL, and leave nothing of it behind."""
@@ -103,4 +106,7 @@ class CoreProcess:
                 self._process.wait()
         self._theirs.close()
         self.lifeline.close()
-        self.remove_directory()
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self.launch.directory, ignore_errors=True)

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from queue import Empty
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from engine.config import Config
 from engine.core_io import CoreSockets, InputQueue, OutputQueue, error_output
 from engine.core_process import Launch
 from engine.core_startup import PhaseClock, load_model
-from engine.lifetime import end_with_parent, end_with_parent_even_if_stuck, name_process, take_lifeline
+from engine.lifetime import end_with_parent, name_process, take_lifeline
 from engine.messages import AbortRequests, Failed, Ready, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -65,7 +66,7 @@ class EngineCore:
     def produce_token(self) -> None:
         """Run one request of one token through scheduler and model: after it, the core is known to work."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        self.scheduler.add(Sequence([0], self._block_size, params, id=-1))
+        self.scheduler.add(Sequence([0], self._block_size, params))
         self._step()
         (output,) = self._outputs.take()
         if output.error is not None:
@@ -74,13 +75,16 @@ class EngineCore:
     def pull_and_process_input_queue(self) -> None:
         """Take in all that has arrived. With nothing to run, answer it and sleep until something has."""
         while True:
-            while not self.input_queue.empty():
-                self._take_in(self.input_queue.get_nowait())
+            self._take_in(self._arrived())
             if self._stopping or self.scheduler.has_requests():
                 return
             if self._outputs:
                 self._send("idle", 0.0)
-            self._take_in(self._wait_idle())
+            self._take_in([self._wait_idle()])
+
+    def _arrived(self) -> Iterator[Sequence | AbortRequests | Shutdown]:
+        while not self.input_queue.empty():
+            yield self.input_queue.get_nowait()
 
     def _wait_idle(self) -> Sequence | AbortRequests | Shutdown:
         try:
@@ -89,17 +93,22 @@ class EngineCore:
             self.scheduler.check_integrity()
         return self.input_queue.get()
 
-    def _take_in(self, message: Sequence | AbortRequests | Shutdown) -> None:
-        match message:
-            case Sequence():
-                try:
-                    self.scheduler.add(message)
-                except ValueError as error:
-                    self._outputs.put_nowait([error_output(message.id, str(error))])
-            case AbortRequests():
-                self._outputs.put_nowait(self.scheduler.abort(message.request_ids))
-            case Shutdown():
-                self._stopping = True
+    def _take_in(self, messages: Iterable[Sequence | AbortRequests | Shutdown]) -> None:
+        """Aborts go last and together: the scheduler looks through all that is live, however few they are."""
+        aborted: list[int] = []
+        for message in messages:
+            match message:
+                case Sequence():
+                    try:
+                        self.scheduler.add(message)
+                    except ValueError as error:
+                        self._outputs.put_nowait([error_output(message.id, str(error))])
+                case AbortRequests():
+                    aborted += message.request_ids
+                case Shutdown():
+                    self._stopping = True
+        if aborted:
+            self._outputs.put_nowait(self.scheduler.abort(aborted))
 
     def _process_engine_step(self) -> None:
         """Run a step and send what came of it."""
@@ -121,8 +130,6 @@ class EngineCore:
             self._fail_step(list(seqs.values()), error)
         else:
             self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
-            for seq_id, sentence in (output.errors or {}).items():
-                self._outputs.put_nowait(self.scheduler.fail([seqs[seq_id]], sentence))
         return batch.kind
 
     def _fail_step(self, seqs: list[Sequence], error: Exception) -> None:
@@ -166,16 +173,16 @@ def main() -> int:
         level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
     )
     sockets = CoreSockets(launch.input_address, launch.output_address, config.kv_cache_block_size)
-    failure = _run(config, launch, sockets)
+    failure = _run(config, launch.started, sockets)
     if failure is not None:
         sockets.output_queue.put(failure)
     sockets.close()
     return 0 if failure is None else 1
 
 
-def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
+def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     """Load the model and serve it until told to stop; what went wrong, if anything did."""
-    phases = PhaseClock(launch.started)
+    phases = PhaseClock(started)
     try:
         loaded = load_model(config, phases)
         core = EngineCore(loaded.config, loaded.runner, sockets.input_queue, sockets.output_queue)
@@ -191,8 +198,6 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     phases.end("warm-up")
     signal.signal(signal.SIGTERM, lambda *_: sockets.input_queue.put(Shutdown()))
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
-    if launch.die_with_starter:
-        end_with_parent_even_if_stuck()
     try:
         core.busy_loop()
     except Exception as error:

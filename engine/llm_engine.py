@@ -1,9 +1,11 @@
 """`LLMEngine`: the offline API. Generates for a list of prompts in a core process of its own, with blocking calls."""
 
 import itertools
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import msgspec
 from tqdm import tqdm
 
 from engine.chat_template import ChatTemplate
@@ -71,16 +73,18 @@ class LLMEngine:
         self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[int]:
         """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order."""
-        texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else prompts
-        if isinstance(sampling_params, list):
+        if not isinstance(prompts, str | Iterable):
+            raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
+        texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(texts_or_ids):
                 raise ValueError(
                     f"sampling_params has {len(sampling_params)} entries for {len(texts_or_ids)} prompts; "
                     "give one for each prompt, or one for all"
                 )
-            params = sampling_params
+            params = [_checked(each) for each in sampling_params]
         else:
-            params = [sampling_params or SamplingParams()] * len(texts_or_ids)
+            params = [_checked(SamplingParams() if sampling_params is None else sampling_params)] * len(texts_or_ids)
         requests = [
             self.io_processor.preprocess(
                 prompt, each, request_id=next(self._ids), clip_max_tokens=sampling_params is None
@@ -94,6 +98,9 @@ class LLMEngine:
 
     def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
         """Wait until these requests are complete; their results in this order. Each can be collected once."""
+        unknown = [request_id for request_id in request_ids if request_id not in self._states]
+        if unknown:
+            raise ValueError(f"request {unknown[0]} cannot be collected: it was collected already, or never added")
         states = [self._states[request_id] for request_id in request_ids]
         unfinished = {state.request_id for state in states if state.finish_reason is None}
         try:
@@ -113,7 +120,8 @@ class LLMEngine:
                 self._states.pop(request_id, None)
         if self._core.failure is not None and any(state.error is not None for state in states):
             raise EngineDeadError(self._core.failure.error)
-        return list(self.io_processor.postprocess(states).values())
+        results = self.io_processor.postprocess(states)
+        return [results[request_id] for request_id in request_ids]
 
     def close(self) -> None:
         """End the core. What runs is aborted."""
@@ -140,3 +148,12 @@ class LLMEngine:
         stopped = [request_id for request_id in finished if self._states[request_id].stopped_early]
         self._core.abort(stopped)
         return finished
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """`params`, if its fields are of their types; the core would refuse others. Raises `TypeError`, `ValueError`."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"sampling_params holds a {type(params).__name__}; it must be SamplingParams, or a list of them"
+        )
+    return msgspec.convert(msgspec.structs.asdict(params), SamplingParams)

@@ -3,7 +3,7 @@
 To the core: `Inbound`. From the core: `Outbound`, one `StepOutputs` an engine step.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -55,7 +55,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     stop_token_sequences: list[list[int]] = []
-    cache_salt: int | None = None
+    cache_salt: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
 
 

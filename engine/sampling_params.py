@@ -65,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def _within(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     """Raise unless `low <= value <= high` (`low < value` when `low_open`); NaN is outside every range."""
+    if not isinstance(value, int | float):
+        raise ValueError(f"{field} is {value!r}; it must be a number")
     if math.isnan(value) or value > high or value < low or (low_open and value == low):
         opening = f"above {low:g} and at most {high:g}" if low_open else f"between {low:g} and {high:g}"
         raise ValueError(f"{field} is {value:g}; it must be {opening}")

@@ -59,9 +59,10 @@ class Scheduler:
         self.total_accepted_tokens = 0
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
 
-        capacity = len(self.block_manager.blocks) * self.block_manager.block_size
+        # A sequence's last token needs no KV: nothing comes after it.
+        holds = len(self.block_manager.blocks) * self.block_manager.block_size + 1
         max_model_len: int | None = getattr(config, "max_model_len", None)
-        self.token_limit = capacity if max_model_len is None else min(capacity, max_model_len)
+        self.token_limit = holds if max_model_len is None else min(holds, max_model_len)
         self.stops = StopConditions(self.eos_token_id, self.stop_token_ids, self.token_limit)
 
         # Every running sequence decodes in each step, so no more may run than a step has tokens for.
@@ -125,8 +126,9 @@ class Scheduler:
 
     def get_next_batch_info(self) -> tuple[bool, int]:
         """(whether the next step would prefill, how many tokens its first prompt, or all its decodes, have)."""
-        for seq in (*self._prefilling[:1], *list(self.waiting)[:1]):
-            return True, seq.num_tokens - max(seq.num_computed_tokens, seq.num_cached_tokens)
+        prompts = self._prefilling or self.waiting
+        if prompts:
+            return True, prompts[0].num_tokens - max(prompts[0].num_computed_tokens, prompts[0].num_cached_tokens)
         return False, len(self.running)
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -165,10 +167,11 @@ class Scheduler:
             if not new_tokens or seq.status is not running:
                 continue
             token_ids = seq.token_ids
-            output = RequestOutput(seq.id, [])
+            accepted: list[int] = []
+            output = RequestOutput(seq.id, accepted)
             for token_id in new_tokens:
                 token_ids.append(token_id)
-                output.output_tokens.append(token_id)
+                accepted.append(token_id)
                 if token_id in seq.end_tokens or len(token_ids) >= seq.token_limit or seq.stop_token_sequences:
                     reason = self.stops.leave_reason(seq, token_id)
                     if reason is not None:
@@ -317,7 +320,7 @@ class Scheduler:
         Python looks closely only at a sequence that needs a block or fills one, one step in `block_size`.
         """
         rows = self._decode_rows
-        if rows is None:
+        if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
             rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
         lengths = list(map(len, rows.token_ids))
         # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
@@ -326,7 +329,7 @@ class Scheduler:
         for i in eventful:
             seq = rows.seqs[i]
             if seq.status is SequenceStatus.RUNNING:
-                self._grow(step, seq, 1 + min(k, seq.num_useful_drafts))
+                self._grow(step, seq, 1 + (min(k, seq.num_useful_drafts) if k else 0))
         if self._decode_rows is None:
             self._schedule_decodes(step)
         else:
@@ -334,15 +337,13 @@ class Scheduler:
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
-        while not self.block_manager.can_append(seq, num_new_tokens):
+        while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is seq:
                 return
-        start = len(seq.block_table)
-        added = self.block_manager.may_append(seq, num_new_tokens)
         if added:
-            step.appended_blocks.append(AppendedBlocks(seq.slot, start, added))
+            step.appended_blocks.append(AppendedBlocks(seq.slot, len(seq.block_table) - len(added), added))
 
     # -- leaving ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ class DecodeRows:
 
     def __init__(self, seqs: Iterable[Sequence]) -> None:
         self.seqs = list(seqs)
+        self.by_id = {seq.id: seq for seq in self.seqs}
         self.token_ids = [seq.token_ids for seq in self.seqs]
         self.counts = [1] * len(self.seqs)
         for seq in self.seqs:
@@ -47,7 +48,7 @@ class StepBuilder:
         """Compute the last known token of running sequences of these lengths, and their drafts. Comes first."""
         for seq, length in zip(rows.seqs, lengths, strict=True):
             seq.num_computed_tokens = length
-        self.seqs = {seq.id: seq for seq in rows.seqs}
+        self.seqs = rows.by_id.copy()
         self.num_decodes = len(rows.seqs)
         self.counts, self.context_lens = rows.counts, lengths
         if self.num_drafts:

@@ -30,6 +30,8 @@ class StopConditions:
         `ignore_eos` ignores the model's whole EOS list, of which `stop_token_ids` is the rest, but not the stop
         tokens and sequences that the request itself names.
         """
+        if not seq.token_limit:
+            self.prepare(seq)
         if seq.stop_token_sequences and self._ends_with_stop_sequence(seq):
             return "stop_sequence"
         if not seq.ignore_eos:

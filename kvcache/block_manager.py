@@ -102,22 +102,28 @@ class BlockManager:
             return
         full = min(num_computed, len(seq.token_ids)) // self.block_size
         for index in range(seq.num_published_blocks, full):
-            block = self.pool.blocks[seq.block_table[index]]
-            seq.published_uid = self.pool.publish(block, _digest(seq, index), seq.block(index), seq.published_uid)
+            block, tokens = self.pool.blocks[seq.block_table[index]], seq.block(index)
+            seq.published_uid = self.pool.publish(block, _digest(seq, index, tokens), tokens, seq.published_uid)
             seq.num_published_blocks = index + 1
 
     def can_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> bool:
         """Whether a step can compute `num_new_tokens` tokens, the first of them the sequence's last known one."""
         return len(self.pool.free_block_ids) >= self._missing_blocks(seq, num_new_tokens)
 
-    def may_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> list[int]:
+    def may_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> list[int] | None:
         """Reserve blocks for those tokens and publish what the step fills for sure; returns the added block ids.
 
-        Drafts may be rejected, so a block that they would fill is published once its tokens are known.
+        None, and nothing is done, where `can_append` is false. Drafts may be rejected, so a block that they would fill
+        is published once its tokens are known.
         """
-        added = [self.pool.take().block_id for _ in range(self._missing_blocks(seq, num_new_tokens))]
-        seq.block_table += added
-        self.publish(seq, seq.num_tokens)
+        added: list[int] = []
+        missing = self._missing_blocks(seq, num_new_tokens)
+        if missing:
+            if missing > len(self.pool.free_block_ids):
+                return None
+            added = [self.pool.take().block_id for _ in range(missing)]
+            seq.block_table += added
+        self.publish(seq, len(seq.token_ids))
         return added
 
     def deallocate(self, seq: BlockOwner) -> None:
@@ -142,8 +148,8 @@ class BlockManager:
         self.pool.check_integrity(Counter(block_id for table in tables for block_id in table))
 
     def _missing_blocks(self, seq: BlockOwner, num_new_tokens: int) -> int:
-        needed = -(-(seq.num_tokens - 1 + num_new_tokens) // self.block_size)
-        return max(0, needed - len(seq.block_table))
+        beyond = seq.num_tokens - 1 + num_new_tokens - len(seq.block_table) * self.block_size
+        return -(-beyond // self.block_size) if beyond > 0 else 0
 
     def _find_prefix(self, seq: BlockOwner) -> list[int]:
         """Blocks of the longest cached prefix, remembered while the cache does not change."""
@@ -154,7 +160,8 @@ class BlockManager:
         found: list[int] = []
         parent = _chain_root(seq)
         for index in range(len(seq.token_ids) // self.block_size):
-            block = self.pool.find(_digest(seq, index), seq.block(index), parent)
+            tokens = seq.block(index)
+            block = self.pool.find(_digest(seq, index, tokens), tokens, parent)
             if block is None:
                 break
             found.append(block.block_id)
@@ -163,11 +170,11 @@ class BlockManager:
         return found
 
 
-def _digest(seq: BlockOwner, index: int) -> int:
-    """Digest of a sequence's block, computed at most once in the sequence's life."""
+def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
+    """Digest of a sequence's block, which holds `tokens`; computed at most once in the sequence's life."""
     if index == len(seq.block_hashes):
         prefix = seq.block_hashes[-1] if index else seq.cache_salt
-        seq.block_hashes.append(compute_hash(seq.block(index), NO_HASH if prefix is None else prefix))
+        seq.block_hashes.append(compute_hash(tokens, NO_HASH if prefix is None else prefix))
     return seq.block_hashes[index]
 
 

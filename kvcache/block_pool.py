@@ -62,7 +62,8 @@ class BlockPool:
     def take(self) -> Block:
         """A fresh block with one reference; the content it cached, if any, is forgotten."""
         block = self.blocks[self.free_block_ids.pop()]
-        self.unpublish(block)
+        if block.uid != UNPUBLISHED:
+            self.unpublish(block)
         block.reset()
         self.used_block_ids.add(block.block_id)
         return block
@@ -98,14 +99,13 @@ class BlockPool:
         Where an equal block is findable already, that one's uid: both chains then go on as one. A digest taken by
         other content keeps its first owner, and this chain ends in a uid that nothing finds.
         """
-        known = self.find(hash, token_ids, parent)
-        if known is not None:
-            return known.uid
+        owner = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
+        if owner is not block and owner.parent == parent and owner.token_ids == token_ids:
+            return owner.uid
         uid = self._next_uid
         self._next_uid += 1
-        if hash not in self.hash_to_block_id:
+        if owner is block:
             block.update(hash, token_ids, uid, parent)
-            self.hash_to_block_id[hash] = block.block_id
             self.version += 1
         return uid
 

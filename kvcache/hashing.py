@@ -1,7 +1,6 @@
 """The prefix-hash chain: a full block's digest covers its own tokens and, through its parent's, all before."""
 
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 
 import xxhash
@@ -15,9 +14,6 @@ def compute_hash(token_ids: Sequence[int], prefix: int = NO_HASH) -> int:
 
     Tokens are hashed as little-endian int64, so digests agree between machines.
     """
-    tokens = array("q", token_ids)
-    if sys.byteorder == "big":
-        tokens.byteswap()
     if prefix == NO_HASH:
-        return xxhash.xxh64_intdigest(tokens.tobytes())
-    return xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + tokens.tobytes())
+        return xxhash.xxh64_intdigest(struct.pack(f"<{len(token_ids)}q", *token_ids))
+    return xxhash.xxh64_intdigest(struct.pack(f"<Q{len(token_ids)}q", prefix, *token_ids))

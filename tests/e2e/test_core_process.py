@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import random
 import select
 import signal
 import subprocess
@@ -152,6 +153,33 @@ async def test_callback_that_raises_does_not_stop_what_comes_after() -> None:
     assert steps >= 20
 
 
+def test_ten_thousand_requests_added_and_aborted_at_random_leave_nothing(manager: CoreManager) -> None:
+    rng = random.Random(0)
+    core = psutil.Process(manager.pid)
+    added, outputs, sizes = 0, list[RequestOutput](), list[int]()
+    for total in (5_000, 10_000):
+        while len(outputs) < total:
+            if added < total:
+                ids = range(added, added + 20)
+                manager.add_requests(
+                    [
+                        AddRequest(i, rng.choices(range(4), k=1 + i % 60), SamplingParams(max_tokens=1 + i % 20))
+                        for i in ids
+                    ]
+                )
+                added += len(ids)
+                manager.abort(rng.sample(sorted(manager.live), rng.randint(0, 15)))
+            step = manager.get_outputs(WAIT_SECONDS)
+            assert step is not None
+            outputs += [output for output in step.outputs if output.finished]
+        sizes.append(core.memory_info().rss)
+    assert ends(outputs).keys() == set(range(total))
+    assert manager.live == set()
+    assert step.stats is not None
+    assert (step.stats.num_running, step.stats.num_waiting, step.stats.kv_blocks_used) == (0, 0, 0)
+    assert sizes[1] - sizes[0] < 4 * 2**20
+
+
 def test_idle_core_uses_no_processor(manager: CoreManager) -> None:
     manager.add_requests(requests(1, params=SamplingParams(max_tokens=5)))
     drain(manager, 1)
@@ -269,14 +297,16 @@ from engine.core_manager import CoreManager
 manager = CoreManager(Config())
 if sys.argv[1] == "ready":
     manager.wait_ready()
+if sys.argv[1] == "ready, but not heard":
+    manager._output.poll()
 print(manager.pid, manager._core.launch.directory, flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("stage", ["ready", "starting"])
+@pytest.mark.parametrize("stage", ["ready", "ready, but not heard", "starting"])
 def test_core_and_its_sockets_are_gone_when_the_parent_is_killed(stage: str, stub_core: Callable[[str], None]) -> None:
-    stub_core("" if stage == "ready" else "slow")
+    stub_core("slow" if stage == "starting" else "")
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, stage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:

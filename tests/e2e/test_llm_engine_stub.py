@@ -62,6 +62,8 @@ def test_stop_string_ends_the_text_and_the_request(engine: LLMEngine) -> None:
         ([1, 2], None, "type int"),
         (["good"], SamplingParams(max_tokens=10**6), "max_tokens is 1000000"),
         (["one", "two"], [SamplingParams()], "1 entries for 2 prompts"),
+        (["good"], SamplingParams(stop_strings="ab"), r"array.*str.*stop_strings"),  # type: ignore[arg-type]
+        (["good"], SamplingParams(max_tokens=2.5), r"int.*float.*max_tokens"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_prompt_is_refused_before_any_is_sent(engine: LLMEngine, prompts: Any, params: Any, sentence: str) -> None:
@@ -69,6 +71,41 @@ def test_bad_prompt_is_refused_before_any_is_sent(engine: LLMEngine, prompts: An
         engine.generate(prompts, params, use_tqdm=False)
     assert engine._core.live == set()
     assert engine._states == {}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "sentence"),
+    [
+        (None, None, "prompts is of type NoneType"),
+        (["one"], {"max_tokens": 3}, "sampling_params holds a dict"),
+        (["one"], [None], "sampling_params holds a NoneType"),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameters_is_named(
+    engine: LLMEngine, prompts: Any, params: Any, sentence: str
+) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        engine.generate(prompts, params, use_tqdm=False)
+
+
+def test_any_iterable_of_prompts_will_do(engine: LLMEngine) -> None:
+    params = (SamplingParams(max_tokens=1), SamplingParams(max_tokens=2))
+    results = engine.generate((text for text in ("one", "two")), params, use_tqdm=False)
+    assert [result["num_tokens_output"] for result in results] == [1, 2]
+
+
+def test_request_is_collected_once(engine: LLMEngine) -> None:
+    (request_id,) = engine.add_request("one", SamplingParams(max_tokens=1))
+    assert len(engine.collect([request_id, request_id])) == 2
+    with pytest.raises(ValueError, match=f"request {request_id} cannot be collected"):
+        engine.collect([request_id])
+
+
+def test_closed_engine_says_so(engine: LLMEngine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        engine.generate("one", use_tqdm=False)
 
 
 def test_invalid_request_names_its_field(engine: LLMEngine) -> None:

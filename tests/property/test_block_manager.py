@@ -87,5 +87,5 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert self.cells[cell] == (seq.cache_salt, seq.token_ids[: position + 1])
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+BlockManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestBlockManager = BlockManagerMachine.TestCase

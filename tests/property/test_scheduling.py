@@ -5,12 +5,22 @@ every position of its context must hold exactly its own prefix. The next token i
 so each completion must equal the one that the sequence would get by itself.
 """
 
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import RequestOutput
@@ -30,13 +40,31 @@ def next_token(tokens: list[int]) -> int:
     return value % VOCAB
 
 
-def expected_completion(prompt: list[int], max_tokens: int, ignore_eos: bool, limit: int) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < min(len(prompt) + max_tokens, limit):
-        tokens.append(next_token(tokens))
-        if tokens[-1] == EOS and not ignore_eos:
+def expected_completion(seq: Sequence, limit: int) -> list[int]:
+    """What `seq` gets when it is alone."""
+    params, completion = seq.sampling_params, list[int]()
+    while len(completion) < min(params.max_tokens, limit - seq.num_prompt_tokens):
+        completion.append(next_token(seq.prompt_token_ids + completion))
+        if completion[-1] == EOS and not params.ignore_eos:
             break
-    return tokens[len(prompt) :]
+        stops = (stop for stop in seq.stop_token_sequences if completion[-len(stop) :] == stop)
+        if len(completion) >= params.min_tokens and any(stops):
+            break
+    return completion
+
+
+POISON = (-1000,)
+"""KV of a step that went wrong: no later step may meet it."""
+
+
+class ClockedScheduler(Scheduler):
+    """A scheduler whose every step takes one second of its own clock."""
+
+    now = 0.0
+
+    def _passed_delay(self, now: float) -> bool:
+        self.now += 1.0
+        return super()._passed_delay(self.now)
 
 
 class FakeWorker:
@@ -50,7 +78,8 @@ class FakeWorker:
         self.salts: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}
 
-    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+    def forward(self, batch: ScheduledBatch, broken: Collection[int] = ()) -> ScheduledBatchOutput:
+        """Compute a step. Sequences named in `broken` write poison, and fail with all who read it in this step."""
         for seq in batch.new_seqs:
             self.tokens[seq.slot] = list(seq.token_ids)
             self.tables[seq.slot] = list(seq.block_table)
@@ -67,18 +96,31 @@ class FakeWorker:
                 strict=True,
             )
         )
-        spans = {}
+        spans, poisoned = {}, set()
         for (req_id, slot, end, count), scheduled in zip(rows, batch.scheduled_tokens, strict=True):
             drafts = batch.scheduled_spec_decode_tokens.get(req_id, [])
             context = [*self.tokens[slot], *drafts][:end]
             assert scheduled == context[end - count :]
             spans[req_id] = context
             for position in range(end - count, end):
-                self.kv[self.cell(slot, position)] = self.content(slot, context, position)
+                cell, content = self.cell(slot, position), self.content(slot, context, position)
+                # What a full prefix hit computes again is there already, and stays.
+                if req_id in broken and self.kv.get(cell) != content:
+                    self.kv[cell] = POISON
+                    poisoned.add(cell)
+                else:
+                    self.kv[cell] = content
+        errors = {}
         for req_id, slot, end, _ in rows:
-            for position in range(end):
-                assert self.kv[self.cell(slot, position)] == self.content(slot, spans[req_id], position)
-        return self.sample(batch, rows)
+            cells = [self.cell(slot, position) for position in range(end)]
+            if req_id in broken or not poisoned.isdisjoint(cells):
+                errors[req_id] = "not a number"
+                continue
+            for position, cell in enumerate(cells):
+                assert self.kv[cell] == self.content(slot, spans[req_id], position)
+        output = self.sample(batch, [row for row in rows if row[0] not in errors])
+        output.errors = errors or None
+        return output
 
     def sample(self, batch: ScheduledBatch, rows: list[tuple[int, int, int, int]]) -> ScheduledBatchOutput:
         """Verify drafts and propose new ones: the right token, then a wrong one, so that some are rejected."""
@@ -118,18 +160,21 @@ class SchedulingMachine(RuleBasedStateMachine):
     budget = 16
     mtp_k = 0
     caching = True
+    delay_factor = 0.0
+    max_model_len: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
         speculative = SimpleNamespace(num_speculative_tokens=self.mtp_k) if self.mtp_k else None
-        self.scheduler = Scheduler(
+        self.scheduler = ClockedScheduler(
             SimpleNamespace(
                 max_num_seqs=4,
                 max_num_batched_tokens=self.budget,
                 kv_cache_block_size=self.block_size,
                 num_kvcache_blocks=self.num_blocks,
                 enable_prefix_caching=self.caching,
-                scheduler_delay_factor=0.0,
+                scheduler_delay_factor=self.delay_factor,
+                max_model_len=self.max_model_len,
                 scheduling_policy=self.policy,
                 bos_token_id=None,
                 eos_token_id=EOS,
@@ -137,6 +182,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 speculative_config=speculative,
             )
         )
+        self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
         self.worker = FakeWorker(self.block_size, self.mtp_k)
         self.seqs: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
@@ -152,33 +198,52 @@ class SchedulingMachine(RuleBasedStateMachine):
 
     @rule(
         target=live,
-        prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=40),
+        prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=50),
         max_tokens=st.integers(1, 20),
-        ignore_eos=st.booleans(),
+        min_tokens=st.sampled_from([None, None, 1, 4]),
+        stops=st.sampled_from([None, None, [[3]], [[0, 1], [2]]]),
         salt=st.sampled_from([None, None, 0, 7]),
     )
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, salt: int | None) -> Sequence:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-        seq = Sequence(prompt, self.block_size, params, id=len(self.seqs), cache_salt=salt)
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int | None,
+        stops: list[list[int]] | None,
+        salt: int | None,
+    ) -> Sequence | MultipleResults[Sequence]:
+        """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=min_tokens is not None, min_tokens=min(min_tokens or 0, max_tokens)
+        )
+        seq = Sequence(prompt, self.block_size, params, stops, id=len(self.seqs), cache_salt=salt)
+        seq.arrive_time = self.scheduler.now
+        if len(prompt) >= self.limit:
+            with pytest.raises(ValueError, match=f"at most {self.limit - 1}"):
+                self.scheduler.add(seq)
+            return multiple()
         self.scheduler.add(seq)
         self.seqs[seq.id] = seq
         self.outputs[seq.id] = []
         return seq
 
     @precondition(lambda self: self.scheduler.has_requests())
-    @rule()
-    def step(self) -> None:
+    @rule(fault=st.sampled_from([None] * 8 + ["raises", "first row", "last row"]))
+    def step(self, fault: str | None = None) -> None:
         scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            assert self.scheduler.running or self.scheduler.waiting
-            return
+        assert scheduled is not None, "nothing is computed though there are requests"
         batch, seqs = scheduled
         assert batch.total_tokens_num == sum(batch.num_scheduled_tokens)
         assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
         assert all(count > 0 for count in batch.num_scheduled_tokens)
         if self.policy == "prefill_first":
             assert not (batch.total_seqs_num_prefill and batch.total_seqs_num_decode)
-        output = self.worker.forward(batch)
+        if fault == "raises":
+            self.worker.forward(batch, broken=batch.req_ids)
+            self.put_nowait(self.scheduler.fail(seqs.values(), fault))
+            return
+        broken = {"first row": batch.req_ids[:1], "last row": batch.req_ids[-1:]}.get(fault or "", [])
+        output = self.worker.forward(batch, broken)
         self.scheduler.postprocess(list(seqs.values()), output, self)
 
     @rule(seq=consumes(live))
@@ -206,10 +271,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         assert len(self.scheduler.block_manager.free_block_ids) == self.num_blocks
         assert self.ended.keys() == self.seqs.keys()
         for seq_id, seq in self.seqs.items():
-            expected = expected_completion(
-                seq.prompt_token_ids, seq.max_tokens, seq.ignore_eos, self.block_size * self.num_blocks
-            )
-            if self.ended[seq_id] == "abort":
+            expected = expected_completion(seq, self.limit)
+            if self.ended[seq_id] in ("abort", "error"):
                 expected = expected[: len(self.outputs[seq_id])]
             assert self.outputs[seq_id] == expected
 
@@ -221,13 +284,17 @@ VARIANTS: dict[str, dict[str, object]] = {
     "mixed_with_tiny_steps": {"policy": "mixed", "budget": 5},
     "chunked_prompts": {"budget": 6},
     "blocks_of_one_token": {"block_size": 1, "num_blocks": 48},
+    "short_context": {"max_model_len": 17, "num_blocks": 8},
+    "cache_of_one_block_with_delay": {"block_size": 16, "num_blocks": 1, "delay_factor": 3.0},
+    "delay": {"delay_factor": 5.0},
     "drafts": {"mtp_k": 1},
     "three_drafts_mixed": {"mtp_k": 3, "policy": "mixed"},
+    "three_drafts_of_one_token_blocks": {"mtp_k": 3, "block_size": 1, "num_blocks": 30, "budget": 4},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_finds_its_kv_and_every_completion_is_its_own(variant: str) -> None:
     machine = type(f"Machine_{variant}", (SchedulingMachine,), VARIANTS[variant])
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
     machine.TestCase("runTest").runTest()

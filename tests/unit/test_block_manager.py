@@ -201,6 +201,8 @@ def test_can_append_needs_a_block_only_when_the_last_one_is_full() -> None:
     assert manager.can_append(seq)
     seq.append_token(5)
     assert not manager.can_append(seq)
+    assert manager.may_append(seq) is None
+    assert seq.block_table == [0]
 
 
 def test_can_allocate_counts_cached_blocks_in_use_as_free_of_cost() -> None:

@@ -142,14 +142,28 @@ def test_abort_of_unknown_ids_is_ignored(bench: Bench) -> None:
     assert ends(bench.run_until_done(0)) == {0: "max_tokens", 999: "abort"}
 
 
+def test_aborts_that_arrive_together_are_one_pass_over_what_is_live(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[list[int]] = []
+    abort = bench.core.scheduler.abort
+    monkeypatch.setattr(bench.core.scheduler, "abort", lambda ids: passes.append(list(ids)) or abort(ids))
+    for seq_id in range(20):
+        bench.add(seq_id)
+        bench.send(AbortRequests([seq_id]))
+    bench.send(Shutdown())
+    assert ends(bench.run()) == dict.fromkeys(range(20), "abort")
+    assert passes == [list(range(20)), []]
+
+
 def test_sequence_that_can_never_fit_is_answered_with_an_error_and_the_rest_goes_on(bench: Bench) -> None:
-    bench.add(0, num_prompt_tokens=NUM_BLOCKS * BLOCK_SIZE)
+    bench.add(0, num_prompt_tokens=NUM_BLOCKS * BLOCK_SIZE + 1)
     bench.add(1)
     messages = bench.run_until_done(1)
     assert ends(messages) == {0: "error", 1: "max_tokens", 999: "abort"}
     (refusal,) = outputs_of(messages, 0)
     assert refusal.error is not None
-    assert "128 tokens" in refusal.error
+    assert "129 tokens" in refusal.error
 
 
 def test_step_that_raises_fails_its_sequences_and_frees_their_blocks(bench: Bench) -> None:

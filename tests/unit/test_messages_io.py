@@ -63,6 +63,10 @@ def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> Non
         ({"type": "add", "request_id": 5, "prompt_token_ids": "text", "sampling_params": {}}, "prompt_token_ids"),
         ({"type": "add", "request_id": 5, "prompt_token_ids": [1], "sampling_params": {"top_p": 7}}, "top_p is 7"),
         ({"type": "add", "request_id": 5, "prompt_token_ids": [], "sampling_params": {}}, "at least 1 prompt token"),
+        (
+            {"type": "add", "request_id": 5, "prompt_token_ids": [1], "sampling_params": {}, "cache_salt": -7},
+            "cache_salt",
+        ),
     ],
 )
 def test_malformed_request_with_an_id_is_answered_with_an_error(

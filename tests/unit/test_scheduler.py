@@ -153,9 +153,17 @@ class TestPrefill:
 
     def test_a_prompt_that_an_empty_cache_could_not_hold_is_refused_in_words(self) -> None:
         scheduler = make_scheduler(num_kvcache_blocks=2)
-        with pytest.raises(ValueError, match="the prompt has 8 tokens; at most 7"):
-            scheduler.add(make_seq(8))
+        with pytest.raises(ValueError, match="the prompt has 9 tokens; at most 8"):
+            scheduler.add(make_seq(9))
         assert scheduler.is_finished()
+
+    def test_a_prompt_that_fills_an_empty_cache_gets_one_token(self) -> None:
+        scheduler = make_scheduler(num_kvcache_blocks=1)
+        seq = make_seq(4)
+        scheduler.add(seq)
+        assert schedule(scheduler)[0].total_seqs_num_prefill == 1
+        scheduler.postprocess([seq], ScheduledBatchOutput({seq.id: (50,)}))
+        assert (seq.completion_token_ids, seq.leave_reason) == ([50], "max_tokens")
 
     def test_a_prompt_waits_while_blocks_are_short(self) -> None:
         scheduler = make_scheduler(num_kvcache_blocks=4)
@@ -206,6 +214,24 @@ class TestDecode:
         run_step(scheduler)
         assert scheduler.is_finished()
         assert (batch.scheduled_tokens, batch.block_tables) == (tokens, tables)
+
+    def test_sequences_put_into_and_taken_from_running_by_hand_count(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.extend([make_seq(3), make_seq([7] * 3)])
+        run_step(scheduler)
+        run_step(scheduler)
+        taken = scheduler.running.pop()
+        assert taken.id not in schedule(scheduler)[1]
+        scheduler.running.append(taken)
+        assert taken.id in schedule(scheduler)[1]
+
+    def test_scheduling_again_before_the_tokens_came_computes_the_same_again(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.add(make_seq(4))
+        run_step(scheduler)
+        first, again = schedule(scheduler)[0], schedule(scheduler)[0]
+        assert (again.scheduled_tokens, again.block_tables) == (first.scheduled_tokens, first.block_tables)
+        scheduler.check_integrity()
 
     def test_the_last_running_sequence_is_preempted_when_blocks_run_out(self) -> None:
         scheduler = make_scheduler(num_kvcache_blocks=3, enable_prefix_caching=False)
@@ -274,6 +300,25 @@ class TestPostprocess:
         assert output.output_tokens == [token]
         assert output.finish_reason == seq.leave_reason == reason
         assert output.finished == seq.is_finished == (reason is not None)
+
+    @pytest.mark.parametrize(("token", "reason"), [(EOS, "eos"), (33, "stop_33"), (50, None)])
+    def test_a_sequence_that_was_made_to_run_by_hand_stops_alike(self, token: int, reason: str | None) -> None:
+        scheduler = make_scheduler(stop_token_ids=[33])
+        seq = make_seq(3)
+        scheduler.block_manager.allocate(seq)
+        seq.status = SequenceStatus.RUNNING
+        scheduler.running.append(seq)
+        finished = scheduler.postprocess(list(scheduler.running), ScheduledBatchOutput({seq.id: (token,)}, None))
+        assert seq.leave_reason == reason
+        assert finished == ([] if reason is None else [seq])
+
+    def test_the_key_of_deferred_output_is_no_sequence(self) -> None:
+        scheduler = make_scheduler()
+        seq = make_seq(3)
+        scheduler.add(seq)
+        schedule(scheduler)
+        assert scheduler.postprocess([seq], ScheduledBatchOutput({-1: (), seq.id: (9,)}, None)) == []
+        assert seq.completion_token_ids == [9]
 
     def test_a_stop_sequence_spans_steps_but_not_the_prompt(self) -> None:
         scheduler = make_scheduler()
