@@ -131,13 +131,13 @@ class Config(Section):
     enable_prefix_caching: bool = True
     """Share KV blocks between requests whose prompts begin alike."""
 
-    bos_token_id: int | None = None
+    bos_token_id: Annotated[int, Field(ge=0)] | None = None
     """Beginning-of-sequence token; default: the checkpoint's."""
 
-    eos_token_id: int | None = None
+    eos_token_id: Annotated[int, Field(ge=0)] | None = None
     """End-of-sequence token; default: the checkpoint's."""
 
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Further tokens that end a completion; default: the rest of the generation config's EOS list."""
 
     parallel_config: ParallelConfig = ParallelConfig()

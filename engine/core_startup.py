@@ -71,9 +71,7 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
 
 def _refuse_unsupported(config: Config) -> None:
     if config.speculative_config is not None:
-        raise ValueError(
-            "speculative_config is set, but this release has no draft proposer; leave speculative_config out"
-        )
+        raise ValueError("num_speculative_tokens is set, but this release has no draft proposer; leave it out")
 
 
 def _resolve_device(wanted: str) -> "torch.device":

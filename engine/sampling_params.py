@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _within("top_k", self.top_k, -1, 2**31 - 1)
         _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)

@@ -156,15 +156,15 @@ class Scheduler:
         """Give the step's sequences their tokens, stop and free the finished ones; returns those.
 
         Tokens of a sequence that is no longer running (aborted or preempted meanwhile) are dropped, as are tokens
-        sampled past a stop. With a queue, it is given one list of `RequestOutput`s.
+        sampled past a stop, or after a part of a prompt. With a queue, it is given one list of `RequestOutput`s.
         """
         tokens_by_id = fwd_output.token_ids
-        running = SequenceStatus.RUNNING
+        running, prefilling = SequenceStatus.RUNNING, self._prefilling
         finished: list[Sequence] = []
         outputs: list[RequestOutput] = []
         for seq in seqs:
             new_tokens = tokens_by_id.get(seq.id)
-            if not new_tokens or seq.status is not running:
+            if not new_tokens or seq.status is not running or (prefilling and seq in prefilling):
                 continue
             token_ids = seq.token_ids
             accepted: list[int] = []

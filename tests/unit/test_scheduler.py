@@ -357,6 +357,14 @@ class TestPostprocess:
         (output,) = run_step(scheduler, {seq.id: (9, EOS, 9)})
         assert output.output_tokens == seq.completion_token_ids == [9, EOS]
 
+    def test_a_token_after_a_part_of_a_prompt_is_dropped(self) -> None:
+        scheduler = make_scheduler(max_num_batched_tokens=4)
+        seq = make_seq(6)
+        scheduler.add(seq)
+        assert run_step(scheduler, {seq.id: (9,)}) == []
+        assert seq.completion_token_ids == []
+        assert [output.output_tokens for output in run_step(scheduler, {seq.id: (9,)})] == [[9]]
+
     def test_a_sequence_aborted_while_its_step_ran_gets_nothing_more(self) -> None:
         scheduler = make_scheduler()
         seq = make_seq(3)
