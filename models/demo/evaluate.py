@@ -1,5 +1,4 @@
-"""Asks the demo model its held-out questions,
-greedily: `python -m models.demo.evaluate` prints a table by category."""
+"""Asks the demo model its held-out questions, greedily: `python -m models.demo.evaluate` prints a table."""
 
 import argparse
 import json
@@ -25,6 +24,7 @@ class Verdict:
     answer: str
     ended: bool  # by an end token, within MAX_NEW_TOKENS
     right: bool
+    well_formed: bool
 
 
 class DemoModel:
@@ -52,7 +52,7 @@ class DemoModel:
 def judge(model: DemoModel, texts: Sequence[Text]) -> list[Verdict]:
     answers = model.answers([render_prompt(text) for text in texts])
     return [
-        Verdict(text, answer, ended, ended and is_right(text, answer))
+        Verdict(text, answer, ended, ended and is_right(text, answer), is_well_formed(text, answer))
         for text, (answer, ended) in zip(texts, answers, strict=True)
     ]
 
@@ -72,6 +72,20 @@ def is_right(text: Text, answer: str) -> bool:
             return called is not None and wanted is not None and same_json(called[1], wanted[1])
 
 
+def is_well_formed(text: Text, answer: str) -> bool:
+    """Whether an answer that is to be JSON, or a call, is one, right or wrong; any other answer is."""
+    try:
+        if text.check is Check.JSON:
+            json.loads(answer)
+        elif text.check is Check.TOOL_CALL:
+            called = TOOL_CALL.fullmatch(answer)
+            call = json.loads(called[1]) if called else {}
+            return isinstance(call, dict) and isinstance(call.get("name"), str) and "arguments" in call
+    except ValueError:
+        return False
+    return True
+
+
 def same_json(answer: str, wanted: str) -> bool:
     try:
         return bool(json.loads(answer) == json.loads(wanted))
@@ -87,12 +101,12 @@ def main() -> None:
     parser.add_argument("--failures", type=int, default=0, help="wrong answers to show a category")
     arguments = parser.parse_args()
     model = DemoModel(arguments.checkpoint)
-    print(f"{'category':30} {'right':>6} {'of':>5} {'share':>7} {'ended':>7}")
+    print("| category | right | of | share | well formed | ended by an end token |\n|---|---:|---:|---:|---:|---:|")
     for category, texts in held_out_texts(arguments.seed, arguments.sample).items():
         verdicts = judge(model, texts)
-        right, ended = sum(v.right for v in verdicts), sum(v.ended for v in verdicts)
-        share, closed = right / len(verdicts), ended / len(verdicts)
-        print(f"{category:30} {right:6} {len(verdicts):5} {share:7.1%} {closed:7.1%}", flush=True)
+        of, right = len(verdicts), sum(v.right for v in verdicts)
+        formed, ended = sum(v.well_formed for v in verdicts) / of, sum(v.ended for v in verdicts) / of
+        print(f"| {category} | {right} | {of} | {right / of:.1%} | {formed:.1%} | {ended:.1%} |", flush=True)
         for verdict in [v for v in verdicts if not v.right][: arguments.failures]:
             print(f"    {render_prompt(verdict.text)[-300:]!r}")
             print(f"    -> {verdict.answer!r}\n    != {verdict.text.answer!r}")

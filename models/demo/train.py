@@ -25,7 +25,7 @@ from models.demo.tokenizer import CONTEXT_LENGTH, save_tokenizer, train_tokenize
 ROWS, ROW_LENGTH = 8, 384
 LONG_ROWS, LONG_ROW_LENGTH = 2, 1024
 LONG_EVERY = 24  # steps
-STEPS = 6000
+STEPS = 6000  # 41 minutes at 0.41 s a step, measured on two Xeon cores with AMX
 WARM_UP = 60
 DECAY = 0.4  # the last share of the steps, over which the rate falls to zero
 PEAK_LEARNING_RATE = 2e-3
