@@ -60,6 +60,8 @@ class ScheduledBatch:
         self.num_spec_step = num_spec_step
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.context_lens = [seq.num_tokens for seq in rows] if context_lens is None else context_lens
+        self.num_cached_tokens = [seq.num_cached_tokens for seq in rows]
+        """Tokens of each row that came from the prefix cache."""
         self.new_seqs = new_seqs
         self.appended_blocks = appended_blocks
         self._rows = rows
@@ -96,11 +98,6 @@ class ScheduledBatch:
         """Valid tokens in each row's last block once the step has run."""
         size = self._rows[0].block_size if self._rows else 1
         return [(length - 1) % size + 1 for length in self.context_lens]
-
-    @property
-    def num_cached_tokens(self) -> list[int]:
-        """Tokens of each row that came from the prefix cache."""
-        return [seq.num_cached_tokens for seq in self._rows]
 
     @property
     def kind(self) -> str:

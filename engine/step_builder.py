@@ -50,7 +50,7 @@ class StepBuilder:
             seq.num_computed_tokens = length
         self.seqs = rows.by_id.copy()
         self.num_decodes = len(rows.seqs)
-        self.counts, self.context_lens = rows.counts, lengths
+        self.counts, self.context_lens = rows.counts.copy(), lengths
         if self.num_drafts:
             drafts = ((seq.id, seq.spec_token_ids[: seq.num_useful_drafts]) for seq in rows.seqs)
             self.drafts = {seq_id: tokens for seq_id, tokens in drafts if tokens}
@@ -58,7 +58,6 @@ class StepBuilder:
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)
-        self.counts = self.counts.copy()
         self.budget -= self.num_decodes * (1 + self.num_drafts)
 
     def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:

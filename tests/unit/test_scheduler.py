@@ -207,13 +207,17 @@ class TestDecode:
 
     def test_a_batch_stays_what_it_was_when_its_sequences_go_on(self) -> None:
         scheduler = make_scheduler()
-        scheduler.add(make_seq(4, max_tokens=2))
+        scheduler.add(make_seq(5, max_tokens=1))
+        run_step(scheduler)
+        scheduler.add(make_seq(5, max_tokens=2))
         batch, seqs = schedule(scheduler)
+        assert batch.num_cached_tokens == [4]
         tokens, tables = batch.scheduled_tokens, batch.block_tables
         scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput({batch.req_ids[0]: (9,)}, None))
         run_step(scheduler)
         assert scheduler.is_finished()
         assert (batch.scheduled_tokens, batch.block_tables) == (tokens, tables)
+        assert batch.num_cached_tokens == [4]
 
     def test_sequences_put_into_and_taken_from_running_by_hand_count(self) -> None:
         scheduler = make_scheduler()
