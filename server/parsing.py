@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from engine.config import ServerConfig
 from server.errors import BadRequest, BodyTooLarge
 from server.protocol.rules import RequestModel
 
@@ -28,9 +29,10 @@ _NOUNS = {
 _SHOWN_CHARACTERS = 60
 
 
-async def read_request(request: Request, model: type[Model], *, max_bytes: int, allow_unknown: bool) -> Model:
+async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
     """The validated body of `request`. Raises `BadRequest` and `BodyTooLarge`."""
-    return validate(parse_object(await read_body(request, max_bytes)), model, allow_unknown=allow_unknown)
+    body = await read_body(request, limits.max_request_bytes)
+    return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -24,10 +24,7 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
     frontend = frontends.of(http)
-    limits = frontend.config.server_config
-    request = await read_request(
-        http, ChatCompletionRequest, max_bytes=limits.max_request_bytes, allow_unknown=limits.allow_unknown_fields
-    )
+    request = await read_request(http, ChatCompletionRequest, frontend.config.server_config)
     processor = frontend.processor
     frontend.check_model(request.model)
     check_limits(request, 1, frontend)

@@ -26,10 +26,7 @@ async def create_completion(http: Request) -> Response:
     """Continue one or several prompts."""
     arrival_time = time.monotonic()
     frontend = frontends.of(http)
-    limits = frontend.config.server_config
-    request = await read_request(
-        http, CompletionRequest, max_bytes=limits.max_request_bytes, allow_unknown=limits.allow_unknown_fields
-    )
+    request = await read_request(http, CompletionRequest, frontend.config.server_config)
     processor = frontend.processor
     frontend.check_model(request.model)
     check_limits(request, len(request.prompt), frontend)
