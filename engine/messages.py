@@ -37,6 +37,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """Seconds from the core's receipt to the first scheduled step; on a request's first output only."""
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens behind the first; on the first output of a request that asked for them."""
 
 
 def openai_finish_reason(leave_reason: str | None) -> str | None:
@@ -57,6 +59,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     stop_token_sequences: list[list[int]] = []
     cache_salt: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
+    priority: int = 0
+    """Lower is served first."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

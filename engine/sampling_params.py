@@ -31,11 +31,19 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Keys the counter-based generator with the position; none: the engine picks one."""
     logprobs: int | None = None
     """Report the chosen token's log probability and this many alternatives'."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, behind the first one."""
     min_tokens: int = 0
     """EOS and stop tokens are not sampled before this many tokens."""
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    """Sample these tokens only."""
+    bad_words: list[list[int]] | None = None
+    """Token sequences that are never completed."""
+    grammar: str | None = None
+    """Sample only what this grammar allows, in `engine.structured`'s form."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 2.0)
@@ -51,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         for token_id, bias in (self.logit_bias or {}).items():
             _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         for text in self.stop_strings or ():

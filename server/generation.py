@@ -18,8 +18,8 @@ from engine.sampling_params import SamplingParams
 from server.errors import ApiError, BadRequest, EngineError
 from server.frontend import Frontend
 from server.protocol.common import PromptTokensDetails, SamplingFields, Usage, seeded
-from server.rendering import Renderer
-from server.sse import DONE, EventStream, error_event
+from server.rendering.base import Renderer
+from server.sse import EventStream
 from server.streams import DeltaStream, Results
 
 _log = logging.getLogger(__name__)
@@ -68,10 +68,10 @@ class Generation:
                     msgspec.structs.replace(prompt, request_id=id, sampling_params=seeded(params, choice))
                 )
 
-    async def respond(self, http: Request, renderer: Renderer, *, stream: bool, include_usage: bool) -> Response:
+    async def respond(self, http: Request, renderer: Renderer, *, stream: bool) -> Response:
         """The response, which runs the sequences. They are aborted as soon as the client is gone."""
         if stream:
-            events = self._events(renderer, include_usage)
+            events = self._events(renderer)
             return EventStream(events)
         results = Results(len(self._states))
         try:
@@ -82,7 +82,7 @@ class Generation:
         answer = renderer.whole(self._states, self._usage())
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
-    async def _events(self, renderer: Renderer, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(self, renderer: Renderer) -> AsyncIterator[bytes]:
         """The stream's events, as many as have arrived at a time. What fails becomes its last event."""
         stream = DeltaStream()
         try:
@@ -97,14 +97,12 @@ class Generation:
                 if not remaining:
                     break
                 yield b"".join(events)
-            if include_usage:
-                events.append(renderer.usage_chunk(self._usage()))
-            yield b"".join((*events, DONE))
+            yield b"".join((*events, renderer.closing(self._usage())))
         except ApiError as error:
-            yield error_event(error.body())
+            yield renderer.failure(error)
         except Exception as error:  # noqa: BLE001 - told to the client, who waits for it
             _log.exception("stream %s failed", renderer.head.id)
-            yield error_event(EngineError(f"the stream failed: {error}").body())
+            yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
             self._end(renderer.head.id)
 

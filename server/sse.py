@@ -38,8 +38,8 @@ class Frames(Protocol):
     def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
         """The event (or events) that tell what choice `index` gained."""
 
-    def usage(self, usage: Usage) -> bytes:
-        """The event without choices that tells the whole request's usage."""
+    def closing(self, usage: Usage) -> bytes:
+        """The end of the stream."""
 
 
 class _Stream:
@@ -49,12 +49,16 @@ class _Stream:
 
     def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
         self._head = b"data: " + _encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
+        self._include_usage = include_usage
         self._close = (b'],"usage":null' if include_usage else b"]") + _END
         self._open: dict[int, bytes] = {}
         """Each choice's chunk up to its text."""
 
-    def usage(self, usage: Usage) -> bytes:
-        return b"".join((self._head, b'],"usage":', _encode(usage), _END))
+    def closing(self, usage: Usage) -> bytes:
+        """The end of the stream; before it, if it was asked for, the event without choices that tells the usage."""
+        if not self._include_usage:
+            return DONE
+        return b"".join((self._head, b'],"usage":', _encode(usage), _END, DONE))
 
 
 class CompletionFrames(_Stream):

@@ -14,7 +14,7 @@ from server.openapi import generates
 from server.parsing import read_request
 from server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from server.protocol.common import INT31
-from server.rendering import ChatRenderer
+from server.rendering.chat import ChatRenderer
 
 router = APIRouter()
 
@@ -31,7 +31,7 @@ async def create_chat_completion(http: Request) -> Response:
     prompt = await asyncio.to_thread(_preprocess, request, processor)
     renderer = ChatRenderer(request, processor.tokenizer, frontend.fingerprint)
     generation = Generation(frontend, [prompt], request.n, arrival_time)
-    return await generation.respond(http, renderer, stream=request.stream, include_usage=request.include_usage)
+    return await generation.respond(http, renderer, stream=request.stream)
 
 
 def _preprocess(request: ChatCompletionRequest, processor: InputOutputProcessor) -> AddRequest:

@@ -13,7 +13,7 @@ from server.generation import Generation, check_limits
 from server.openapi import generates
 from server.parsing import read_request
 from server.protocol.completions import Completion, CompletionRequest, Prompt
-from server.rendering import CompletionRenderer
+from server.rendering.completions import CompletionRenderer
 
 router = APIRouter()
 
@@ -41,7 +41,7 @@ async def create_completion(http: Request) -> Response:
     echoes = [_echo(prompt, request, processor) for prompt in request.prompt for _ in range(request.n)]
     renderer = CompletionRenderer(request, processor.tokenizer, frontend.fingerprint, echoes)
     generation = Generation(frontend, prompts, request.n, arrival_time)
-    return await generation.respond(http, renderer, stream=request.stream, include_usage=request.include_usage)
+    return await generation.respond(http, renderer, stream=request.stream)
 
 
 def _preprocess(request: CompletionRequest, processor: InputOutputProcessor) -> list[AddRequest]:

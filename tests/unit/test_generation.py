@@ -17,7 +17,7 @@ from server.frontend import Frontend
 from server.generation import Generation
 from server.metrics import Metrics
 from server.protocol.completions import CompletionRequest
-from server.rendering import CompletionRenderer
+from server.rendering.completions import CompletionRenderer
 from server.streams import Hub
 
 
@@ -55,9 +55,7 @@ async def test_stop_strings_cut_every_choice_and_stay_in_the_front_end(seed: int
         await asyncio.Event().wait()
 
     renderer = CompletionRenderer(CompletionRequest(model="m", prompt="x"), tokenizer, "f", [""] * 3)
-    response = await generation.respond(
-        Request({"type": "http"}, receive), renderer, stream=False, include_usage=False
-    )
+    response = await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)
     assert bytes(response.body).count(b'"text":"Hello"') == 3
     assert [each.sampling_params.stop_strings for each in core.added] == [None] * 3
     assert [each.sampling_params.seed for each in core.added] == [None if seed is None else seed + i for i in range(3)]

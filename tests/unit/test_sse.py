@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionChunk
 from server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from server.protocol.common import AnswerHead, PromptTokensDetails, Usage
 from server.protocol.completions import CompletionLogprobs
-from server.sse import ChatFrames, CompletionFrames, error_event
+from server.sse import DONE, ChatFrames, CompletionFrames, error_event
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
 HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")
@@ -73,7 +73,8 @@ def test_with_usage_asked_for_chunks_carry_null_and_the_last_one_the_count(
     kind: type[CompletionFrames] | type[ChatFrames],
 ) -> None:
     frames = kind(HEAD, include_usage=True)
-    *chunks, last = events(frames.delta(0, "a", None, None) + frames.delta(0, "b", None, "stop") + frames.usage(USAGE))
+    stream = frames.delta(0, "a", None, None) + frames.delta(0, "b", None, "stop") + frames.closing(USAGE)
+    *chunks, last = events(stream.removesuffix(DONE))
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 3
