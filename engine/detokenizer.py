@@ -29,10 +29,19 @@ class IncrementalDetokenizer:
         "stopped",
     )
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
-        """Behind a prompt with text, the completion continues it: its first word keeps its leading space."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Behind a prompt with text, the completion continues it: its first word keeps its leading space.
+
+        `visible_token_ids` are shown even if they are special and the parameters skip special tokens.
+        """
         at_start = all(token_id in tokenizer.special_ids for token_id in prompt_token_ids)
-        self._stream = tokenizer.stream(params.skip_special_tokens, at_start)
+        self._stream = tokenizer.stream(params.skip_special_tokens, at_start, visible_token_ids)
         self._stops = params.stop_strings or ()
         self._openings = frozenset(stop[0] for stop in self._stops)
         self._include_stop = params.include_stop_str_in_output

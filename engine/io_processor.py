@@ -81,23 +81,38 @@ class InputOutputProcessor:
 
         Raises `InvalidRequest`.
         """
+        return self.tokenize(self.render_chat(messages, tools, add_generation_prompt, **variables), False)
+
+    def render_chat(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat, as the model's template writes it. Raises `InvalidRequest`."""
         if self.chat_template is None:
             raise InvalidRequest(
                 "messages cannot be rendered: this model has no chat template; send a prompt to /v1/completions",
                 "messages",
             )
         try:
-            text = self.chat_template.render(messages, tools, add_generation_prompt, **variables)
-            self._check_length(text)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        except InvalidRequest:
-            raise
+            return self.chat_template.render(messages, tools, add_generation_prompt, **variables)
         except ValueError as error:
             raise InvalidRequest(str(error), "messages") from error
 
-    def start(self, request: AddRequest, arrival_time: float | None = None) -> RequestState:
-        """The state to push the outputs of `request` to. `arrival_time` on `time.monotonic`'s clock; default: now."""
-        return RequestState(request, self.tokenizer, arrival_time)
+    def start(
+        self,
+        request: AddRequest,
+        arrival_time: float | None = None,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> RequestState:
+        """The state to push the outputs of `request` to. `arrival_time` on `time.monotonic`'s clock; default: now.
+
+        Of the special tokens, the text shows `visible_token_ids` even where it skips the others.
+        """
+        return RequestState(request, self.tokenizer, arrival_time, visible_token_ids)
 
     def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:
         """The results of completed sequences, by request id."""

@@ -4,6 +4,7 @@ Made by `InputOutputProcessor.start`; pushed to once an engine step by the strea
 """
 
 import time
+from collections.abc import Iterator
 from typing import TypedDict
 
 import msgspec
@@ -52,18 +53,27 @@ class RequestState:
     """Accumulates one sequence. `push` until a delta is `finished`, then `result`."""
 
     __slots__ = (
-        "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
+        "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
         "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "queue_time",
         "request_id", "stop_reason", "stopped_early", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, request: AddRequest, tokenizer: Tokenizer, arrival_time: float | None = None) -> None:
+    def __init__(
+        self,
+        request: AddRequest,
+        tokenizer: Tokenizer,
+        arrival_time: float | None = None,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         """`arrival_time` on `time.monotonic`'s clock; default: now."""
         params = request.sampling_params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, params, request.prompt_token_ids, visible_token_ids
+        )
         self._include_stop = params.include_stop_str_in_output
         self._special_ids = tokenizer.special_ids
         self._texts: list[str] = []
+        self._counts: list[int] = []
         self.request_id = request.request_id
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_cached_tokens = 0
@@ -96,6 +106,7 @@ class RequestState:
             self.stop_reason = _stop_token(output.finish_reason)
             self.error = output.error
         self._texts.append(text)
+        self._counts.append(len(token_ids))
         self.token_ids += token_ids
         if logprobs and self.logprobs is not None:
             self.logprobs += logprobs
@@ -107,6 +118,11 @@ class RequestState:
     def text(self) -> str:
         """The text so far."""
         return "".join(self._texts)
+
+    @property
+    def steps(self) -> Iterator[tuple[str, int]]:
+        """The text and the number of tokens that each engine step brought."""
+        return zip(self._texts, self._counts, strict=True)
 
     @property
     def ttft(self) -> float:

@@ -82,9 +82,20 @@ class Tokenizer:
         """Text of `token_ids`. Ids that are no token have no text; incomplete characters become U+FFFD."""
         return self.stream(skip_special_tokens).step(token_ids, final=True)
 
-    def stream(self, skip_special_tokens: bool = True, at_start: bool = True) -> "TextStream":
-        """A decoder of tokens as they come. `at_start` false: the text continues another, leading space and all."""
-        return TextStream(self, self._bytes.byte_fallback, skip_special_tokens, at_start)
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        at_start: bool = True,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> "TextStream":
+        """A decoder of tokens as they come. `at_start` false: the text continues another, leading space and all.
+
+        `visible_token_ids` are not skipped, special or not.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        if visible_token_ids:
+            skipped -= visible_token_ids
+        return TextStream(self, self._bytes.byte_fallback, skipped, at_start)
 
     @cached_property
     def longest_token(self) -> int:
@@ -106,10 +117,10 @@ class TextStream:
 
     __slots__ = ("_at_start", "_decode", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, byte_fallback: bool, skip_special_tokens: bool, at_start: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, byte_fallback: bool, skipped: frozenset[int], at_start: bool) -> None:
         self._decode = _Utf8Decoder(_EACH_BYTE if byte_fallback else "replace").decode
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         self._at_start = at_start
 
     def step(self, token_ids: Iterable[int], final: bool = False) -> str:

@@ -51,8 +51,18 @@ def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> N
 class Generation:
     """The sequences of one request: choice `i` of prompt `p` is number `p * n + i`."""
 
-    def __init__(self, frontend: Frontend, prompts: Sequence[AddRequest], n: int, arrival_time: float) -> None:
-        """`prompts` are requests for one sequence each; every one is run `n` times."""
+    def __init__(
+        self,
+        frontend: Frontend,
+        prompts: Sequence[AddRequest],
+        n: int,
+        arrival_time: float,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`prompts` are requests for one sequence each; every one is run `n` times.
+
+        The texts show `visible_token_ids` even where they skip special tokens.
+        """
         ids = frontend.hub.new_ids()
         self._hub = frontend.hub
         self._n = n
@@ -62,7 +72,8 @@ class Generation:
         for prompt in prompts:
             params = _for_core(prompt.sampling_params)
             for choice, id in zip(range(n), ids, strict=False):
-                state = frontend.processor.start(msgspec.structs.replace(prompt, request_id=id), arrival_time)
+                request = msgspec.structs.replace(prompt, request_id=id)
+                state = frontend.processor.start(request, arrival_time, visible_token_ids)
                 self._states.append(state)
                 self._requests.append(
                     msgspec.structs.replace(prompt, request_id=id, sampling_params=seeded(params, choice))

@@ -98,27 +98,31 @@ def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -
 
 def _first_error(data: dict[str, Any], error: ValidationError) -> BadRequest:
     errors = error.errors(include_url=False)
-    located = [(*_locate(data, each["loc"]), each) for each in errors]
+    located = [(*_locate(data, each), each) for each in errors]
     path, value, first = located[0]
     # The members of a union fail one by one. The one that got deepest into the value is the one that was meant.
     siblings = [each for each in located if each[0].startswith(path)]
     deeper = [each for each in siblings if len(each[0]) > len(path)]
-    if deeper and len(siblings) > len(deeper) and first["type"] in _NOUNS:
+    if deeper and len(siblings) > len(deeper) and (first["type"] in _NOUNS or first["type"] == "literal_error"):
         path, value, first = deeper[0]
         siblings = [(path, value, first)]
     same = [each for each_path, _, each in siblings if each_path == path]
     return BadRequest(_sentence(path, value, same), param=path or None)
 
 
-def _locate(data: Any, loc: tuple[int | str, ...]) -> tuple[str, Any]:
+def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
     """The path of a field as a person writes it, and its value. What pydantic adds for unions is no part of it."""
     path, value = "", data
+    loc = error["loc"]
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        loc = (*loc, error["ctx"]["discriminator"].strip("'"))
+    absent = error["type"] in ("missing", "union_tag_not_found")
     for place, step in enumerate(loc):
         if isinstance(step, int):
             if not (isinstance(value, list) and step < len(value)):
                 continue
             path, value = f"{path}[{step}]", value[step]
-        elif isinstance(value, dict) and (step in value or place == len(loc) - 1):
+        elif isinstance(value, dict) and (step in value or (absent and place == len(loc) - 1)):
             name = step[:_SHOWN_CHARACTERS]
             path, value = f"{path}.{name}" if path else name, value.get(step)
     return path, value
@@ -126,7 +130,7 @@ def _locate(data: Any, loc: tuple[int | str, ...]) -> tuple[str, Any]:
 
 def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
     kind, message, context = errors[0]["type"], errors[0]["msg"], errors[0].get("ctx", {})
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return f"{path} is missing; this endpoint needs it"
     if kind == "extra_forbidden":
         return f"{path} is not a known field; leave it out, or start the server with --allow-unknown-fields"
@@ -136,6 +140,8 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
         return f"{path} {message}".lstrip()
     if kind == "rule":
         return f"{path or 'the request body'} is {_shown(value)}; {message}"
+    if kind == "union_tag_invalid":
+        return f"{path} is {_shown(value)}; it must be {context['expected_tags'].replace(', ', ' or ')}"
     if kind == "literal_error":
         return f"{path} is {_shown(value)}; it must be {context['expected']}"
     if kind == "too_short":

@@ -1,12 +1,12 @@
 """`/v1/chat/completions`: the request, and the answer whole. Chunks of a stream are written by `server.sse`."""
 
-import json
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
 from server.protocol.common import INT31, Logprobs, SamplingFields, Usage
+from server.protocol.messages import Message
 from server.protocol.rules import (
     NO_CHANGE,
     Between,
@@ -18,106 +18,15 @@ from server.protocol.rules import (
     rule,
     sentence,
 )
+from server.protocol.tools import ToolChoice, Tools
 
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
-
-
-class TextPart(RequestModel):
-    """A piece of a message; this release reads text only."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionCall(RequestModel):
-    name: str
-    arguments: str
-    """JSON text; text that is no JSON object reaches the chat template as it is."""
-
-
-class ToolCall(RequestModel):
-    """A call that the assistant made earlier in the chat."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-    """As streamed calls carry it; changes nothing here."""
-
-
-class Message(RequestModel):
-    """One turn of the chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
-    """Text, or a list of text parts; only an assistant's message with tool calls may do without."""
-    name: str | None = None
-    tool_calls: Items[ToolCall] | None = None
-    tool_call_id: str | None = None
-    """In a tool's message: the call that it answers."""
-    reasoning_content: str | None = None
-    """For chat templates that show earlier reasoning."""
-    refusal: Ignored | None = None
-    annotations: Annotated[list[Any], Field(description=NO_CHANGE)] | None = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> "Message":
-        if self.tool_calls and self.role != "assistant":
-            raise sentence(f"has tool_calls, which only the role assistant has, not {self.role}")
-        if self.content is None and not self.tool_calls:
-            raise sentence(f"has no content; a message of role {self.role} needs some")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: plain data, with tool-call arguments as objects."""
-        message = self.model_dump(exclude_none=True)
-        message["content"] = self._text()
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = _parsed(call["function"]["arguments"])
-        return message
-
-    def _text(self) -> str | None:
-        """The content with its parts joined: every template reads a string, not every one a list."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-class FunctionDefinition(RequestModel):
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-
-
-class Tool(RequestModel):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
 
 
 class ResponseFormat(RequestModel):
     """Form of the answer; this release generates free text only."""
 
     type: Literal["text"]
-
-
-def _not_stored(value: bool) -> bool:
-    if value:
-        raise rule("it must be false, because this server stores no answers")
-    return value
 
 
 def _no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
@@ -144,34 +53,49 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: Logprobs | None = None
     """With `logprobs`: report this many likeliest alternatives too."""
 
-    tools: Items[Tool] = []  # noqa: RUF012
-    """Shown to the model through its chat template. Its calls are passed on as the text that it writes."""
+    tools: Tools = []  # noqa: RUF012
+    """Functions that the model may call: shown to it by its chat template."""
 
-    tool_choice: Literal["none", "auto"] = "auto"
-    """`none` hides the tools from the model. Forcing a call is not supported."""
+    tool_choice: ToolChoice = "auto"
+    """`none` hides the tools from the model; `required`, or a function's name, makes it call one."""
 
-    parallel_tool_calls: Annotated[bool, Field(description=NO_CHANGE)] = True
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold several calls."""
+
     response_format: ResponseFormat | None = None
     """Only `{"type": "text"}` is supported."""
 
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
+
     add_generation_prompt: bool = True
     """End the prompt with the beginning of an assistant's turn."""
+
+    continue_final_message: bool = False
+    """Go on with the last message, an assistant's, instead of beginning a turn."""
+
+    echo: bool = False
+    """With `continue_final_message`: begin the answer with the message that it continues."""
+
+    add_special_tokens: bool = False
+    """Put around the rendered chat what the model's tokenizer puts around a text; most templates write it already."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved_names)] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
 
     modalities: Items[Literal["text"]] | None = None
-    store: Annotated[bool, AfterValidator(_not_stored)] = False
+    store: Annotated[bool, Field(description=NO_CHANGE)] = False
     metadata: Annotated[dict[str, str], FewFields, Field(description=NO_CHANGE)] | None = None
+    prediction: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     service_tier: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    verbosity: Literal["medium"] | None = None
+    """Only OpenAI's default, which changes nothing here."""
     audio: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
-    prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None
 
     @model_validator(mode="after")
@@ -179,6 +103,28 @@ class ChatCompletionRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise sentence(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
         return self
+
+    @model_validator(mode="after")
+    def _continues_an_answer(self) -> "ChatCompletionRequest":
+        if self.continue_final_message:
+            last = self.messages[-1]
+            if last.role != "assistant" or not last.text:
+                raise sentence("continue_final_message is true; the last message must be an assistant's, with content")
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise sentence("add_generation_prompt is true; with continue_final_message no new turn is begun")
+        elif self.echo:
+            raise sentence("echo is true; a chat has only an answer to echo with continue_final_message")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template sees besides messages and tools; `chat_template_kwargs` wins."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                variables["enable_thinking"] = False
+        return {**variables, **self.chat_template_kwargs}
 
     @property
     def token_limit(self) -> int | None:
@@ -211,10 +157,30 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct):
-    content: str
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON text of an object; cut short where `finish_reason` is `length`."""
+
+
+class AnsweredToolCall(msgspec.Struct):
+    """A call that the model makes."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    content: str | None
+    """Null where there are only tool calls."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model thought before it answered."""
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same under its other name."""
 
 
 class ChatChoice(msgspec.Struct):

@@ -150,6 +150,11 @@ class PromptTokensDetails(msgspec.Struct):
     """Prompt tokens whose KV came from the prefix cache."""
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+    """Tokens of what the model thought before it answered."""
+
+
 class Usage(msgspec.Struct):
     """Tokens that a request read and wrote, all its choices together."""
 
@@ -157,6 +162,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """Where the model's reasoning is told apart from its answer."""
 
 
 Logprobs = Annotated[int, Between(0, MAX_LOGPROBS)]

@@ -1,39 +1,87 @@
 """Answers of `/v1/chat/completions`. Made by its route."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import msgspec
+
+from engine.messages import TokenLogprobs
 from engine.request_state import RequestDelta, RequestState
 from engine.tokenizer import Tokenizer
+from server.answers.assembly import AnswerInParts
+from server.answers.parts import AnswerParser
 from server.logprobs import chat_logprobs
-from server.protocol.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest
-from server.protocol.common import Usage
+from server.protocol.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs
+from server.protocol.common import CompletionTokensDetails, Usage
 from server.rendering.base import Renderer, answer_head
-from server.sse import ChatFrames
+from server.rendering.chat_frames import ChatFrames
 
 
 class ChatRenderer(Renderer):
-    """`/v1/chat/completions`."""
+    """One chat's choices. `new_parser` makes a choice's parser, or None where all that the model writes is content."""
 
-    def __init__(self, request: ChatCompletionRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        new_parser: Callable[[], AnswerParser | None],
+    ) -> None:
         self.head = answer_head("chatcmpl", request.model, fingerprint)
         self._tokenizer = tokenizer
         self._frames = ChatFrames(self.head, include_usage=request.include_usage)
+        self._echo = (request.messages[-1].text or "") if request.echo else ""
+        self._answers = [_answer(new_parser()) for _ in range(request.n)]
+        self._called_by_name = not isinstance(request.tool_choice, str)
 
     def opening(self) -> bytes:
-        return b""
+        echoes = range(len(self._answers)) if self._echo else ()
+        return b"".join(self._frames.delta(index, self._echo, None, None) for index in echoes)
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
-        logprobs = None if delta.logprobs is None else chat_logprobs(self._tokenizer, delta.logprobs)
-        return self._frames.delta(index, delta.text, logprobs, delta.finish_reason)
+        logprobs = self._logprobs(delta.logprobs)
+        answer = self._answers[index]
+        if answer is None:
+            return self._frames.delta(index, delta.text, logprobs, delta.finish_reason)
+        parts = answer.push(delta.text, len(delta.token_ids), last=delta.finished)
+        events = self._frames.parts(index, parts, logprobs)
+        if delta.finish_reason is not None:
+            events += self._frames.end(index, self._finish_reason(delta.finish_reason, answer))
+        return events
 
     def closing(self, usage: Usage) -> bytes:
-        return self._frames.closing(usage)
+        return self._frames.closing(self._with_reasoning(usage))
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            **self.head._asdict(), choices=[self._choice(*each) for each in enumerate(states)], usage=usage
-        )
+        choices = [self._choice(*each) for each in enumerate(states)]
+        return ChatCompletion(**self.head._asdict(), choices=choices, usage=self._with_reasoning(usage))
 
     def _choice(self, index: int, state: RequestState) -> ChatChoice:
-        logprobs = None if state.logprobs is None else chat_logprobs(self._tokenizer, state.logprobs)
-        return ChatChoice(index, AssistantMessage(state.text), logprobs, state.finish_reason)
+        logprobs = self._logprobs(state.logprobs)
+        answer = self._answers[index]
+        if answer is None:
+            return ChatChoice(index, AssistantMessage(content=self._echo + state.text), logprobs, state.finish_reason)
+        answer.push_all(state)
+        assert state.finish_reason is not None
+        finish_reason = self._finish_reason(state.finish_reason, answer)
+        return ChatChoice(index, answer.message(self._echo), logprobs, finish_reason)
+
+    def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
+        """OpenAI says `stop`, not `tool_calls`, of a call that the request asked for by name."""
+        if reason == "stop" and answer.calls and not self._called_by_name:
+            return "tool_calls"
+        return reason
+
+    def _logprobs(self, positions: list[TokenLogprobs] | None) -> ChatLogprobs | None:
+        return None if positions is None else chat_logprobs(self._tokenizer, positions)
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        """`usage`, which also counts the reasoning's tokens where the answers are taken apart."""
+        answers = [answer for answer in self._answers if answer is not None]
+        if not answers:
+            return usage
+        details = CompletionTokensDetails(sum(answer.reasoning_tokens for answer in answers))
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
+
+
+def _answer(parser: AnswerParser | None) -> AnswerInParts | None:
+    return None if parser is None else AnswerInParts(parser)

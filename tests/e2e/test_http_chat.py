@@ -117,13 +117,24 @@ def test_an_earlier_answer_and_a_tools_result_can_be_sent_back(client: openai.Op
 def test_fields_without_a_meaning_here_are_accepted(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {
         "user": "u",
-        "store": False,
+        "store": True,
         "metadata": {"a": "b"},
         "service_tier": "auto",
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "parallel_tool_calls": False,
+        "prediction": {"type": "content", "content": "x"},
+        "reasoning_effort": "low",
         "response_format": {"type": "text"},
         "modalities": ["text"],
     }
     assert ask(client, **fields).choices[0].message.content == ask(client).choices[0].message.content
+
+
+def test_the_last_message_can_be_continued(client: openai.OpenAI) -> None:
+    whole = ask(client, extra_body={}).choices[0].message.content or ""
+    begun = [*MESSAGES, {"role": "assistant", "content": whole[:4]}]
+    rest = ask(client, begun, extra_body={"continue_final_message": True})
+    assert whole[:4] + (rest.choices[0].message.content or "") == whole
+    echoed = ask(client, begun, extra_body={"continue_final_message": True, "echo": True})
+    assert echoed.choices[0].message.content == whole

@@ -1,0 +1,77 @@
+"""`ChatFrames`: chunks of a streamed chat answer, rendered from prepared bytes. Hot: one call a streamed chunk."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from server.answers.parts import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.protocol.common import AnswerHead
+from server.sse import PreparedFrames, encode, ending
+
+
+class ChatFrames(PreparedFrames):
+    """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end."""
+
+    object = "chat.completion.chunk"
+
+    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+        super().__init__(head, include_usage=include_usage)
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._close
+        self._open: dict[int, bytes] = {}
+        """Each begun choice's chunk up to what its delta holds."""
+
+    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+        """The events that tell what choice `index` gained, if all that it writes is its content."""
+        opening = self._open.get(index)
+        if opening is not None and logprobs is None and finish_reason is None:
+            return b"".join((opening, b'"content":', encode(text), self._plain_end))
+        events = [] if opening is not None else [self.begin(index, b'""')]
+        if text or logprobs is not None:
+            events.append(self._event(index, b'"content":' + encode(text), logprobs))
+        if finish_reason is not None:
+            events.append(self.end(index, finish_reason))
+        return b"".join(events)
+
+    def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None) -> bytes:
+        """The events that tell the parts that choice `index` gained; `logprobs` go with the first of them."""
+        events = []
+        for part in parts:
+            if index not in self._open:
+                events.append(self.begin(index, b'""' if isinstance(part, TextPart) else b"null"))
+            events.append(self._event(index, _member(part), logprobs))
+            logprobs = None
+        if logprobs is not None:
+            if index not in self._open:
+                events.append(self.begin(index, b'""'))
+            events.append(self._event(index, b"", logprobs))
+        return b"".join(events)
+
+    def begin(self, index: int, content: bytes) -> bytes:
+        """A choice's first event. `content` is `""`, or `null` where something else comes before any."""
+        self._open[index] = opening = self._head + b'{"index":%d,"delta":{' % index
+        return b"".join((opening, b'"role":"assistant","content":', content, b',"refusal":null', self._plain_end))
+
+    def end(self, index: int, finish_reason: str) -> bytes:
+        """A choice's last event."""
+        begun = b"" if index in self._open else self.begin(index, b'""')
+        return b"".join((begun, self._open[index], b"}", ending(None, finish_reason), self._close))
+
+    def _event(self, index: int, member: bytes, logprobs: msgspec.Struct | None) -> bytes:
+        if logprobs is None:
+            return b"".join((self._open[index], member, self._plain_end))
+        return b"".join((self._open[index], member, b"}", ending(logprobs, None), self._close))
+
+
+def _member(part: Part) -> bytes:
+    """The part as the member of a delta that tells it."""
+    match part:
+        case TextPart():
+            return b'"content":' + encode(part.text)
+        case ReasoningPart():
+            text = encode(part.text)
+            return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
+        case ToolCallPart():
+            call = {"index": part.index, "id": part.id, "type": "function"}
+            return b'"tool_calls":[%b]' % encode({**call, "function": {"name": part.name, "arguments": ""}})
+        case ArgumentsPart():
+            return b'"tool_calls":[%b]' % encode({"index": part.index, "function": {"arguments": part.json}})

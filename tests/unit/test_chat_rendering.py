@@ -1,0 +1,160 @@
+"""Chat answers that a parser takes apart: their chunks add up to the whole answer, in OpenAI's shape."""
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from engine.messages import TokenLogprobs
+from engine.request_state import RequestDelta, RequestState
+from engine.tokenizer import Tokenizer
+from server.answers.parts import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.parsing import validate
+from server.protocol.chat import ChatCompletionRequest
+from server.protocol.common import PromptTokensDetails, Usage
+from server.rendering.chat import ChatRenderer
+from server.sse import DONE
+
+USAGE = Usage(3, 5, 8, PromptTokensDetails(0))
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+class Scripted:
+    """Answers the pushed text with the parts that the script has for it."""
+
+    def __init__(self, script: dict[str, list[Part]]) -> None:
+        self._script = script
+
+    def push(self, text: str) -> list[Part]:
+        return self._script.get(text, [])
+
+    def finish(self) -> list[Part]:
+        return self._script.get("finish", [])
+
+
+SCRIPT: dict[str, list[Part]] = {
+    "<think>": [],
+    "so": [ReasoningPart("so")],
+    "</think>Hi": [TextPart("Hi")],
+    "<call>": [ToolCallPart(0, "call_1", "add")],
+    "{}</call>": [ArgumentsPart(0, "{"), ArgumentsPart(0, "}")],
+    "finish": [ToolCallPart(1, "call_2", "add"), ArgumentsPart(1, "[")],
+}
+STEPS = ["<think>", "so", "</think>Hi", "<call>", "{}</call>"]
+
+
+def renderer(script: dict[str, list[Part]] | None = SCRIPT, **fields: Any) -> ChatRenderer:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL], **fields}
+    request = validate(body, ChatCompletionRequest, allow_unknown=False)
+    tokenizer = cast(Tokenizer, SimpleNamespace(token_bytes=lambda token_id: b"a"))
+    return ChatRenderer(request, tokenizer, "f", lambda: None if script is None else Scripted(script))
+
+
+def chunks(of: ChatRenderer, steps: Sequence[str] = STEPS, reason: str = "stop", **last: Any) -> list[Any]:
+    events = [of.opening()]
+    for place, text in enumerate(steps):
+        finished = place == len(steps) - 1
+        delta = RequestDelta(text, [1], None, finished, reason if finished else None, **last if finished else {})
+        events.append(of.chunk(0, delta))
+    stream = b"".join((*events, of.closing(USAGE)))
+    assert stream.endswith(DONE)
+    lines = stream.removesuffix(DONE).decode().split("\n\n")[:-1]
+    return [ChatCompletionChunk.model_validate(json.loads(line.removeprefix("data: "))) for line in lines]
+
+
+def whole(of: ChatRenderer, steps: Sequence[str] = STEPS, reason: str = "stop") -> dict[str, Any]:
+    state = SimpleNamespace(
+        steps=[(text, 1) for text in steps], text="".join(steps), logprobs=None, finish_reason=reason
+    )
+    answer = of.whole([cast(RequestState, state)], USAGE)
+    return cast(dict[str, Any], msgspec.to_builtins(answer))
+
+
+def test_a_whole_answer_holds_reasoning_content_and_calls() -> None:
+    answer = whole(renderer())
+    ChatCompletion.model_validate(answer)
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "Hi"
+    assert message["reasoning_content"] == message["reasoning"] == "so"
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": "{}"},
+        {"name": "add", "arguments": "["},
+    ]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_the_chunks_of_a_stream_add_up_to_the_whole_answer() -> None:
+    of = renderer(stream=True, stream_options={"include_usage": True})
+    *streamed, usage = chunks(of)
+    deltas = [chunk.choices[0].delta for chunk in streamed]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", None)
+    assert all(delta.role is None for delta in deltas[1:])
+    assert "".join(delta.content or "" for delta in deltas) == "Hi"
+    assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "so"
+    calls: dict[int, list[Any]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or ()):
+        calls.setdefault(call.index, []).append(call)
+    assert [(first.id, first.type, first.function.name) for first, *_ in calls.values()] == [
+        ("call_1", "function", "add"),
+        ("call_2", "function", "add"),
+    ]
+    assert ["".join(each.function.arguments for each in of_call) for of_call in calls.values()] == ["{}", "["]
+    assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "tool_calls"
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens_details is not None
+    assert usage.usage.completion_tokens_details.reasoning_tokens == 1
+
+
+def test_an_answer_of_calls_alone_has_no_content() -> None:
+    message = whole(renderer(), ["<call>", "{}</call>"])["choices"][0]["message"]
+    assert message["content"] is None
+    assert "reasoning_content" not in message
+
+
+def test_an_empty_answer_has_empty_content_and_no_calls() -> None:
+    script: dict[str, list[Part]] = {}
+    message = whole(renderer(script), [""])["choices"][0]["message"]
+    assert message["content"] == ""
+    assert "tool_calls" not in message
+    first, last = chunks(renderer(script), [""])
+    assert first.choices[0].delta.content == ""
+    assert last.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("reason", "choice", "told"),
+    [
+        ("stop", "auto", "tool_calls"),
+        ("stop", "required", "tool_calls"),
+        ("stop", {"type": "function", "function": {"name": "add"}}, "stop"),
+        ("length", "auto", "length"),
+    ],
+)
+def test_the_finish_reason_of_calls_is_openais(reason: str, choice: Any, told: str) -> None:
+    assert whole(renderer(tool_choice=choice), reason=reason)["choices"][0]["finish_reason"] == told
+    assert chunks(renderer(tool_choice=choice), reason=reason)[-1].choices[0].finish_reason == told
+
+
+def test_log_probabilities_come_with_the_text_or_without_it() -> None:
+    of = renderer(logprobs=True)
+    stream = b"".join(
+        of.chunk(0, RequestDelta(text, [1], [TokenLogprobs(1, -0.5)])) for text in ("<think>", "<call>", "so")
+    )
+    lines = [json.loads(line.removeprefix("data: ")) for line in stream.decode().split("\n\n")[:-1]]
+    told = [choice["logprobs"] for line in lines for choice in line["choices"] if choice["logprobs"]]
+    assert [len(each["content"]) for each in told] == [1, 1, 1]
+
+
+def test_an_echo_begins_each_choice_and_the_whole() -> None:
+    last = {"role": "assistant", "content": "One, two"}
+    fields: dict[str, Any] = {"messages": [last], "continue_final_message": True, "echo": True, "n": 2}
+    of = renderer(None, **fields)
+    assert of.opening().count(b'"content":"One, two"') == 2
+    state = SimpleNamespace(text=", three", logprobs=None, finish_reason="stop")
+    answer = renderer(None, **fields).whole([cast(RequestState, state)], USAGE)
+    assert answer.choices[0].message.content == "One, two, three"
