@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long lint format docs bench demo-model clean
+.PHONY: help install serve chat test test-long conformance lint format docs bench demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -26,19 +26,24 @@ test: $(VENV)/.installed-test ## Run the tests
 test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
 	@exec $(VENV)/bin/python -m pytest -n 2 $(ARGS)
 
+conformance: $(VENV)/.installed ## Run other people's clients against the server, and write docs/conformance.md
+	@exec $(VENV)/bin/python -m tests.conformance.run $(ARGS)
+
 lint: $(VENV)/.installed-dev ## Check style, types, import contracts and generated docs
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python -m server.config_docs --check
+	$(VENV)/bin/python -m server.api_docs --check
 
 format: $(VENV)/.installed-dev ## Format the code
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-docs: $(VENV)/.installed ## Write the configuration tables again
+docs: $(VENV)/.installed ## Write the tables of the configuration and of the API's fields again
 	$(VENV)/bin/python -m server.config_docs
+	$(VENV)/bin/python -m server.api_docs
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
@@ -47,7 +52,7 @@ demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minut
 	@exec $(VENV)/bin/python -m models.demo.train --out models/demo/checkpoint $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .conformance build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp a set of extras. As long as it is newer than what it was installed from, pip does not run again.

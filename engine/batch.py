@@ -19,6 +19,16 @@ class AppendedBlocks(NamedTuple):
     block_ids: list[int]
 
 
+class PromptSpan(NamedTuple):
+    """Prompt tokens whose log probabilities a row must tell, each from the position before it."""
+
+    seq_id: int
+    first: int
+    """Index in the step's tokens of the position before the first of them."""
+    token_ids: list[int]
+    num_alternatives: int
+
+
 class ScheduledBatch:
     """A frozen snapshot of one step, rows in batch order: decodes first, then prefill spans.
 
@@ -64,6 +74,8 @@ class ScheduledBatch:
         """Tokens of each row that came from the prefix cache."""
         self.new_seqs = new_seqs
         self.appended_blocks = appended_blocks
+        self.prompt_spans = _prompt_spans(rows, num_scheduled_tokens, self.context_lens, total_seqs_num_decode)
+        """Positions of prompts whose log probabilities are to be told."""
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]
@@ -115,15 +127,37 @@ class ScheduledBatchOutput:
 
     `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is
     absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one
-    entry a token. `errors` says why of rows that could not be sampled, which are absent from the rest. The key -1 in
-    `token_ids` marks deferred output, as in the specification.
+    entry a token; `prompt_logprobs`, for the batch's `prompt_spans`, one entry a token of theirs. `errors` says why of
+    rows that could not be sampled, which are absent from the rest, and `refusals` the same where the request itself
+    left no token to sample. The key -1 in `token_ids` marks deferred output, as in the specification.
     """
 
     token_ids: dict[int, tuple[int, ...]]
     draft_token_ids: dict[int, list[int]] | None = None
     logprobs: dict[int, list[TokenLogprobs]] | None = None
     errors: dict[int, str] | None = None
+    refusals: dict[int, str] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
     req_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.req_ids = list(self.token_ids)
+
+
+def _prompt_spans(
+    rows: Rows[Sequence], counts: list[int], context_lens: list[int], num_decodes: int
+) -> list[PromptSpan]:
+    """The spans of the rows behind the decodes that still owe log probabilities of their prompts."""
+    spans = []
+    first = sum(counts[:num_decodes])
+    for seq, count, end in zip(rows[num_decodes:], counts[num_decodes:], context_lens[num_decodes:], strict=True):
+        if seq.prompt_logprobs is not None:
+            # A sequence preempted half-way through its prompt comes by its beginning again.
+            begin = max(end - count, len(seq.prompt_logprobs))
+            token_ids = seq.token_ids[begin + 1 : min(end + 1, seq.num_prompt_tokens)]
+            if token_ids:
+                assert seq.sampling_params.prompt_logprobs is not None
+                position = first + begin - (end - count)
+                spans.append(PromptSpan(seq.id, position, token_ids, seq.sampling_params.prompt_logprobs))
+        first += count
+    return spans

@@ -5,6 +5,7 @@ Called by `InputOutputProcessor`.
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,27 +22,52 @@ MAX_RENDERED_CHARACTERS = 64 * 2**20
 """Longest prompt text a template may write; far beyond any context, so only a runaway template meets it."""
 
 
+MAX_RENDER_SECONDS = 10.0
+"""How long a template may go on writing."""
+
+
 class ChatTemplate:
     """One checkpoint's templates, compiled once.
 
     Rendering takes time in proportion to the messages, and a template may loop (up to 100 000 turns a `range`): where
-    an event loop must go on, call `render` in a thread.
+    an event loop must go on, call `render` in a thread. A template that loops without writing is not stopped here: one
+    that a request brings is rendered by `engine.template_sandbox`.
     """
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        title: str = "the model's chat template",
+        max_characters: int | None = None,
+    ) -> None:
         """`templates` by name: `default`, perhaps `tool_use`; they see `special_tokens` (`bos_token`, …) by name.
 
-        Raises `CheckpointError` when one does not compile.
+        Errors call them `title`; `max_characters` stands in for `MAX_RENDERED_CHARACTERS`. Raises `CheckpointError` when one does not compile.
         """
         environment = _environment()
+        self._title = title
+        self._max_characters = max_characters
         self._special_tokens = dict(special_tokens or {})
-        self._templates = {name: _compile(environment, name, source) for name, source in templates.items()}
+        self._templates = {name: _compile(environment, title, source) for name, source in templates.items()}
+
+        self.source = "\n".join(templates.values())
+        """The templates' text, which tells how the model was taught to write."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> Self | None:
         """The templates in checkpoint directory `path`; None if it has none."""
         templates = _read_templates(path)
         return cls(templates, read_special_tokens(path)) if templates else None
+
+    @classmethod
+    def from_file(cls, file: Path, checkpoint: Path) -> Self:
+        """The template in `file`, for the model in `checkpoint`. Raises `CheckpointError` when it cannot be used."""
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"chat_template is {file}, which cannot be read: {error}") from error
+        return cls({"default": source}, read_special_tokens(checkpoint), f"the chat template {file}")
 
     def render(
         self,
@@ -60,14 +86,18 @@ class ChatTemplate:
         values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
         pieces = []
         length = 0
+        most = self._max_characters or MAX_RENDERED_CHARACTERS
+        deadline = time.monotonic() + MAX_RENDER_SECONDS
         try:
             for piece in self._choose(tools).generate(values):
                 pieces.append(piece)
                 length += len(piece)
-                if length > MAX_RENDERED_CHARACTERS:
-                    raise ValueError(f"it wrote more than {MAX_RENDERED_CHARACTERS} characters")
+                if length > most:
+                    raise ValueError(f"it wrote more than {most} characters")
+                if time.monotonic() > deadline:
+                    raise ValueError(f"it was still writing after {MAX_RENDER_SECONDS:g} s")
         except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
-            raise ValueError(f"the model's chat template fails on these messages: {error}") from error
+            raise ValueError(f"{self._title} fails on these messages: {error}") from error
         return "".join(pieces)
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
@@ -113,13 +143,13 @@ def _read_text(file: Path) -> str:
         raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
 
 
-def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.Template:
+def _compile(environment: jinja2.Environment, title: str, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(
-            f"the checkpoint's chat template {name!r} does not compile: line {error.lineno}: {error.message}"
-        ) from error
+        raise CheckpointError(f"{title} does not compile: line {error.lineno}: {error.message}") from error
+    except (SyntaxError, RecursionError) as error:
+        raise CheckpointError(f"{title} does not compile: it is nested too deeply: {error}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -6,7 +6,7 @@ across sections; `server.settings` checks that when it builds the command line.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -78,8 +78,87 @@ class ServerConfig(Section):
     max_n: Annotated[int, Field(ge=1)] = 128
     """Most choices (`n`) a request may ask for (OpenAI's limit is 128)."""
 
+    max_grammar_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**10
+    """Largest JSON schema, regular expression or grammar of a request, in bytes."""
+
+    max_stored_responses: Annotated[int, Field(ge=0)] = 1024
+    """Most responses (`/v1/responses`) kept in memory; the least recently used makes room; 0 keeps none."""
+
+    max_stored_response_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    """Most bytes that they keep, conversations included."""
+
+    api_key: tuple[SecretStr, ...] = ()
+    """Keys that requests must bring one of (`Authorization: Bearer ...`); with none, no request needs any.
+
+    The environment or `api_key_file` are better places for them than a command line."""
+
+    api_key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File of further keys, one a line; empty lines, and what follows #, are left out."""
+
+    keyless_paths: tuple[Annotated[str, Field(pattern="^/")], ...] = (
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/docs",
+        "/openapi.json",
+    )
+    """Paths that need no key where all others do: probes, and the description of the API."""
+
+    allowed_origins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any."""
+
+    allowed_methods: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
+    """Methods that those pages may use."""
+
+    allowed_headers: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
+    """Headers that those pages may send."""
+
+    allow_credentials: bool = False
+    """Let those pages send cookies and HTTP authentication of the browser's own."""
+
+    ssl_certfile: Annotated[str, Field(min_length=1)] | None = None
+    """PEM file of the server's certificate and its chain; turns https on."""
+
+    ssl_keyfile: Annotated[str, Field(min_length=1)] | None = None
+    """PEM file of the certificate's private key; default: it is in `ssl_certfile`."""
+
+    ssl_ca_certs: Annotated[str, Field(min_length=1)] | None = None
+    """PEM file of authorities; each client must then show a certificate that one of them signed."""
+
+    root_path: str = ""
+    """Prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
+
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """Jinja file to use in place of the checkpoint's chat template."""
+
+    trust_request_chat_template: bool = False
+    """Let requests bring chat templates of their own (`chat_template`), rendered in a process that can be killed."""
+
+    tool_call_parser: Annotated[str, Field(min_length=1)] = "auto"
+    """How the model writes tool calls: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
+
+    reasoning_parser: Annotated[str, Field(min_length=1)] = "auto"
+    """How the model writes reasoning: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
+
+    access_log: Literal["text", "json", "none"] = "text"
+    """How each request is logged when it has ended; probes and scrapes only at `log_level` debug."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
+
+    @field_validator("root_path")
+    @classmethod
+    def _root_path_is_a_prefix(cls, value: str) -> str:
+        if value and (not value.startswith("/") or value.endswith("/")):
+            raise ValueError(f"root_path is {value}; it must begin with / and not end with it")
+        return value
+
+    @model_validator(mode="after")
+    def _credentials_go_to_named_origins(self) -> Self:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError("allow_credentials is true, but allowed_origins is *; name the origins one by one")
+        return self
 
 
 class Config(Section):
@@ -98,6 +177,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
 
+    generation_config: Annotated[str, Field(min_length=1)] = "auto"
+    """Sampling defaults: `auto` reads the checkpoint's generation_config.json, `none` takes OpenAI's, or a directory."""
+
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the requests that bring no seed of their own, together with a per-request counter."""
 
@@ -115,6 +197,9 @@ class Config(Section):
 
     scheduler_delay_factor: Annotated[float, Field(ge=0.0)] = 0.0
     """Hold prefills back for this many times the last prefill's latency, so that prompts batch up; 0 never waits."""
+
+    priority_aging_seconds: Annotated[float, Field(ge=0.0, le=86400.0)] = 10.0
+    """Seconds of waiting that a step of a request's `priority` weighs as much as; 0 ignores priorities."""
 
     kv_cache_block_size: int = 16
     """Tokens in a KV-cache block: a multiple of 16, or 1."""

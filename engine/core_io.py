@@ -6,13 +6,17 @@ Started by `engine.engine_core`; the busy loop knows their queues only.
 import logging
 import threading
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import zmq
 
 from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, RequestOutput, Shutdown, StepOutputs
 from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.structured.admission import GrammarAdmission
+    from engine.structured.matchers import Matchers
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ class CoreSockets:
         self.input_queue: InputQueue = SimpleQueue()
         self.output_queue: OutputQueue = SimpleQueue()
         self._block_size = block_size
+        self._grammars: GrammarAdmission | None = None
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.DEALER)
         self._output = self._context.socket(zmq.PUSH)
@@ -44,6 +49,13 @@ class CoreSockets:
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
         self._output_thread = threading.Thread(target=self.process_output_sockets, name="output", daemon=True)
         self._output_thread.start()
+
+    def serve_grammars(self, matchers: "Matchers") -> None:
+        """From now on, take requests with a grammar. To be called before the first request can arrive."""
+        # Not above: the front end, which imports this module too, needs none of it.
+        from engine.structured.admission import GrammarAdmission
+
+        self._grammars = GrammarAdmission(matchers, self.input_queue.put, self._refuse_sequence)
 
     def process_input_sockets(self) -> None:
         """Decode what arrives into the input queue, until the context ends."""
@@ -83,10 +95,25 @@ class CoreSockets:
                 message.stop_token_sequences,
                 id=message.request_id,
                 cache_salt=message.cache_salt,
+                priority=message.priority,
             )
-            self.input_queue.put(seq)
-        else:
-            self.input_queue.put(message)
+            if seq.sampling_params.grammar is None:
+                self.input_queue.put(seq)
+            elif self._grammars is None:
+                self._refuse_sequence(seq, "this engine takes no grammars", False)
+            else:
+                self._grammars.add(seq)
+            return
+        if isinstance(message, AbortRequests) and self._grammars is not None:
+            taken_back = self._grammars.take_back(message.request_ids)
+            if taken_back:
+                outputs = [RequestOutput(id, [], finished=True, finish_reason="abort") for id in taken_back]
+                self.output_queue.put(StepOutputs(outputs))
+        self.input_queue.put(message)
+
+    def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:
+        """Answer a sequence that cannot be queued."""
+        self.output_queue.put(StepOutputs([error_output(seq.id, error, bad_request)]))
 
     def _refuse(self, frame: bytes, error: ValueError) -> None:
         """Log a message that makes no sense; answer it where it names the request that it was to add."""
@@ -96,9 +123,9 @@ class CoreSockets:
             self.output_queue.put(StepOutputs([error_output(request_id, str(error))]))
 
 
-def error_output(request_id: int, error: str) -> RequestOutput:
+def error_output(request_id: int, error: str, bad_request: bool = False) -> RequestOutput:
     """The terminal output of a request that failed; `error` is the sentence its client gets."""
-    return RequestOutput(request_id, [], finished=True, finish_reason="error", error=error)
+    return RequestOutput(request_id, [], finished=True, finish_reason="error", error=error, bad_request=bad_request)
 
 
 def _request_id(frame: bytes) -> int | None:

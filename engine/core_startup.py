@@ -13,8 +13,12 @@ from engine.config import Config
 from engine.messages import ModelInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import torch
 
+    from engine.tokenizer import Tokenizer
     from engine.worker.model_runner import ModelRunner
     from models.model_config import ModelConfig
 
@@ -41,6 +45,7 @@ class LoadedModel(NamedTuple):
     runner: "ModelRunner"
     config: Config
     info: ModelInfo
+    load_tokenizer: "Callable[[], Tokenizer]"
 
 
 def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
@@ -66,7 +71,13 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     runner.allocate_kv_cache(size.num_blocks)
     phases.end("kv-cache")
     runner.warm_up()
-    return LoadedModel(runner, config, _model_info(config, model_config, runner))
+    return LoadedModel(runner, config, _model_info(config, model_config, runner), lambda: _load_tokenizer(path))
+
+
+def _load_tokenizer(path: "Path") -> "Tokenizer":
+    from engine.tokenizer import Tokenizer
+
+    return Tokenizer.from_checkpoint(path)
 
 
 def _refuse_unsupported(config: Config) -> None:

@@ -24,6 +24,7 @@ from engine.messages import AbortRequests, Failed, Ready, RequestOutput, Shutdow
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.structured.matchers import Matchers
 
 logger = logging.getLogger("engine.engine_core")
 
@@ -196,6 +197,7 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     # What is loaded stays: a full collection would walk all of torch's objects, and hold a step up, to find nothing.
     gc.freeze()
     phases.end("warm-up")
+    sockets.serve_grammars(Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids))
     signal.signal(signal.SIGTERM, lambda *_: sockets.input_queue.put(Shutdown()))
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:

@@ -9,10 +9,18 @@ from typing import Any
 import msgspec
 
 from engine.chat_template import ChatTemplate
+from engine.fill_in import FillIn
+from engine.generation_config import GenerationDefaults
 from engine.messages import AddRequest, ModelInfo
 from engine.request_state import RequestResult, RequestState
 from engine.sampling_params import SamplingParams
+from engine.template_sandbox import render_untrusted
 from engine.tokenizer import Tokenizer
+
+OPENAI_DEFAULTS = GenerationDefaults()
+
+_RESYNC_CHARACTERS = 4096
+"""Text in front of what surely holds the tokens kept, so that where it was cut makes no difference to them."""
 
 
 class InvalidRequest(ValueError):
@@ -23,15 +31,29 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
+class DoesNotFit(InvalidRequest):
+    """Prompt and completion are longer than the context or the cache; a shorter prompt may fit."""
+
+
 class InputOutputProcessor:
     """Turns prompts into `AddRequest`s and engine outputs into text, for one loaded model.
 
     Holds no request: `start` gives each sequence's state to its caller. All methods may be called from any thread.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, model: ModelInfo) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        model: ModelInfo,
+        defaults: GenerationDefaults = OPENAI_DEFAULTS,
+    ) -> None:
+        """`defaults` stand in for sampling fields that requests leave out."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.defaults = defaults
+        self.fill_in = FillIn.of(tokenizer)
+        """Writes fill-in prompts; None where the tokenizer has no marks for them."""
         self._vocab_size = model.vocab_size
         self._context = model.max_model_len
         self._cache = model.block_size * model.num_kvcache_blocks
@@ -44,6 +66,7 @@ class InputOutputProcessor:
         request_id: int,
         cache_salt: int | None = None,
         clip_max_tokens: bool = False,
+        priority: int = 0,
     ) -> AddRequest:
         """The message that asks the core for one sequence. Raises `InvalidRequest`.
 
@@ -58,16 +81,51 @@ class InputOutputProcessor:
         self._check_token_ids(token_ids, "prompt")
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self._check_token_ids(params.logit_bias or (), "logit_bias")
+        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        for word in params.bad_words or ():
+            self._check_token_ids(word, "bad_words")
         params = self._fit(params, len(token_ids), clip_max_tokens)
-        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt)
+        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority)
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`."""
-        self._check_length(text)
+    def tokenize(self, text: str, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+        """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`.
+
+        With `keep_last`, at most that many: what the checkpoint adds in front, and the text's end.
+        """
+        if keep_last is None or keep_last > self.longest_prompt():
+            self._check_length(text)
+        else:
+            text = text[-(keep_last * self.tokenizer.longest_token + _RESYNC_CHARACTERS) :]
         try:
-            return self.tokenizer.encode(text, add_special_tokens)
+            token_ids = self.tokenizer.encode(text, add_special_tokens)
+            if keep_last is None or len(token_ids) <= keep_last:
+                return token_ids
+            bare = self.tokenizer.encode(text, add_special_tokens=False)
         except ValueError as error:
             raise InvalidRequest(f"prompt cannot be tokenised: {error}", "prompt") from error
+        opening = token_ids[: len(token_ids) - len(bare)]
+        if len(opening) >= keep_last or opening + bare != token_ids:
+            return token_ids[-keep_last:]
+        return opening + bare[len(opening) - keep_last :]
+
+    def tokenize_words(self, words: Iterable[str]) -> list[list[int]]:
+        """Token sequences that spell each word, alone and behind a space. Raises `InvalidRequest`."""
+        sequences = []
+        for word in words:
+            try:
+                bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+                spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            except ValueError as error:
+                raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
+            sequences += [bare] if bare else []
+            # A space that is a token of its own leaves the word's tokens as they were: the first sequence covers it.
+            if spaced and spaced[-len(bare) :] != bare:
+                sequences.append(spaced)
+        return sequences
+
+    def longest_prompt(self, completion_tokens: int = 0) -> int:
+        """Tokens of the longest prompt that context and cache hold before so many further ones; at least 1."""
+        return max(1, min(self._context, self._cache) - completion_tokens)
 
     def tokenize_chat(
         self,
@@ -102,6 +160,30 @@ class InputOutputProcessor:
         except ValueError as error:
             raise InvalidRequest(str(error), "messages") from error
 
+    def render_chat_with(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The text of a chat, as a template writes it that the request brings. Raises `InvalidRequest`."""
+        special_tokens = self.tokenizer.special_tokens
+        try:
+            return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables)
+        except ValueError as error:
+            raise InvalidRequest(str(error), "chat_template") from error
+
+    def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
+        """Text of `token_ids`, special tokens included. Raises `InvalidRequest`."""
+        if len(token_ids) > self._context:
+            raise InvalidRequest(
+                f"{field} holds {len(token_ids)} token ids; it may hold {self._context}, the model's context", field
+            )
+        self._check_token_ids(token_ids, field)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def start(
         self,
         request: AddRequest,
@@ -121,7 +203,7 @@ class InputOutputProcessor:
     def _check_length(self, text: str) -> None:
         """Raise if no tokenisation of `text` could fit: that of megabytes takes seconds, and 200 bytes a token."""
         if len(text) > min(self._context, self._cache):
-            self._room(-(-len(text) // self.tokenizer.longest_token), "at least ")
+            self._room(-(-len(text) // self.tokenizer.longest_token), 0, "at least ")
 
     def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
         """Raise unless each is an int (a bool is none) and within the model's vocabulary."""
@@ -137,32 +219,34 @@ class InputOutputProcessor:
 
     def _fit(self, params: SamplingParams, prompt_tokens: int, clip_max_tokens: bool) -> SamplingParams:
         """`params` with a completion that fits behind the prompt."""
-        room = self._room(prompt_tokens)
+        room = self._room(prompt_tokens, min(1, params.max_tokens))
         if params.max_tokens <= room:
             return params
         field, value = ("min_tokens", params.min_tokens) if clip_max_tokens else ("max_tokens", params.max_tokens)
         if value > room:
-            raise InvalidRequest(
-                f"{field} is {value}, but after a prompt of {prompt_tokens} tokens {self._limit_in_words()} "
-                f"leaves room for {room}; lower {field} or shorten the prompt",
+            raise DoesNotFit(
+                f"{field} is {value}, but {self._limit_in_words()}, which leaves room for {room} "
+                f"after a prompt of {prompt_tokens} tokens; lower {field} or shorten the prompt",
                 field,
             )
         return msgspec.structs.replace(params, max_tokens=room)
 
-    def _room(self, prompt_tokens: int, how_exact: str = "") -> int:
-        """Most tokens that can follow a prompt of this length; at least one."""
+    def _room(self, prompt_tokens: int, least: int, how_exact: str = "") -> int:
+        """Most tokens that can follow a prompt of this length; raises unless they are at least `least`, 0 or 1."""
         if not prompt_tokens:
             raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
         room = min(self._context, self._cache) - prompt_tokens
-        if room < 1:
-            raise InvalidRequest(
-                f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()} leaves room for at most "
-                f"{min(self._context, self._cache) - 1} and one generated token; shorten the prompt",
+        if room < least:
+            one = " and one generated token" if least else ""
+            raise DoesNotFit(
+                f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()}, which leaves room for "
+                f"at most {min(self._context, self._cache) - least}{one}; shorten the prompt",
                 "prompt",
             )
         return room
 
     def _limit_in_words(self) -> str:
         if self._cache < self._context:
-            return f"the KV cache of {self._cache} tokens"
-        return f"the model's context of {self._context} tokens"
+            return f"the KV cache holds {self._cache} tokens"
+        # OpenAI's words: clients look for them.
+        return f"this model's maximum context length is {self._context} tokens"

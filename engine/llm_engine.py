@@ -12,6 +12,7 @@ from engine.chat_template import ChatTemplate
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.core_manager import CoreManager, EngineDeadError
+from engine.generation_config import GenerationDefaults
 from engine.io_processor import InputOutputProcessor
 from engine.messages import StepOutputs
 from engine.request_state import RequestResult, RequestState
@@ -45,14 +46,20 @@ class LLMEngine:
         try:
             # While the core imports and loads.
             tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
+            defaults = GenerationDefaults.load(config.generation_config, checkpoint)
             self.model_info = self._core.wait_ready().model
         except BaseException:
             self.close()
             raise
-        self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info)
+        self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
         """Requests added and not collected yet."""
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation config recommends, as `Config.generation_config` has it read."""
+        return self.io_processor.defaults.sampling_params()
 
     def generate(
         self,
@@ -62,7 +69,7 @@ class LLMEngine:
     ) -> list[RequestResult]:
         """Complete every prompt; the results in their order.
 
-        `sampling_params` is for all prompts, or a list with one for each; by default `SamplingParams()`. Raises
+        `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. Raises
         `InvalidRequest`, a `ValueError`, before anything is sent when one prompt cannot run, and `EngineDeadError`
         when the core dies. A request that fails by itself has `finish_reason` "error" and a sentence in `error`.
         Interrupted, for instance by Ctrl-C, it aborts what it sent and the engine stays usable.
@@ -84,7 +91,8 @@ class LLMEngine:
                 )
             params = [_checked(each) for each in sampling_params]
         else:
-            params = [_checked(SamplingParams() if sampling_params is None else sampling_params)] * len(texts_or_ids)
+            common = self.default_sampling_params if sampling_params is None else _checked(sampling_params)
+            params = [common] * len(texts_or_ids)
         requests = [
             self.io_processor.preprocess(
                 prompt, each, request_id=next(self._ids), clip_max_tokens=sampling_params is None

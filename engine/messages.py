@@ -11,20 +11,22 @@ from engine.sampling_params import SamplingParams
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Log probabilities (natural, of the unmodified distribution) at one generated position."""
+    """Log probabilities (natural, of the unmodified distribution) at one position."""
 
     token_id: int
     logprob: float
     top_ids: list[int] = []
     """The likeliest tokens, likeliest first; as many as the request asked for."""
     top_logprobs: list[float] = []
+    rank: int = 0
+    """The token's place among all by likelihood, from 1; 0: unknown."""
 
 
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """What one engine step brought one request. The last one of a request has `finished` set.
 
-    `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `abort` or `error`
-    (then `error` says why); `openai_finish_reason` translates.
+    `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `grammar` (nothing may
+    follow), `abort` or `error` (then `error` says why); `openai_finish_reason` translates.
     """
 
     request_id: int
@@ -39,6 +41,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens behind the first; on the first output of a request that asked for them."""
+    bad_request: bool = False
+    """With `error`: the request asked for what cannot be; nothing is wrong with the engine."""
 
 
 def openai_finish_reason(leave_reason: str | None) -> str | None:

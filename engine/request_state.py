@@ -27,6 +27,8 @@ class RequestDelta(msgspec.Struct, gc=False):
     stop_reason: int | str | None = None
     """The stop string or the stop token's id that ended the sequence; None for EOS."""
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens behind the first; once, if the request asked for them."""
 
 
 class RequestResult(TypedDict):
@@ -35,6 +37,8 @@ class RequestResult(TypedDict):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    """One entry a prompt token behind the first."""
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -54,8 +58,8 @@ class RequestState:
 
     __slots__ = (
         "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
-        "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "queue_time",
-        "request_id", "stop_reason", "stopped_early", "token_ids",
+        "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "prompt_logprobs",
+        "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +83,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -111,8 +116,12 @@ class RequestState:
         if logprobs and self.logprobs is not None:
             self.logprobs += logprobs
         if self.finish_reason is None:
-            return RequestDelta(text, token_ids, logprobs)
-        return RequestDelta(text, token_ids, logprobs, True, self.finish_reason, self.stop_reason, self.error)
+            delta = RequestDelta(text, token_ids, logprobs)
+        else:
+            delta = RequestDelta(text, token_ids, logprobs, True, self.finish_reason, self.stop_reason, self.error)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs = output.prompt_logprobs
+        return delta
 
     @property
     def text(self) -> str:
@@ -141,6 +150,7 @@ class RequestState:
             "text": self.text,
             "token_ids": self.token_ids,
             "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "error": self.error,

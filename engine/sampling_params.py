@@ -16,6 +16,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     temperature: float = 1.0
     max_tokens: int = 64
+    """0 computes the prompt and generates nothing."""
     ignore_eos: bool = False
     stop_strings: list[str] | None = None
     top_p: float = 1.0
@@ -53,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _within("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         _within("top_k", self.top_k, -1, 2**31 - 1)
-        _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _within("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
@@ -61,6 +62,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty; it must have at least 1 token id")
+        if any(not word for word in self.bad_words or ()):
+            raise ValueError("bad_words holds an empty sequence; each must have at least 1 token id")
         for token_id, bias in (self.logit_bias or {}).items():
             _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         for text in self.stop_strings or ():

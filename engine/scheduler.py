@@ -11,15 +11,19 @@ from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
-from engine.messages import RequestOutput, SchedulerStats
+from engine.messages import RequestOutput, SchedulerStats, TokenLogprobs
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.step_builder import DecodeRows, StepBuilder
 from engine.stops import StopConditions
+from engine.waiting_queue import WaitingQueue
 from kvcache.block_manager import BlockManager
 
 __all__ = ["ScheduledBatch", "ScheduledBatchOutput", "Scheduler"]
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_AGING_SECONDS = 10.0
+"""Waiting that a step of priority weighs as much as; `Config` has the same."""
 
 SPEC_STATS_INTERVAL = 1000
 """Draft tokens between two log lines on their acceptance."""
@@ -46,7 +50,7 @@ class Scheduler:
         self.eos_token_id: int | None = config.eos_token_id
         self.stop_token_ids: Collection[int] = config.stop_token_ids or ()
         self.block_manager = BlockManager(config)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS))
         self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
         self.prev_prompt = False
@@ -63,6 +67,8 @@ class Scheduler:
         holds = len(self.block_manager.blocks) * self.block_manager.block_size + 1
         max_model_len: int | None = getattr(config, "max_model_len", None)
         self.token_limit = holds if max_model_len is None else min(holds, max_model_len)
+        self.longest_prompt = min(holds - 1, self.token_limit)
+        """Tokens of a prompt behind which nothing is generated."""
         self.stops = StopConditions(self.eos_token_id, self.stop_token_ids, self.token_limit)
 
         # Every running sequence decodes in each step, so no more may run than a step has tokens for.
@@ -81,10 +87,10 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises `ValueError` for one that an empty cache could not hold: it would never start."""
-        if seq.num_tokens >= self.token_limit:
-            raise ValueError(
-                f"the prompt has {seq.num_tokens} tokens; at most {self.token_limit - 1} leave room for an answer"
-            )
+        longest = self.token_limit - 1 if seq.max_tokens else self.longest_prompt
+        if seq.num_tokens > longest:
+            room = " leave room for an answer" if seq.max_tokens else " fit"
+            raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
         self.stops.prepare(seq)
         self.waiting.append(seq)
 
@@ -98,15 +104,17 @@ class Scheduler:
         ids = set(seq_ids)
         return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
 
-    def fail(self, seqs: Iterable[Sequence], error: str) -> list[RequestOutput]:
+    def fail(self, seqs: Iterable[Sequence], error: str, bad_request: bool = False) -> list[RequestOutput]:
         """End sequences that a step could not compute; `error` is the sentence their clients get.
+
+        `bad_request` says that they asked for what cannot be.
 
         Their blocks were published when the step was scheduled: nobody may find in them what was never written.
         """
         live = [seq for seq in seqs if not seq.is_finished]
         for seq in live:
             self.block_manager.forget(seq)
-        return self._remove(live, "error", error)
+        return self._remove(live, "error", error, bad_request)
 
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""
@@ -160,27 +168,42 @@ class Scheduler:
         """
         tokens_by_id = fwd_output.token_ids
         running, prefilling = SequenceStatus.RUNNING, self._prefilling
+        if fwd_output.prompt_logprobs:
+            _keep_prompt_logprobs(seqs, fwd_output.prompt_logprobs)
         finished: list[Sequence] = []
         outputs: list[RequestOutput] = []
+        refusals = dict(fwd_output.refusals or ())
         for seq in seqs:
             new_tokens = tokens_by_id.get(seq.id)
             if not new_tokens or seq.status is not running or (prefilling and seq in prefilling):
                 continue
-            token_ids = seq.token_ids
+            token_ids, matcher = seq.token_ids, seq.matcher
             accepted: list[int] = []
             output = RequestOutput(seq.id, accepted)
             for token_id in new_tokens:
+                if matcher is not None and token_id not in seq.end_tokens and not matcher.accept(token_id):
+                    refusals[seq.id] = matcher.error or ""
+                    break
                 token_ids.append(token_id)
                 accepted.append(token_id)
-                if token_id in seq.end_tokens or len(token_ids) >= seq.token_limit or seq.stop_token_sequences:
+                if (
+                    token_id in seq.end_tokens
+                    or len(token_ids) >= seq.token_limit
+                    or seq.stop_token_sequences
+                    or matcher is not None
+                ):
                     reason = self.stops.leave_reason(seq, token_id)
                     if reason is not None:
                         seq.leave_reason = output.finish_reason = reason
                         output.finished = True
                         finished.append(seq)
                         break
+            if not accepted:
+                continue
             if seq.first_token_time == 0.0:
                 _tell_first_token(seq, output)
+                if not seq.max_tokens:
+                    _take_token_back(seq, output)
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
@@ -196,6 +219,8 @@ class Scheduler:
             self.running = deque(seq for seq in self.running if seq.status is running)
         if fwd_output.errors:
             outputs += self._fail_rows(seqs, fwd_output.errors)
+        if refusals:
+            outputs += self._fail_rows(seqs, refusals, bad_request=True)
         if stream_output_queue is not None and outputs:
             stream_output_queue.put_nowait(outputs)
         return finished
@@ -354,17 +379,26 @@ class Scheduler:
                 self.update_spec_stats(len(fwd_output.token_ids[seq.id]))
             seq.spec_token_ids = (fwd_output.draft_token_ids or {}).get(seq.id, [])
 
-    def _fail_rows(self, seqs: Iterable[Sequence], errors: dict[int, str]) -> list[RequestOutput]:
-        return [output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id])]
+    def _fail_rows(
+        self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False
+    ) -> list[RequestOutput]:
+        return [
+            output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id], bad_request)
+        ]
 
-    def _remove(self, seqs: list[Sequence], reason: str, error: str | None = None) -> list[RequestOutput]:
+    def _remove(
+        self, seqs: list[Sequence], reason: str, error: str | None = None, bad_request: bool = False
+    ) -> list[RequestOutput]:
         for seq in seqs:
             seq.leave_reason = reason
             self._release(seq, SequenceStatus.FINISHED)
         if seqs:
             self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
-            self.waiting = deque(seq for seq in self.waiting if seq.status is SequenceStatus.WAITING)
-        return [RequestOutput(seq.id, [], finished=True, finish_reason=reason, error=error) for seq in seqs]
+            self.waiting.keep(lambda seq: seq.status is SequenceStatus.WAITING)
+        return [
+            RequestOutput(seq.id, [], finished=True, finish_reason=reason, error=error, bad_request=bad_request)
+            for seq in seqs
+        ]
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         """Free blocks and slot of a sequence that stops running."""
@@ -387,3 +421,19 @@ def _tell_first_token(seq: Sequence, output: RequestOutput) -> None:
     seq.first_token_time = time.time()
     output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
     output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+    if seq.prompt_logprobs is not None:
+        output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
+
+
+def _take_token_back(seq: Sequence, output: RequestOutput) -> None:
+    """End a sequence that wanted its prompt computed and nothing more: the token sampled behind it is dropped."""
+    seq.token_ids.pop()
+    output.output_tokens.clear()
+    seq.leave_reason = output.finish_reason = "max_tokens"
+
+
+def _keep_prompt_logprobs(seqs: Iterable[Sequence], told: dict[int, list[TokenLogprobs]]) -> None:
+    """Add what a step computed of its prompts, until all of it is sent with the first output."""
+    for seq in seqs:
+        if seq.id in told and seq.prompt_logprobs is not None:
+            seq.prompt_logprobs += told[seq.id]

@@ -4,9 +4,13 @@ import itertools
 import time
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.structured.matchers import Matcher
 
 
 class SequenceStatus(Enum):
@@ -50,6 +54,7 @@ class Sequence:
         stream_callback: Callable[[Any], None] | None = None,
         id: int | None = None,
         cache_salt: int | None = None,
+        priority: int = 0,
     ) -> None:
         if not token_ids:
             raise ValueError("a sequence needs at least 1 prompt token")
@@ -67,6 +72,7 @@ class Sequence:
         self.published_uid = -1
         """Where the block manager goes on publishing this sequence's chain."""
         self.cache_salt = cache_salt
+        self.priority = priority
         self.slot = -1
         """Row in the scheduler's and the worker's columns while running, else -1."""
 
@@ -84,6 +90,10 @@ class Sequence:
         self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""
+        self.matcher: Matcher | None = None
+        """Place in the request's grammar, behind the tokens generated so far; set before the sequence is queued."""
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
+        """Of the prompt's tokens behind the first, as far as they are computed; None: not asked for, or told."""
 
         self.arrive_time = time.time()
         self.schedule_time = 0.0
@@ -146,6 +156,11 @@ class Sequence:
     @property
     def num_cached_blocks(self) -> int:
         return self.num_cached_tokens // self.block_size
+
+    @property
+    def skips_cached_prefix(self) -> bool:
+        """Whether every position must be computed, because the prompt's log probabilities are still to be told."""
+        return self.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:

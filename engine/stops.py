@@ -42,6 +42,8 @@ class StopConditions:
         own = seq.sampling_params.stop_token_ids
         if own and token_id in own:
             return f"stop_{token_id}"
+        if seq.matcher is not None and seq.matcher.is_complete:
+            return "grammar"
         if seq.num_tokens >= seq.token_limit:
             return "max_tokens"
         return None

@@ -28,6 +28,8 @@ class BlockOwner(Protocol):
     @property
     def cache_salt(self) -> int | None: ...
     @property
+    def skips_cached_prefix(self) -> bool: ...
+    @property
     def num_tokens(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
@@ -153,7 +155,7 @@ class BlockManager:
 
     def _find_prefix(self, seq: BlockOwner) -> list[int]:
         """Blocks of the longest cached prefix, remembered while the cache does not change."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.skips_cached_prefix:
             return []
         if self._match is not None and self._match[0] is seq and self._match[1] == self.pool.version:
             return self._match[2]

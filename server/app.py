@@ -1,27 +1,40 @@
 """`create_app`: the ASGI application over a running `CoreManager`. Called by `server.http`, tests and benchmarks."""
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.config import Config
+from engine.config import Config, ServerConfig
 from engine.core_manager import CoreManager
 from server import errors, openapi
+from server.access_log import AccessLog
+from server.auth import KeyRing
 from server.frontend import Frontend
-from server.routes import chat, completions, health, models
+from server.middleware.entrance import Entrance
+from server.middleware.keys import RequireKey
+from server.request_id import HEADER as REQUEST_ID_HEADER
+from server.responses.service import ResponsesService
+from server.routes import chat, completions, docs, health, models, responses, tokenize
 
 
 def create_app(
-    config: Config, core: CoreManager, on_ready: Callable[[tuple[str, ...]], object] = lambda names: None
+    config: Config,
+    core: CoreManager,
+    on_ready: Callable[[tuple[str, ...]], object] = lambda names: None,
+    keys: KeyRing | None = None,
 ) -> FastAPI:
     """The application. It answers at once, with 503 until the core is ready; then `on_ready` hears the names.
 
-    The caller owns `core` and ends it.
+    The caller owns `core` and ends it. `keys` stand in for those that `config` names.
     """
     frontend = Frontend(config, core)
+    service = ResponsesService(config.server_config)
+    settings = config.server_config
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -29,17 +42,62 @@ def create_app(
         yield
         starting.cancel()
         frontend.close()
+        await service.close()
 
-    app = FastAPI(
+    app = _Application(
+        settings,
+        KeyRing.of(settings) if keys is None else keys,
         title="Kaon",
         version=frontend.version,
         description="An OpenAI-compatible LLM inference server.",
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.frontend = frontend
-    app.openapi = functools.partial(openapi.describe, app)  # type: ignore[method-assign]
+    app.state.responses = service
     errors.install(app)
-    for routes in (completions, chat, models, health):
-        app.include_router(routes.router)
+    routers = [each.router for each in (completions, chat, responses, models, tokenize, health, docs)]
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     return app
+
+
+class _Application(FastAPI):
+    """With our layers outside of all of the framework's: those of a middleware are not on answers to a failure."""
+
+    def __init__(self, settings: ServerConfig, keys: KeyRing, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self._settings = settings
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["root_path"] = self._settings.root_path
+        await super().__call__(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        settings = self._settings
+        app = super().build_middleware_stack()
+        if self._keys:
+            app = RequireKey(app, self._keys, settings.keyless_paths)
+        if settings.allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=settings.allowed_origins,
+                allow_methods=settings.allowed_methods,
+                allow_headers=settings.allowed_headers,
+                allow_credentials=settings.allow_credentials,
+                expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+            )
+        log = None if settings.access_log == "none" else AccessLog(json=settings.access_log == "json")
+        return Entrance(app, log)
+
+    def openapi(self) -> dict[str, Any]:
+        """The API's description: what `/openapi.json` answers."""
+        if self.openapi_schema is None:
+            keyless = self._settings.keyless_paths if self._keys else None
+            self.openapi_schema = openapi.describe(self, self.state.frontend.model_names, keyless)
+        return self.openapi_schema

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -27,6 +28,8 @@ COMMANDS = """\
 _STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the server of one's own."""
 
+_DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
+
 _CONTROL = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
 """Characters with which an answer could steer the terminal."""
 
@@ -49,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    with _server(options) as url, _client(url, use_proxy=options.url is not None) as client:
+    with _server(options) as url, _client(url, options) as client:
         conversation = Conversation(client, options.model or _first_model(client), options.system)
         conversation.parameters = {
             name: value for name in ("temperature", "max_tokens") if (value := getattr(options, name)) is not None
@@ -77,9 +80,10 @@ class Conversation:
         """Forget every turn."""
         self.messages = list(self._opening)
 
-    def ask(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`. Closed early, it ends the request and keeps what was said.
+    def ask(self, text: str) -> Generator[tuple[str, bool], None, None]:
+        """Stream the answer to `text`, in pieces with whether each is the model's reasoning.
 
+        Closed early, it ends the request and keeps what was said.
         Raises `Refused` when the server does not take the turn and `ChatError` when it fails; the turn is forgotten.
         """
         turn = {"role": "user", "content": text}
@@ -88,9 +92,10 @@ class Conversation:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 _check(response)
-                for delta in _deltas(response.iter_lines()):
-                    said.append(delta)
-                    yield delta
+                for piece, thought in _pieces(response.iter_lines()):
+                    if not thought:
+                        said.append(piece)
+                    yield piece, thought
         except httpx.HTTPError as error:
             raise _lost(self._client, error) from error
         except (GeneratorExit, KeyboardInterrupt):
@@ -138,12 +143,15 @@ def _answer_lines(conversation: Conversation, lines: Iterable[str]) -> None:
             _write_answer(conversation.ask(text))
 
 
-def _write_answer(deltas: Generator[str, None, None]) -> None:
-    """Write the answer as it comes; in a terminal, Ctrl-C ends it."""
+def _write_answer(deltas: Generator[tuple[str, bool], None, None]) -> None:
+    """Write the answer as it comes, in a terminal also what the model thinks; there, Ctrl-C ends it."""
     on_terminal = sys.stdin.isatty()
     try:
-        for delta in deltas:
-            sys.stdout.write(delta.translate(_CONTROL))
+        for piece, thought in deltas:
+            if thought and not sys.stdout.isatty():
+                continue
+            text = piece.translate(_CONTROL)
+            sys.stdout.write(f"{_DIM}{text}{_BRIGHT}" if thought else text)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if not on_terminal:
@@ -197,7 +205,7 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
     )
     assert process.stdout is not None
     try:
-        announced = re.search(r" on (http://\S+)", process.stdout.readline())
+        announced = re.search(r" on (https?://\S+)", process.stdout.readline())
         if announced is None:
             raise ChatError("the server did not start; it said why above")
         yield announced[1]
@@ -211,9 +219,12 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
         process.stdout.close()
 
 
-def _client(url: str, *, use_proxy: bool) -> httpx.Client:
+def _client(url: str, options: argparse.Namespace) -> httpx.Client:
+    key = options.api_key or os.environ.get("KAON_API_KEY", "").partition(",")[0]
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout, use_proxy = httpx.Timeout(None, connect=5.0), options.url is not None
     try:
-        return httpx.Client(base_url=url, timeout=httpx.Timeout(None, connect=5.0), trust_env=use_proxy)
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=use_proxy)
     except httpx.InvalidURL as error:
         raise ChatError(f"--url is {url}, which is no URL: {error}", exit_code=2) from error
 
@@ -240,8 +251,8 @@ def _check(response: httpx.Response) -> None:
     raise (Refused if response.is_client_error else ChatError)(str(told))
 
 
-def _deltas(lines: Iterable[str]) -> Iterator[str]:
-    """The text of a chat completion's chunks."""
+def _pieces(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """The text of a chat completion's chunks, each with whether it is reasoning."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -252,8 +263,9 @@ def _deltas(lines: Iterable[str]) -> Iterator[str]:
         if "error" in chunk:
             raise ChatError(str(chunk["error"]["message"]))
         for choice in chunk["choices"]:
-            if text := choice["delta"].get("content"):
-                yield text
+            for field in ("reasoning_content", "content"):
+                if text := choice["delta"].get(field):
+                    yield text, field != "content"
     raise ChatError("the server broke the answer off")
 
 
@@ -279,6 +291,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", metavar="MODEL", nargs="?", help="start a server for this directory or hub id")
     parser.add_argument("--url", help="chat with the server at this address")
+    parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: KAON_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 for the likeliest words, more for variety")

@@ -7,14 +7,18 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.io_processor import InputOutputProcessor, InvalidRequest
+import msgspec
+
+from engine.io_processor import InvalidRequest
 from engine.messages import AddRequest
 from server.answers.parts import AnswerParser
-from server.errors import BadRequest
+from server.answers.tool_grammar import tool_grammar
+from server.errors import BadRequest, refusal
 from server.frontend import Frontend
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.common import INT31
 from server.protocol.tools import ToolUse
+from server.structured import grammar_of
 
 _TAIL_CHARACTERS = 256
 """How much of the prompt's end tells whether its template opened the reasoning."""
@@ -36,23 +40,30 @@ async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> Pr
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
-    return await asyncio.to_thread(_prepare, request, use, frontend)
+    form = await grammar_of(request, frontend)
+    return await asyncio.to_thread(_prepare, request, use, form, frontend)
 
 
-def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -> PreparedChat:
+def _prepare(request: ChatCompletionRequest, use: ToolUse, form: str | None, frontend: Frontend) -> PreparedChat:
+    """`form` is the grammar that the request wants its content to follow."""
     processor, answer_format = frontend.processor, frontend.answer_format
     try:
-        prompt = _render(request, processor)
+        prompt = render_prompt(request, frontend)
+        tail = prompt[-_TAIL_CHARACTERS:]
+        max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
+        params = request.sampling_params(max_tokens, request.alternatives, processor)
         add_request = processor.preprocess(
-            processor.tokenize(prompt, request.add_special_tokens),
-            request.sampling_params(request.token_limit or INT31, request.alternatives),
+            processor.tokenize(
+                prompt, request.add_special_tokens, request.keep_last(processor, request.token_limit or 1)
+            ),
+            msgspec.structs.replace(params, grammar=_grammar(use, form, tail, frontend)),
             request_id=0,
             cache_salt=request.salt_key,
             clip_max_tokens=request.token_limit is None,
+            priority=request.priority,
         )
     except InvalidRequest as error:
         raise _in_chat_terms(error, request) from error
-    tail = prompt[-_TAIL_CHARACTERS:]
     return PreparedChat(
         add_request,
         lambda: answer_format.parser(use, prompt_tail=tail),
@@ -60,12 +71,32 @@ def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -
     )
 
 
-def _render(request: ChatCompletionRequest, processor: InputOutputProcessor) -> str:
-    """The prompt's text."""
+def _grammar(use: ToolUse, form: str | None, prompt_tail: str, frontend: Frontend) -> str | None:
+    """What the whole answer must follow: calls that are promised, else the content's `form`."""
+    try:
+        if form is None or use.forced:
+            return tool_grammar(frontend.answer_format, use, prompt_tail=prompt_tail, compiler=frontend.grammars)
+        return frontend.grammars.check(frontend.answer_format.after_reasoning(form, prompt_tail=prompt_tail))
+    except ValueError as error:
+        raise BadRequest(str(error), param="tools" if form is None or use.forced else "response_format") from error
+
+
+def render_prompt(request: ChatCompletionRequest, frontend: Frontend) -> str:
+    """The prompt's text; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
     tools = [tool.model_dump(exclude_unset=True) for tool in request.tools] if request.tool_choice != "none" else []
     messages = [message.for_template() for message in request.messages]
     begin_turn = request.add_generation_prompt and not request.continue_final_message
-    text = processor.render_chat(messages, tools or None, begin_turn, **request.template_variables)
+    processor, variables = frontend.processor, request.template_variables
+    if request.chat_template is None:
+        text = processor.render_chat(messages, tools or None, begin_turn, **variables)
+    elif frontend.config.server_config.trust_request_chat_template:
+        text = processor.render_chat_with(request.chat_template, messages, tools or None, begin_turn, variables)
+    else:
+        raise BadRequest(
+            "chat_template is set, but this server takes no templates from requests; leave it out, or start it "
+            "with --trust-request-chat-template",
+            param="chat_template",
+        )
     if not request.continue_final_message:
         return text
     # Templates may strip a message's text; whatever they write behind it ends the turn.
@@ -84,8 +115,8 @@ def _render(request: ChatCompletionRequest, processor: InputOutputProcessor) -> 
 def _in_chat_terms(error: InvalidRequest, request: ChatCompletionRequest) -> BadRequest:
     """`error` with the names that its fields have in this endpoint."""
     if error.param == "prompt":
-        return BadRequest(f"messages are not accepted: their {error}", param="messages")
+        return refusal(error, f"messages are not accepted: their {error}", "messages")
     if error.param == "max_tokens" and request.max_completion_tokens is not None:
         renamed = str(error).replace("max_tokens", "max_completion_tokens")
-        return BadRequest(renamed, param="max_completion_tokens")
-    return BadRequest(str(error), param=error.param)
+        return refusal(error, renamed, "max_completion_tokens")
+    return refusal(error)

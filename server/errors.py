@@ -4,13 +4,15 @@ Raised anywhere in `server/`; `install` hooks the handler into the application.
 """
 
 import logging
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
-from engine.io_processor import InvalidRequest
+from engine.io_processor import DoesNotFit, InvalidRequest
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,26 @@ class BadRequest(ApiError):
     type = "invalid_request_error"
 
 
+class ContextLengthExceeded(BadRequest):
+    """Prompt and completion are longer than the model's context, or than the cache holds."""
+
+    code = "context_length_exceeded"
+
+
+class InvalidApiKey(BadRequest):
+    """The request brought no key of this server's: 401."""
+
+    status = 401
+    code = "invalid_api_key"
+    headers = {"WWW-Authenticate": "Bearer"}  # noqa: RUF012
+
+
+class UnsupportedMediaType(BadRequest):
+    """The body says that it is no JSON: 415."""
+
+    status = 415
+
+
 class ModelNotFound(BadRequest):
     """This server serves no model of that name."""
 
@@ -95,6 +117,27 @@ class EngineError(ApiError):
     code = "engine_error"
 
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+_ELSEWHERE = {
+    "embeddings": "embeddings",
+    "audio": "speech",
+    "images": "images",
+    "videos": "videos",
+    "moderations": "moderation",
+    "files": "files",
+    "uploads": "files",
+    "batches": "batches",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants",
+    "threads": "assistants",
+    "vector_stores": "vector stores",
+    "realtime": "real-time sessions",
+    "conversations": "stored conversations",
+}
+"""Parts of OpenAI's paths that this server has nothing of, and what they are for."""
+
+
 def install(app: FastAPI) -> None:
     """Make `app` answer every exception through `answer`."""
     for kind in (ApiError, InvalidRequest, HTTPException, ClientDisconnect, Exception):
@@ -105,26 +148,50 @@ async def answer(request: Request, error: Exception) -> Response:
     """The response to a request that ended in `error`."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    told = _as_api_error(request, error)
-    return Response(told.body(), told.status, told.headers, media_type="application/json")
+    return as_response(_as_api_error(request, error))
+
+
+def as_response(error: ApiError) -> Response:
+    """The answer that tells `error`."""
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+def refusal(error: InvalidRequest, message: str | None = None, param: str | None = None) -> BadRequest:
+    """The answer to a request that cannot run: what `error` says, unless the endpoint has its own words for it."""
+    kind = ContextLengthExceeded if isinstance(error, DoesNotFit) else BadRequest
+    return kind(message or str(error), param=param or error.param)
 
 
 def _as_api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return BadRequest(str(error), param=error.param)
+        return refusal(error)
     if isinstance(error, HTTPException):
-        return RouteError(error.status_code, _route_sentence(request, error), dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _allowed_methods(request)
+        return RouteError(error.status_code, _route_sentence(request, error, headers), headers)
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return ApiError("the server failed on this request; its log says why")
 
 
-def _route_sentence(request: Request, error: HTTPException) -> str:
+def _allowed_methods(request: Request) -> str:
+    """Methods that the path takes: the framework names those of one route, and a path may have several."""
+    app: FastAPI = request.app
+    routes = [route for route in (*getattr(app.state, "routes", ()), *app.router.routes) if isinstance(route, Route)]
+    path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
+    methods = {method for route in routes if route.path == path for method in route.methods or ()}
+    return ", ".join(sorted(methods, key=_METHODS.index))
+
+
+def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:
     path = request.url.path
     if error.status_code == 404:
+        part = path.removeprefix("/v1/").partition("/")[0]
+        if path.startswith("/v1/") and part in _ELSEWHERE:
+            return f"{path} is of OpenAI's API for {_ELSEWHERE[part]}, which this server does not have; see /docs"
         return f"{path} is not a path of this server; /docs lists them"
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        return f"{path} does not take {request.method}; use {allowed}"
+        return f"{path} does not take {request.method}; use {headers['Allow']}"
     return str(error.detail)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from starlette.requests import Request
 
@@ -15,9 +16,12 @@ from engine.chat_template import ChatTemplate
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.core_manager import CoreManager, EngineDeadError
+from engine.generation_config import GenerationDefaults
 from engine.io_processor import InputOutputProcessor
+from engine.structured.compile import GrammarCompiler
 from engine.tokenizer import Tokenizer
 from models.errors import CheckpointError
+from server.answers.answer_format import AnswerFormat
 from server.errors import ModelNotFound, NotReady
 from server.metrics import Metrics
 from server.streams import Hub
@@ -42,13 +46,21 @@ class Frontend:
         """Why the server cannot go on; None while it can."""
         self._core = core
         self._processor: InputOutputProcessor | None = None
+        self._answer_format: AnswerFormat | None = None
+        self._grammars: GrammarCompiler | None = None
         self._closing = False
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
         """Load tokenizer and chat template while the core loads the model; then serve; `on_ready` hears the names."""
         self._core.attach(asyncio.get_running_loop(), self.hub.receive)
+        parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         try:
-            tokenizer, template = await asyncio.to_thread(_load_text_side, self.config.model)
+            AnswerFormat.check_names(*parsers)
+        except ValueError as error:
+            self.failure = str(error)
+            return
+        try:
+            tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, self.config)
             ready = await self._core.wait_ready_async()
         except (CheckpointError, EngineDeadError) as error:
             self.failure = str(error)
@@ -57,13 +69,21 @@ class Frontend:
             _log.exception("start-up failed")
             self.failure = f"the tokenizer could not be loaded: {type(error).__name__}: {error}"
             return
-        self._processor = InputOutputProcessor(tokenizer, template, ready.model)
+        self._answer_format = AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers)
+        self._processor = InputOutputProcessor(tokenizer, template, ready.model, defaults)
+        self._grammars = GrammarCompiler(
+            max_bytes=self.config.server_config.max_grammar_bytes,
+            vocab_size=ready.model.vocab_size,
+            special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
+        )
         on_ready(self.model_names)
 
     def close(self) -> None:
         """Take no more requests and end the live ones with an error."""
         self._closing = True
         self.hub.fail_all(NotReady("the server is shutting down; send the request again later"))
+        if self._grammars is not None:
+            self._grammars.close()
 
     @property
     def why_ended(self) -> str | None:
@@ -82,6 +102,20 @@ class Frontend:
         if self._processor is None:
             raise NotReady("the model is still loading; try again in a moment")
         return self._processor
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and tool calls. Raises `NotReady` unless requests can be served."""
+        if self._answer_format is None:
+            raise NotReady("the model is still loading; try again in a moment")
+        return self._answer_format
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Checks the grammars of requests. Raises `NotReady` unless requests can be served."""
+        if self._grammars is None:
+            raise NotReady("the model is still loading; try again in a moment")
+        return self._grammars
 
     @property
     def max_model_len(self) -> int | None:
@@ -103,6 +137,11 @@ def of(request: Request) -> Frontend:
     return frontend
 
 
-def _load_text_side(model: str | None) -> tuple[Tokenizer, ChatTemplate | None]:
-    checkpoint = resolve_checkpoint(model)
-    return Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
+def _load_text_side(config: Config) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:
+    checkpoint = resolve_checkpoint(config.model)
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    defaults = GenerationDefaults.load(config.generation_config, checkpoint)
+    file = config.server_config.chat_template
+    if file is not None:
+        return tokenizer, ChatTemplate.from_file(Path(file), checkpoint), defaults
+    return tokenizer, ChatTemplate.from_checkpoint(checkpoint), defaults

@@ -6,14 +6,14 @@ Called by the completions and chat routes with prompts that are validated and to
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.messages import AddRequest
-from engine.request_state import RequestState
+from engine.request_state import RequestDelta, RequestState
 from engine.sampling_params import SamplingParams
 from server.errors import ApiError, BadRequest, EngineError
 from server.frontend import Frontend
@@ -27,6 +27,12 @@ _log = logging.getLogger(__name__)
 MAX_SEQUENCES = 2048
 """Most sequences one request may fan out to."""
 
+MAX_PROMPT_LOGPROBS = 2**22
+"""Most log probabilities of prompts that one request is told: some hundred megabytes of text."""
+
+_MANY_LOGPROBS = 4096
+"""Log probabilities above this are written in a thread, so that the streams of others go on meanwhile."""
+
 
 def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> None:
     """Raise `BadRequest` for what this server's configuration does not allow."""
@@ -38,9 +44,12 @@ def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> N
             f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
             param="stop",
         )
-    if prompts * request.n > MAX_SEQUENCES:
+    each = request.sequences_per_prompt
+    if each > limits.max_n:
+        raise BadRequest(f"best_of is {each}; it must be at most {limits.max_n} (max_n)", param="best_of")
+    if prompts * each > MAX_SEQUENCES:
         raise BadRequest(
-            f"prompt holds {prompts} prompts of {request.n} choices each; a request may have at most "
+            f"prompt holds {prompts} prompts of {each} choices each; a request may have at most "
             f"{MAX_SEQUENCES} choices in all",
             param="prompt",
         )
@@ -58,14 +67,25 @@ class Generation:
         n: int,
         arrival_time: float,
         visible_token_ids: frozenset[int] = frozenset(),
+        best_of: int | None = None,
     ) -> None:
         """`prompts` are requests for one sequence each; every one is run `n` times.
 
-        The texts show `visible_token_ids` even where they skip special tokens.
+        The texts show `visible_token_ids` even where they skip special tokens. With `best_of`, it is run so many
+        times, and answered with the `n` choices of the highest mean log probability; the parameters must ask for it.
         """
+        told = n * sum(_num_prompt_logprobs(prompt) for prompt in prompts)
+        if told > MAX_PROMPT_LOGPROBS:
+            raise BadRequest(
+                f"the prompts have {told} log probabilities to be told, of each token and its alternatives for each "
+                f"choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
+                param="logprobs",
+            )
+        self._writes_much = told > _MANY_LOGPROBS
         ids = frontend.hub.new_ids()
         self._hub = frontend.hub
-        self._n = n
+        self._kept = n
+        self._n = n = best_of or n
         self._arrival_time = arrival_time
         self._requests: list[AddRequest] = []
         self._states: list[RequestState] = []
@@ -76,13 +96,13 @@ class Generation:
                 state = frontend.processor.start(request, arrival_time, visible_token_ids)
                 self._states.append(state)
                 self._requests.append(
-                    msgspec.structs.replace(prompt, request_id=id, sampling_params=seeded(params, choice))
+                    msgspec.structs.replace(prompt, request_id=id, sampling_params=_for_choice(params, choice))
                 )
 
     async def respond(self, http: Request, renderer: Renderer, *, stream: bool) -> Response:
         """The response, which runs the sequences. They are aborted as soon as the client is gone."""
         if stream:
-            events = self._events(renderer)
+            events = self.events(renderer)
             return EventStream(events)
         results = Results(len(self._states))
         try:
@@ -90,10 +110,16 @@ class Generation:
             await _unless_disconnected(http, results)
         finally:
             self._end(renderer.head.id)
-        answer = renderer.whole(self._states, self._usage())
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        if self._writes_much:
+            content = await asyncio.to_thread(self._whole, renderer)
+        else:
+            content = self._whole(renderer)
+        return Response(content, media_type="application/json")
 
-    async def _events(self, renderer: Renderer) -> AsyncIterator[bytes]:
+    def _whole(self, renderer: Renderer) -> bytes:
+        return msgspec.json.encode(renderer.whole(self._answered(), self._usage()))
+
+    async def events(self, renderer: Renderer) -> AsyncIterator[bytes]:
         """The stream's events, as many as have arrived at a time. What fails becomes its last event."""
         stream = DeltaStream()
         try:
@@ -103,11 +129,15 @@ class Generation:
             remaining = len(self._states)
             while True:
                 deltas = await stream.take()
-                events = [renderer.chunk(index, delta) for index, delta in deltas.items()]
+                if self._writes_much:
+                    events = await asyncio.to_thread(_chunks, renderer, deltas)
+                else:
+                    events = _chunks(renderer, deltas)
                 remaining -= sum(delta.finished for delta in deltas.values())
                 if not remaining:
                     break
-                yield b"".join(events)
+                if told := b"".join(events):
+                    yield told
             yield b"".join((*events, renderer.closing(self._usage())))
         except ApiError as error:
             yield renderer.failure(error)
@@ -116,6 +146,18 @@ class Generation:
             yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
             self._end(renderer.head.id)
+
+    def _answered(self) -> list[RequestState]:
+        """The choices to answer with; each knows its prompt's log probabilities, which only the first asked for."""
+        answered: list[RequestState] = []
+        for first in range(0, len(self._states), self._n):
+            choices = self._states[first : first + self._n]
+            for state in choices:
+                state.prompt_logprobs = choices[0].prompt_logprobs
+            if self._kept < self._n:
+                choices = sorted(choices, key=_mean_logprob, reverse=True)[: self._kept]
+            answered += choices
+        return answered
 
     def _usage(self) -> Usage:
         """A prompt counts once, however many choices it has."""
@@ -138,9 +180,31 @@ class Generation:
         )
 
 
+def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[bytes]:
+    return [renderer.chunk(index, delta) for index, delta in deltas.items()]
+
+
+def _num_prompt_logprobs(prompt: AddRequest) -> int:
+    """Log probabilities to tell of a prompt: its tokens' and their alternatives'."""
+    alternatives = prompt.sampling_params.prompt_logprobs
+    return 0 if alternatives is None else len(prompt.prompt_token_ids) * (1 + alternatives)
+
+
 def _for_core(params: SamplingParams) -> SamplingParams:
     """`params` without stop strings: they are the front end's, and may be megabytes for each of many choices."""
     return msgspec.structs.replace(params, stop_strings=None) if params.stop_strings else params
+
+
+def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """`params` for choice number `choice` of a prompt, which is read for its log probabilities once."""
+    if choice and params.prompt_logprobs is not None:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)
+    return seeded(params, choice)
+
+
+def _mean_logprob(state: RequestState) -> float:
+    logprobs = state.logprobs or ()
+    return sum(token.logprob for token in logprobs) / max(1, len(logprobs))
 
 
 async def _unless_disconnected(http: Request, results: Results) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 
 import uvicorn
@@ -10,6 +11,7 @@ from sse_starlette.sse import AppStatus
 from engine.config import Config
 from engine.core_manager import CoreManager
 from server.app import create_app
+from server.auth import KeyRing
 from server.frontend import Frontend
 from server.http_protocol import HttpProtocol
 
@@ -21,10 +23,15 @@ _SHUTDOWN_SECONDS = 5
 
 
 def serve(
-    config: Config, core: CoreManager, listener: socket.socket, on_ready: Callable[[tuple[str, ...]], object]
+    config: Config,
+    core: CoreManager,
+    listener: socket.socket,
+    on_ready: Callable[[tuple[str, ...]], object],
+    keys: KeyRing,
+    tls: ssl.SSLContext | None,
 ) -> str | None:
     """Serve on `listener`; why that ended, as a sentence, or None if a signal did. Then raises `KeyboardInterrupt`."""
-    app = create_app(config, core, on_ready)
+    app = create_app(config, core, on_ready, keys)
     frontend: Frontend = app.state.frontend
     # Streams end through the front end, with an event that says why, and not by sse-starlette's cancellation.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
@@ -39,6 +46,7 @@ def serve(
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
     _Server(settings, frontend).run(sockets=[listener])
     return frontend.why_ended

@@ -9,6 +9,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.errors import ApiError, BadRequest
+from server.request_id import HEADER, new_request_id
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Longest run of bytes that may be no body: request line and headers, or the trailers of a chunked body."""
@@ -55,6 +56,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             body = error.body()
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
-            head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            head += f"Content-Length: {len(body)}\r\n{HEADER}: {new_request_id()}\r\nConnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         self.transport.close()

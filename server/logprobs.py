@@ -1,11 +1,12 @@
 """Log probabilities in OpenAI's two forms, from the engine's token ids. Called by `server.generation`."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.messages import TokenLogprobs
 from engine.tokenizer import Tokenizer
 from server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from server.protocol.common import PromptLogprobs, PromptTokenLogprob
 from server.protocol.completions import CompletionLogprobs
 
 _LOWEST = -9999.0
@@ -20,22 +21,47 @@ class CompletionLogprobsWriter:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
+        self._at_start = False
+        """Whether the next token shown begins the text, where some decoders drop a leading space."""
         self._decode = _Utf8Decoder("replace").decode
 
+    def write_prompt(
+        self, text: str, first: int, positions: Iterable[TokenLogprobs], count: int
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt, `text`: its first token, which has none, and the others with `count` alternatives."""
+        written = CompletionLogprobs([self._name(first)], [None], [None], [0])
+        self._at_start = True
+        self._advance(first)
+        for position in positions:
+            self._add(written, position, count)
+        self._offset = len(text)
+        self._at_start = False
+        self._decode(b"", True)
+        return written
+
     def write(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
-        """The next tokens' log probabilities."""
+        """The next generated tokens' log probabilities."""
         written = CompletionLogprobs([], [], [], [])
         for position in positions:
-            token = self._name(position.token_id)
-            logprob = max(position.logprob, _LOWEST)
-            top = {self._name(id): max(value, _LOWEST) for id, value in _alternatives(position)}
-            written.tokens.append(token)
-            written.token_logprobs.append(logprob)
-            written.top_logprobs.append({**top, token: logprob})
-            written.text_offset.append(self._offset)
-            if position.token_id not in self._hidden:
-                self._offset += len(self._decode(self._tokenizer.token_bytes(position.token_id)))
+            self._add(written, position, len(position.top_ids))
         return written
+
+    def _add(self, written: CompletionLogprobs, position: TokenLogprobs, count: int) -> None:
+        token = self._name(position.token_id)
+        logprob = max(position.logprob, _LOWEST)
+        top = {self._name(id): max(value, _LOWEST) for id, value in _alternatives(position, count)}
+        written.tokens.append(token)
+        written.token_logprobs.append(logprob)
+        written.top_logprobs.append({**top, token: logprob})
+        written.text_offset.append(self._offset)
+        self._advance(position.token_id)
+
+    def _advance(self, token_id: int) -> None:
+        """Count the characters that a token shows."""
+        if token_id not in self._hidden:
+            spelled = self._tokenizer.first_token_bytes if self._at_start else self._tokenizer.token_bytes
+            self._offset += len(self._decode(spelled(token_id)))
+            self._at_start = False
 
     def _name(self, token_id: int) -> str:
         """The token's text; one that is no whole characters is spelled by its bytes, so that names differ."""
@@ -46,13 +72,29 @@ class CompletionLogprobsWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
+def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], count: int) -> PromptLogprobs:
+    """Log probabilities of a prompt, of which `positions` are all tokens but the first, with `count` alternatives."""
+    return [None, *(_candidates(tokenizer, position, count) for position in positions)]
+
+
+def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> dict[int, PromptTokenLogprob]:
+    own = {position.token_id: (position.logprob, position.rank)}
+    likeliest = enumerate(_alternatives(position, count), 1)
+    candidates = own | {id: (logprob, rank) for rank, (id, logprob) in likeliest}
+    return {
+        id: PromptTokenLogprob(max(logprob, _LOWEST), rank, tokenizer.token_text(id))
+        for id, (logprob, rank) in candidates.items()
+    }
+
+
 def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs]) -> ChatLogprobs:
     """Log probabilities of a chat answer's tokens."""
     return ChatLogprobs([_chat_token(tokenizer, position) for position in positions])
 
 
 def _chat_token(tokenizer: Tokenizer, position: TokenLogprobs) -> TokenLogprob:
-    top = [TopLogprob(*_spelled(tokenizer, id, logprob)) for id, logprob in _alternatives(position)]
+    alternatives = _alternatives(position, len(position.top_ids))
+    top = [TopLogprob(*_spelled(tokenizer, id, logprob)) for id, logprob in alternatives]
     return TokenLogprob(*_spelled(tokenizer, position.token_id, position.logprob), top)
 
 
@@ -61,5 +103,5 @@ def _spelled(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, 
     return spelled.decode(errors="replace"), max(logprob, _LOWEST), list(spelled)
 
 
-def _alternatives(position: TokenLogprobs) -> Iterable[tuple[int, float]]:
-    return zip(position.top_ids, position.top_logprobs, strict=True)
+def _alternatives(position: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
+    return list(zip(position.top_ids, position.top_logprobs, strict=True))[:count]

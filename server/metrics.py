@@ -96,6 +96,9 @@ class Metrics:
     def finished(self, state: RequestState, reason: str) -> None:
         """A request ended, with one of `FINISH_REASONS`."""
         self._finished[reason].inc()
+        if reason == "length" and not state.token_ids:
+            # Nothing was to be generated, so no first token told of the prompt.
+            self._prompt_tokens.inc(state.num_prompt_tokens)
         self._duration.observe(state.last_time - state.arrival_time)
         if len(state.token_ids) > 1:
             self._tpot.observe(state.tpot)

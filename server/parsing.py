@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from engine.config import ServerConfig
-from server.errors import BadRequest, BodyTooLarge
+from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 from server.protocol.rules import RequestModel
 
 Model = TypeVar("Model", bound=RequestModel)
@@ -27,10 +27,12 @@ _NOUNS = {
     "string_type": "a string",
 }
 _SHOWN_CHARACTERS = 60
+_JSON = "application/json"
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
-    """The validated body of `request`. Raises `BadRequest` and `BodyTooLarge`."""
+    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
+    _check_media_type(request.headers.get("content-type"))
     body = await read_body(request, limits.max_request_bytes)
     return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
 
@@ -48,12 +50,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
+def _check_media_type(content_type: str | None) -> None:
+    """Refuse what says that it is no JSON. What says nothing is taken for it."""
+    media_type = (content_type or _JSON).partition(";")[0].strip().lower()
+    if media_type != _JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
+        raise UnsupportedMediaType(
+            f"Content-Type is {media_type[:_SHOWN_CHARACTERS]}; it must be {_JSON} (curl: -H 'Content-Type: {_JSON}')"
+        )
+
+
 def _refuse_size(what: str, max_bytes: int) -> NoReturn:
     raise BodyTooLarge(f"the request body {what}; this server takes at most {max_bytes} bytes (max_request_bytes)")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """`body` as a JSON object, whatever its content type says. Raises `BadRequest`."""
+    """`body` as a JSON object. Raises `BadRequest`."""
     if not body.strip():
         raise BadRequest("the request body is empty; send a JSON object")
     try:

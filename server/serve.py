@@ -4,7 +4,9 @@ Imports little: the core is started first, and loads torch while this process lo
 """
 
 import errno
+import functools
 import logging
+import os
 import signal
 import socket
 import sys
@@ -14,6 +16,12 @@ from importlib.metadata import version
 from engine.config import Config, ServerConfig
 from engine.core_manager import CoreManager
 from engine.lifetime import name_process
+from server.auth import KeyRing
+from server.command_line import hide
+from server.request_id import REQUEST_ID
+from server.tls import tls_context
+
+_log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 
@@ -30,11 +38,11 @@ def run(config: Config) -> int:
 
 def _run(config: Config, started: float) -> int:
     name_process("kaon-api")
-    logging.basicConfig(
-        level=config.server_config.log_level.upper(), format="kaon-api %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    _set_up_logging(config.server_config)
     try:
+        keys = KeyRing.of(config.server_config)
+        config = _without_keys(config)
+        tls = tls_context(config.server_config)
         listener = _listen(config.server_config)
         core = CoreManager(config)
     except (OSError, ValueError) as error:
@@ -42,13 +50,38 @@ def _run(config: Config, started: float) -> int:
     try:
         from server.http import serve
 
-        url = _url(listener)
-        ended = serve(config, core, listener, lambda names: _announce(names, url, time.monotonic() - started))
+        url = _url(listener, "http" if tls is None else "https")
+        announce = functools.partial(_announce, url=url, started=started)
+        ended = serve(config, core, listener, announce, keys, tls)
         return 0 if ended is None else _fail(ended)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         core.shutdown()
+
+
+def _without_keys(config: Config) -> Config:
+    """`config` as everything else may see it: the keys are in a `KeyRing`, and the core needs none."""
+    os.environ.pop("KAON_API_KEY", None)
+    if config.server_config.api_key:
+        try:
+            hide(key.get_secret_value() for key in config.server_config.api_key)
+        except OSError as error:
+            _log.warning("an API key given as a flag stays visible in the list of processes: %s", error)
+    return config.model_copy(update={"server_config": config.server_config.model_copy(update={"api_key": ()})})
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    def name_request(record: logging.LogRecord) -> bool:
+        request_id = REQUEST_ID.get()
+        record.request = "" if request_id is None else f" [{request_id}]"
+        return True
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("kaon-api %(levelname)s %(name)s: %(message)s%(request)s"))
+    handler.addFilter(name_request)
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -65,14 +98,15 @@ def _listen(config: ServerConfig) -> socket.socket:
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error
 
 
-def _announce(names: tuple[str, ...], url: str, seconds: float) -> None:
+def _announce(names: tuple[str, ...], url: str, started: float) -> None:
+    seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {version('kaon')} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
     sys.stdout.flush()
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _fail(why: str) -> int:

@@ -79,7 +79,8 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
             flags = [CONFIG_FLAG, *(setting.flag for setting in SETTINGS)]
             raise SettingsError(f"{word} is not a flag{nearest(word, flags) or '; kaon serve --help lists them'}")
         raise SettingsError(f"one MODEL can be served, and {word} is a second one")
-    return vars(known)
+    # A list may be given in pieces: each may be a list itself, as everywhere else.
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(known).items()}
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -114,7 +115,8 @@ def _add_argument(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=help)
     else:
         metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type_name.upper()
-        group.add_argument(setting.flag, metavar=metavar, help=help)
+        action = "append" if get_origin(setting.kind) is tuple else "store"
+        group.add_argument(setting.flag, metavar=metavar, action=action, help=help)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -199,7 +201,8 @@ def _sentence(error: ValidationError, given: Mapping[str, Any], spelled: Mapping
     message = re.sub(r"^\w+ should", f"{subject} must", first["msg"].partition(", unable to")[0]).replace(
         "tuple", "list"
     )
-    return f"{spelled[name]} is {_shown(given[name])}; {message}"
+    value = "a secret" if _BY_NAME[name].secret else _shown(given[name])
+    return f"{spelled[name]} is {value}; {message}"
 
 
 def _shown(value: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from engine.config import Config, Section
@@ -65,9 +66,16 @@ class Setting:
         if self.optional:
             return "off"
         value = self.field.default
-        if value is None or value == ():
+        if value is None or value in ((), ""):
             return None
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
         return str(value).lower() if isinstance(value, bool) else str(value)
+
+    @property
+    def secret(self) -> bool:
+        """Whether its values must not be shown."""
+        return SecretStr in map(_bare, get_args(self.kind))
 
     @property
     def meaning(self) -> str:
@@ -98,7 +106,7 @@ def _leaves(section: type[Section], path: tuple[str, ...], *, optional: bool) ->
 
 def _word(kind: Any) -> str:
     bare: type = _bare(kind)
-    return "text" if bare is str else bare.__name__
+    return "text" if bare in (str, SecretStr) else bare.__name__
 
 
 def _bare(annotation: Any) -> Any:

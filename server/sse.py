@@ -36,11 +36,28 @@ class PreparedFrames:
     """What every chunk of a stream repeats, and the stream's end."""
 
     object: str
+    plain: bytes
+    """The end of a choice that has nothing but its text."""
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
+    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
+        """With `counted_from`, the prompts' tokens, each chunk tells the usage so far, which `count` keeps."""
         self._head = b"data: " + encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
         self._include_usage = include_usage
-        self._close = (b'],"usage":null' if include_usage else b"]") + _END
+        self._prompt_tokens = counted_from
+        self._completion_tokens = 0
+        self._close_with(b'],"usage":null' if include_usage else b"]")
+        self.count(0)
+
+    def count(self, completion_tokens: int) -> None:
+        """The chunks to come tell of so many more tokens, where they tell the usage."""
+        if self._prompt_tokens is not None:
+            self._completion_tokens += completion_tokens
+            told = (self._prompt_tokens, self._completion_tokens, self._prompt_tokens + self._completion_tokens)
+            self._close_with(b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % told)
+
+    def _close_with(self, members: bytes) -> None:
+        self._close = members + _END
+        self._plain_end = self.plain + self._close
 
     def closing(self, usage: Usage) -> bytes:
         """The end of the stream; before it, if it was asked for, the event without choices that tells the usage."""
@@ -53,20 +70,28 @@ class CompletionFrames(PreparedFrames):
     """Chunks of `/v1/completions`."""
 
     object = "text_completion"
+    plain = b',"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
-        super().__init__(head, include_usage=include_usage)
-        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._close
+    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
+        super().__init__(head, include_usage=include_usage, counted_from=counted_from)
         self._open: dict[int, bytes] = {}
         """Each choice's chunk up to its text."""
 
-    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
+    def delta(
+        self,
+        index: int,
+        text: str,
+        logprobs: msgspec.Struct | None,
+        finish_reason: str | None,
+        members: bytes = b"",
+    ) -> bytes:
+        """The event of what choice `index` gained; `members` are further ones, each with a comma in front."""
         opening = self._open.get(index)
         if opening is None:
             opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
-        if logprobs is None and finish_reason is None:
+        if logprobs is None and finish_reason is None and not members:
             return b"".join((opening, encode(text), self._plain_end))
-        return b"".join((opening, encode(text), ending(logprobs, finish_reason), self._close))
+        return b"".join((opening, encode(text), members, ending(logprobs, finish_reason), self._close))
 
 
 def error_event(body: bytes) -> bytes:

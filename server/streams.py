@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from engine.core_manager import EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.request_state import RequestDelta, RequestState
-from server.errors import ApiError, EngineError
+from server.errors import ApiError, BadRequest, EngineError
 from server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -109,9 +109,15 @@ class Hub:
             if state.stopped_early:
                 ended_early.append(state.request_id)
             if delta.finish_reason in ("abort", "error"):
-                live.consumer.fail(EngineError(delta.error or "the engine aborted this request"))
+                live.consumer.fail(_why_failed(output))
                 return
         live.consumer.put(live.place, delta)
+
+
+def _why_failed(output: RequestOutput) -> ApiError:
+    if output.bad_request and output.error is not None:
+        return BadRequest(output.error)
+    return EngineError(output.error or "the engine aborted this request")
 
 
 class DeltaStream:
@@ -119,6 +125,8 @@ class DeltaStream:
 
     def __init__(self) -> None:
         self._pending: dict[int, RequestDelta] = {}
+        self._silent: dict[int, RequestDelta] = {}
+        """Deltas without text: they go with the sequence's next one."""
         self._error: ApiError | None = None
         self._arrived = asyncio.Event()
 
@@ -127,9 +135,14 @@ class DeltaStream:
         waiting = self._pending.get(index)
         if waiting is not None:
             self._pending[index] = _merge(waiting, delta)
-        elif delta.text or delta.finished or delta.logprobs:
+            return
+        if self._silent and (waiting := self._silent.pop(index, None)) is not None:
+            delta = _merge(waiting, delta)
+        if delta.text or delta.finished or delta.logprobs or delta.prompt_logprobs is not None:
             self._pending[index] = delta
             self._arrived.set()
+        elif delta.token_ids:
+            self._silent[index] = delta
 
     def fail(self, error: ApiError) -> None:
         """Have `take` raise `error` once what came before it is taken."""
@@ -158,6 +171,7 @@ def _merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
         second.finish_reason,
         second.stop_reason,
         second.error,
+        first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
     )
 
 

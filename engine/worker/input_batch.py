@@ -41,7 +41,8 @@ class InputBatch:
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, seed: int) -> None:
         self.block_size = block_size
         try:
-            self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+            # A token is sampled behind a prompt that fills the context too, and then dropped.
+            self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
             self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         except (MemoryError, OverflowError, ValueError) as error:
             raise ValueError(

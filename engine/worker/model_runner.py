@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
+from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from engine.worker.control_groups import available_cores
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory, zeros
 from engine.worker.memory import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
+from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import Sampler
 from models.attention import select_backend
 from models.base import CausalLM
@@ -95,8 +97,10 @@ class ModelRunner:
         """Compute one step and sample a token for each row whose last known token it computes."""
         with torch.inference_mode():
             inputs, metadata = self.prepare_model(batch)
-            logits = self.run_model(inputs, metadata)
-            return self.postprocess(batch, inputs, logits)
+            logits, prompt_logprobs = self.run_model(inputs, metadata, batch.prompt_spans)
+            output = self.postprocess(batch, inputs, logits)
+            output.prompt_logprobs = prompt_logprobs
+            return output
 
     def prepare_model(self, batch: ScheduledBatch) -> tuple[StepInputs, AttentionMetaData]:
         """Bring the rows up to date, and build the step's arrays and the attention backend's metadata."""
@@ -111,17 +115,23 @@ class ModelRunner:
         )
         return inputs, metadata
 
-    def run_model(self, inputs: StepInputs, metadata: AttentionMetaData) -> torch.Tensor:
-        """The logits of the rows that sample a token. # [S, V] float32"""
+    def run_model(
+        self, inputs: StepInputs, metadata: AttentionMetaData, prompt_spans: list[PromptSpan]
+    ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]] | None]:
+        """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32"""
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
         num_rows = len(inputs.query_lens)
         context = Context(positions=positions, is_prefill=inputs.num_decodes < num_rows, batch_size=num_rows)
         with forward_context(metadata, context):
             hidden = self.model(input_ids, positions)  # [T, H]
+            prompt_logprobs = None
+            if prompt_spans:
+                vocab_size = self.model_config.vocab_size
+                prompt_logprobs = read_prompt_logprobs(hidden, self.model.compute_logits, prompt_spans, vocab_size)
             if len(inputs.last_tokens) < len(hidden):
                 hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
-            return self.model.compute_logits(hidden)
+            return self.model.compute_logits(hidden), prompt_logprobs
 
     def postprocess(self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor) -> ScheduledBatchOutput:
         """Sample, keep the tokens for the next step, and report them by sequence."""
@@ -136,8 +146,13 @@ class ModelRunner:
                 f"the model's logits are not finite after {inputs.seq_lens[inputs.sampled_rows[row]]} tokens: the "
                 f"checkpoint is damaged, or its values overflow {self.dtype} and need another dtype"
             )
+        refusals = {ids[row]: reason for row, reason in sampled.refused.items()}
+        for refused in refusals:
+            del token_ids[refused]
         logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
-        return ScheduledBatchOutput(token_ids, logprobs=logprobs or None, errors=errors or None)
+        return ScheduledBatchOutput(
+            token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None
+        )
 
     def _cache_shapes(self, num_blocks: int) -> dict[str, tuple[int, ...]]:
         """Shape of K, and of V, by layer."""

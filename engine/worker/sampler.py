@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 
 from engine.messages import TokenLogprobs
+from engine.structured.masks import MaskedRow, TokenMasks
 from engine.worker.likeliest import argmax, block_view, likeliest
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
+from engine.worker.token_logprobs import token_logprobs
 
 _CDF_BLOCK = 256
 """Tokens whose probabilities are summed in float32 before the running sum in float64."""
@@ -26,36 +28,49 @@ _WIDTHS = (64, 1024)
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A token for each of N rows, except that `broken` rows have none: their logits hold no finite maximum."""
+    """A token for each of N rows, except those that are `broken` or `refused`."""
 
     token_ids: npt.NDArray[np.int64]  # [N]
-    broken: list[int]
     logprobs: dict[int, TokenLogprobs]
     """By row, for those that asked."""
+    broken: list[int]
+    """Rows whose logits hold no finite maximum."""
+    refused: dict[int, str]
+    """Rows whose request leaves no token to sample, and how that comes, as a sentence."""
 
 
 class Sampler:
-    """Chooses tokens: penalties and bias, then argmax, or temperature, top-k, top-p, min-p and one draw."""
+    """Chooses tokens: penalties, bias and masks, then argmax, or temperature, top-k, top-p, min-p and one draw."""
+
+    def __init__(self) -> None:
+        self._masks = TokenMasks()
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         """One token a row. `logits` are overwritten. # [N, V] float32"""
         asked = rows.num_logprobs or {}
         unmodified = logits[list(asked)] if asked else None
         _adjust(logits, rows)
+        refused: dict[int, str] = {}
+        if rows.masked is not None:
+            # The device may still be busy with the model meanwhile.
+            masks, refused = self._masks.fill(rows.masked, logits.shape[-1])
+            _mask(logits, rows.masked, masks)
         tokens = argmax(logits)  # [N]
         peaks = logits.gather(-1, tokens[:, None])  # [N, 1]
         # A NaN counts as a row's maximum, so the maximum tells of every value that would spoil the row.
         finite = peaks[:, 0].isfinite().cpu().numpy()
         broken = np.flatnonzero(~finite).tolist()
         if broken:
+            refused |= _exhausted(broken, peaks, rows)
             logits[broken] = peaks[broken] = 0.0
+            broken = [row for row in broken if row not in refused]
         if rows.random is not None:
             _draw(logits, peaks, tokens, rows.random)
         token_ids: npt.NDArray[np.int64] = tokens.cpu().numpy()
         logprobs = {} if unmodified is None else _logprobs(unmodified, token_ids, asked)
-        for row in broken:
+        for row in (*broken, *refused):
             logprobs.pop(row, None)
-        return SampledTokens(token_ids, broken, logprobs)
+        return SampledTokens(token_ids, logprobs, broken, refused)
 
 
 def _adjust(logits: torch.Tensor, rows: SamplingRows) -> None:
@@ -74,6 +89,45 @@ def _adjust(logits: torch.Tensor, rows: SamplingRows) -> None:
     if rows.bias is not None:
         index, bias = _index_and_values(rows.bias, device)
         logits.index_put_(index, bias, accumulate=True)
+
+
+def _mask(logits: torch.Tensor, masked: list[MaskedRow], masks: npt.NDArray[np.int32]) -> None:
+    """Minus infinity for what a row's mask leaves out, in place. # logits [N, V], masks [len(masked), V / 32]"""
+    vocab_size = logits.shape[-1]
+    if logits.device.type == "cpu":
+        table = logits.numpy()
+        for row, mask in zip((table[each.row] for each in masked), masks, strict=True):
+            allowed = np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+            kept = np.flatnonzero(allowed)
+            if 2 * len(kept) > vocab_size:
+                row[np.flatnonzero(~allowed)] = -np.inf
+            else:
+                values = row[kept]
+                row.fill(-np.inf)
+                row[kept] = values
+        return
+    words = torch.from_numpy(masks).to(logits.device)
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed_ids = (bits & 1).bool().flatten(1)[:, :vocab_size]
+    rows = torch.tensor([each.row for each in masked], device=logits.device)
+    logits[rows] = logits[rows].masked_fill(~allowed_ids, -torch.inf)
+
+
+def _exhausted(broken: list[int], peaks: torch.Tensor, rows: SamplingRows) -> dict[int, str]:
+    """Those of `broken` that have no maximum because their request forbids every token, and with what it does."""
+    exhausted = {}
+    masked = {each.row: each for each in rows.masked or ()}
+    forbidding = set[int]()
+    if rows.bias is not None:
+        forbidding.update(rows.bias.rows[np.isneginf(rows.bias.values)].tolist())
+    for row in broken:
+        fields = masked[row].fields if row in masked else []
+        if row in forbidding:
+            fields = [*fields, "bad_words or min_tokens"]
+        if fields and peaks[row, 0].item() == -torch.inf:
+            together = " together" if len(fields) > 1 else ""
+            exhausted[row] = f"no token is left to sample: {' and '.join(fields)}{together} forbid every one"
+    return exhausted
 
 
 def _index_and_values(
@@ -168,14 +222,4 @@ def _logprobs(
 ) -> dict[int, TokenLogprobs]:
     """Of the chosen token and the likeliest ones, for the rows that asked. # logits [len(asked), V], token_ids [N]"""
     chosen = torch.from_numpy(token_ids[list(asked)]).to(logits.device)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    of_chosen = (logits.gather(-1, chosen[:, None]) - normaliser)[:, 0].tolist()
-    most = min(max(asked.values()), logits.shape[-1])
-    values, ids = likeliest(logits, most) if most else (logits[:, :0], chosen[:, None][:, :0])
-    top_logprobs, top_ids = (values - normaliser).tolist(), ids.tolist()
-    return {
-        row: TokenLogprobs(token, logprob, likeliest_ids[:count], likeliest_logprobs[:count])
-        for (row, count), token, logprob, likeliest_ids, likeliest_logprobs in zip(
-            asked.items(), chosen.tolist(), of_chosen, top_ids, top_logprobs, strict=True
-        )
-    }
+    return dict(zip(asked, token_logprobs(logits, chosen, list(asked.values())), strict=True))

@@ -9,12 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.sequence import Sequence
+from engine.structured.masks import MaskedRow, packed
+from engine.worker.bad_words import BadWords
 from engine.worker.counter_rng import request_key, server_key, uniform
 
 MIN_TEMPERATURE = 1e-5
 """Below it the likeliest token is taken: the limit, without the overflow."""
 
-_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS = (1 << bit for bit in range(7))
+_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK = (
+    1 << bit for bit in range(9)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ class SamplingRows:
     presence: Adjustments | None = None
     frequency: Adjustments | None = None
     bias: Adjustments | None = None
-    """Logit biases, and minus infinity for tokens that may not be sampled yet."""
+    """Logit biases, and minus infinity for tokens that may not be sampled here."""
+    masked: list[MaskedRow] | None = None
+    """Rows that may sample some tokens only."""
     num_logprobs: dict[int, int] | None = None
     """Alternatives asked for, by row."""
 
@@ -68,7 +74,7 @@ class SamplingColumns:
         """`seed` is the server's, for requests without one."""
         self._vocab_size = vocab_size
         self._seed = seed
-        self._needs = np.zeros(max_num_seqs, dtype=np.uint8)
+        self._needs = np.zeros(max_num_seqs, dtype=np.uint16)
         """Which of the features above a slot uses: a step does only what one of its rows needs."""
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -83,6 +89,8 @@ class SamplingColumns:
         """Sequence length from which on the slot's forbidden tokens may be sampled."""
         self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
         self._forbidden: dict[int, npt.NDArray[np.int64]] = {}
+        self._bad_words: dict[int, BadWords] = {}
+        self._masked: dict[int, _Masked] = {}
         self._num_logprobs: dict[int, int] = {}
 
     def write(self, slot: int, seq: Sequence) -> None:
@@ -112,11 +120,17 @@ class SamplingColumns:
             needs |= _BIAS
             ids = np.array(list(params.logit_bias), dtype=np.int64)
             self._bias[slot] = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
-        if params.min_tokens > 0:
+        ends = [token for token in seq.end_tokens if token is not None and token < self._vocab_size]
+        self._min_num_tokens[slot] = seq.num_prompt_tokens + params.min_tokens
+        if params.min_tokens > 0 and seq.matcher is None:
             needs |= _FORBIDDEN
-            ends = [token for token in seq.end_tokens if token is not None and token < self._vocab_size]
             self._forbidden[slot] = np.array(ends, dtype=np.int64)
-            self._min_num_tokens[slot] = seq.num_prompt_tokens + params.min_tokens
+        if params.bad_words:
+            needs |= _BAD_WORDS
+            self._bad_words[slot] = BadWords(params.bad_words)
+        if seq.matcher is not None or params.allowed_token_ids is not None:
+            needs |= _MASK
+            self._masked[slot] = _Masked(seq, ends, self._vocab_size)
         if params.logprobs is not None:
             needs |= _LOGPROBS
             self._num_logprobs[slot] = params.logprobs
@@ -156,12 +170,13 @@ class SamplingColumns:
             repetition=history(_REPETITION, self._repetition, prompt=True),
             presence=history(_PRESENCE, self._presence, prompt=False),
             frequency=history(_FREQUENCY, self._frequency, prompt=False),
-            bias=self._biases(slots, num_tokens, flags) if needs & (_BIAS | _FORBIDDEN) else None,
+            bias=self._biases(slots, num_tokens, tokens, flags) if needs & (_BIAS | _FORBIDDEN | _BAD_WORDS) else None,
+            masked=self._masked_rows(slots, num_tokens, flags) if needs & _MASK else None,
             num_logprobs=self._logprob_rows(slots, flags) if needs & _LOGPROBS else None,
         )
 
     def _random_rows(
-        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
     ) -> RandomRows:
         rows = np.flatnonzero(flags & _RANDOM)
         at = slots[rows]
@@ -177,7 +192,11 @@ class SamplingColumns:
         )
 
     def _biases(
-        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]
+        self,
+        slots: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        flags: npt.NDArray[np.uint16],
     ) -> Adjustments | None:
         changes: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
         for row in np.flatnonzero(flags & _BIAS).tolist():
@@ -186,6 +205,10 @@ class SamplingColumns:
             if num_tokens[row] < self._min_num_tokens[slots[row]]:
                 ids = self._forbidden[int(slots[row])]
                 changes.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
+        for row in np.flatnonzero(flags & _BAD_WORDS).tolist():
+            slot = int(slots[row])
+            ids = self._bad_words[slot].completing(tokens[slot, self._num_prompt_tokens[slot] : num_tokens[row]])
+            changes.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
         if not changes:
             return None
         return Adjustments(
@@ -194,5 +217,34 @@ class SamplingColumns:
             np.concatenate([values for _, _, values in changes]),
         )
 
-    def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint8]) -> dict[int, int]:
+    def _masked_rows(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
+    ) -> list[MaskedRow]:
+        rows = []
+        for row in np.flatnonzero(flags & _MASK).tolist():
+            slot = int(slots[row])
+            rows.append(self._masked[slot].row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
+        return rows
+
+    def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
         return {int(row): self._num_logprobs[int(slots[row])] for row in np.flatnonzero(flags & _LOGPROBS)}
+
+
+class _Masked:
+    """A slot that may sample some tokens only."""
+
+    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_unwanted_eos")
+
+    def __init__(self, seq: Sequence, ends: list[int], vocab_size: int) -> None:
+        allowed = seq.sampling_params.allowed_token_ids
+        self._matcher = seq.matcher
+        self._allowed = None if allowed is None else packed(allowed, vocab_size)
+        self._ends = ends
+        eos = () if seq.matcher is None or not seq.ignore_eos else seq.matcher.eos_token_ids
+        self._unwanted_eos = [token for token in eos if token not in ends]
+        self._late_ends = [*self._unwanted_eos, *ends]
+
+    def row(self, row: int, too_short: bool) -> MaskedRow:
+        """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`."""
+        withheld = self._late_ends if too_short else self._unwanted_eos
+        return MaskedRow(row, self._matcher, self._ends, withheld, self._allowed)

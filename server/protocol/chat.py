@@ -13,23 +13,18 @@ from server.protocol.rules import (
     FewFields,
     Ignored,
     Items,
-    RequestModel,
     Unsupported,
     rule,
     sentence,
 )
+from server.protocol.structured import ResponseFormat
 from server.protocol.tools import ToolChoice, Tools
 
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
-class ResponseFormat(RequestModel):
-    """Form of the answer; this release generates free text only."""
-
-    type: Literal["text"]
-
-
-def _no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
+def no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
+    """Validator of `chat_template_kwargs`."""
     if reserved := sorted(_RESERVED & value.keys()):
         raise rule(f"it must not set {', '.join(reserved)}, which the request itself sets")
     return value
@@ -63,7 +58,7 @@ class ChatCompletionRequest(SamplingFields):
     """Whether an answer may hold several calls."""
 
     response_format: ResponseFormat | None = None
-    """Only `{"type": "text"}` is supported."""
+    """Form of the answer: free text, or JSON of any shape or of a schema's, to which it is held."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
@@ -80,7 +75,10 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool = False
     """Put around the rendered chat what the model's tokenizer puts around a text; most templates write it already."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_no_reserved_names)] = {}  # noqa: RUF012
+    chat_template: str | None = None
+    """A template in place of the model's; only with `--trust-request-chat-template`."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(no_reserved_names)] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
 
     modalities: Items[Literal["text"]] | None = None

@@ -1,4 +1,4 @@
-"""`/v1/models`: what is served."""
+"""`/v1/models`, `/version` and `/`: what is served, and by what."""
 
 from typing import Literal
 
@@ -21,3 +21,19 @@ class ModelList(msgspec.Struct, kw_only=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class Version(msgspec.Struct):
+    """Answer to `GET /version`."""
+
+    version: str
+
+
+class Welcome(msgspec.Struct):
+    """Answer to `GET /`: where to go from there."""
+
+    name: str
+    version: str
+    models: str
+    docs: str
+    openapi: str

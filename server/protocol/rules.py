@@ -21,6 +21,9 @@ NO_CHANGE = "Accepted; changes nothing here."
 MAX_ITEMS = 2048
 """Most items of a list and fields of an object (OpenAI's limit): a body of millions would hold all others up."""
 
+MAX_STOP_CHARACTERS = 4096
+"""Longest stop string: a longer one could only ever match an answer of thousands of tokens."""
+
 Item = TypeVar("Item")
 
 
@@ -81,9 +84,11 @@ def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _no_empty_string(value: list[str]) -> list[str]:
+def _sound_stop_strings(value: list[str]) -> list[str]:
     if "" in value:
         raise rule("each stop string must have at least 1 character")
+    if (longest := max(map(len, value), default=0)) > MAX_STOP_CHARACTERS:
+        raise rule(f"each stop string may have at most {MAX_STOP_CHARACTERS} characters, and one has {longest}")
     return value
 
 
@@ -95,7 +100,7 @@ FewFields = BeforeValidator(_few_fields)
 
 StringOrStrings: TypeAlias = Annotated[
     Items[str],
-    AfterValidator(_no_empty_string),
+    AfterValidator(_sound_stop_strings),
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]
 """One string or several; read as a list."""

@@ -1,4 +1,4 @@
-"""Tools of a request and the choice among them, as `/v1/chat/completions` reads them; `/v1/responses` converts to them.
+"""Tools of a request and the choice among them: `/v1/chat/completions` reads them, `/v1/responses` converts to them.
 
 What the rest of the server asks of a choice, it asks of a `ToolUse`.
 """
@@ -109,28 +109,33 @@ class ToolUse:
     restricted: bool = False
     """Fewer tools may be called than the prompt shows."""
 
+    positions: tuple[int, ...] = ()
+    """Where each tool stands in the request."""
+
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool = True) -> "ToolUse":
         """Raises `ValueError`, one sentence, where `choice` asks for a tool that is not there."""
-        once = not parallel_tool_calls
         if choice == "none":
             return cls(())
+        names = [tool.function.name for tool in tools]
+        once = not parallel_tool_calls
         if choice == "auto":
-            return cls(tuple(tools), once=once)
+            return cls(tuple(tools), once=once, positions=tuple(range(len(tools))))
         if not tools:
             raise ValueError("tool_choice asks for a call, and there are no tools to call; send tools with it")
         if choice == "required":
-            return cls(tuple(tools), forced=True, once=once)
+            return cls(tuple(tools), forced=True, once=once, positions=tuple(range(len(tools))))
         if isinstance(choice, NamedTool):
-            return cls((_named(tools, choice),), forced=True, once=True, restricted=len(tools) > 1)
-        allowed = {name.function.name: _named(tools, name) for name in choice.allowed_tools.tools}
-        forced = choice.allowed_tools.mode == "required"
-        return cls(tuple(allowed.values()), forced, once, restricted=len(allowed) < len(tools))
+            wanted, forced, once = [choice], True, True
+        else:
+            wanted, forced = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
+        positions = tuple(dict.fromkeys(_position(names, each) for each in wanted))
+        allowed = tuple(tools[position] for position in positions)
+        return cls(allowed, forced, once, restricted=len(allowed) < len(tools), positions=positions)
 
 
-def _named(tools: Sequence[Tool], choice: NamedTool) -> Tool:
-    for tool in tools:
-        if tool.function.name == choice.function.name:
-            return tool
-    known = ", ".join(tool.function.name for tool in tools[:20])
-    raise ValueError(f"tool_choice names the function {choice.function.name[:64]!r}; among the tools are {known}")
+def _position(names: list[str], choice: NamedTool) -> int:
+    name = choice.function.name
+    if name not in names:
+        raise ValueError(f"tool_choice names the function {name[:64]!r}; among the tools are {', '.join(names[:20])}")
+    return names.index(name)

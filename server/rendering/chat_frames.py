@@ -13,10 +13,10 @@ class ChatFrames(PreparedFrames):
     """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end."""
 
     object = "chat.completion.chunk"
+    plain = b'},"logprobs":null,"finish_reason":null}'
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool) -> None:
-        super().__init__(head, include_usage=include_usage)
-        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._close
+    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
+        super().__init__(head, include_usage=include_usage, counted_from=counted_from)
         self._open: dict[int, bytes] = {}
         """Each begun choice's chunk up to what its delta holds."""
 

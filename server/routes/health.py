@@ -1,25 +1,30 @@
-"""`/livez`, `/readyz`, `/health`, `/metrics` and `/version`: for orchestrators, scrapers and people."""
+"""`/livez`, `/readyz`, `/health`, `/ping`, `/metrics` and `/version`: for orchestrators, scrapers and people."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server import frontend as frontends
+from server.json_answer import as_json
+from server.openapi import answers, answers_text
+from server.protocol.models import Version
 
 router = APIRouter()
 
 
 @router.head("/livez", include_in_schema=False)
-@router.get("/livez", response_class=PlainTextResponse)
+@router.get("/livez", **answers_text())
 async def live() -> Response:
     """200 while the process answers."""
     return PlainTextResponse("ok\n")
 
 
+@router.head("/ping", include_in_schema=False)
 @router.head("/health", include_in_schema=False)
 @router.head("/readyz", include_in_schema=False)
-@router.get("/health", response_class=PlainTextResponse)
-@router.get("/readyz", response_class=PlainTextResponse)
+@router.get("/ping", **answers_text())
+@router.get("/health", **answers_text())
+@router.get("/readyz", **answers_text())
 async def ready(http: Request) -> Response:
     """200 while requests are served; 503 with the reason while the model loads, and when the engine is gone."""
     _ = frontends.of(http).processor
@@ -27,14 +32,14 @@ async def ready(http: Request) -> Response:
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", **answers_text())
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
     return Response(frontends.of(http).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.head("/version", include_in_schema=False)
-@router.get("/version")
-async def version(http: Request) -> dict[str, str]:
+@router.get("/version", **answers(Version))
+async def version(http: Request) -> Response:
     """The server's version."""
-    return {"version": frontends.of(http).version}
+    return as_json(Version(frontends.of(http).version))

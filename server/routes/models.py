@@ -1,10 +1,10 @@
 """`GET /v1/models` and `GET /v1/models/{id}`."""
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from server import frontend as frontends
 from server.frontend import Frontend
+from server.json_answer import as_json
 from server.openapi import answers
 from server.protocol.models import Model, ModelList
 
@@ -16,7 +16,7 @@ router = APIRouter()
 async def list_models(http: Request) -> Response:
     """The names under which the model is served."""
     frontend = frontends.of(http)
-    return _json(ModelList(data=[_model(name, frontend) for name in frontend.model_names]))
+    return as_json(ModelList(data=[_model(name, frontend) for name in frontend.model_names]))
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
@@ -25,12 +25,8 @@ async def retrieve_model(http: Request, model: str) -> Response:
     """One of these names."""
     frontend = frontends.of(http)
     frontend.check_model(model)
-    return _json(_model(model, frontend))
+    return as_json(_model(model, frontend))
 
 
 def _model(name: str, frontend: Frontend) -> Model:
     return Model(id=name, created=frontend.created, max_model_len=frontend.max_model_len)
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")

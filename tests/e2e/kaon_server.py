@@ -66,7 +66,7 @@ class KaonServer:
     @property
     def core(self) -> psutil.Process:
         """The engine core's process."""
-        (core,) = self.process.children()
+        (core,) = (child for child in self.process.children() if "engine.structured.checker" not in child.cmdline())
         return core
 
     def wait(self) -> int:

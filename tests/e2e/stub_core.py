@@ -10,9 +10,11 @@ import time
 
 from engine import engine_core
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.core_startup import LoadedModel, PhaseClock
 from engine.messages import ModelInfo
+from engine.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
 FAULT = os.environ.get("STUB_CORE", "")
@@ -41,7 +43,13 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
             threading.Event().wait()
     config = config.model_copy(update={"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 8192, "eos_token_id": 2})
     info = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, VOCAB_SIZE, 8192, [2], 16, NUM_BLOCKS)
-    return LoadedModel(StubRunner(), config, info)  # type: ignore[arg-type]
+    tokenizer_path = resolve_checkpoint(None)
+    return LoadedModel(
+        StubRunner(),  # type: ignore[arg-type]
+        config,
+        info,
+        lambda: Tokenizer.from_checkpoint(tokenizer_path),
+    )
 
 
 engine_core.load_model = load_model

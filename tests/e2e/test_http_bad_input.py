@@ -34,6 +34,7 @@ BAD: list[tuple[tuple[str, bytes], int, str]] = [
     (completion(frequency_penalty=-3), 400, "frequency_penalty"),
     (completion(repetition_penalty=0), 400, "repetition_penalty"),
     (completion(max_tokens=-1), 400, "max_tokens"),
+    (completion(max_tokens=0, min_tokens=1), 400, "min_tokens"),
     (completion(max_tokens=10**9), 400, "max_tokens"),
     (completion(max_tokens=10**30), 400, "max_tokens"),
     (completion(max_tokens="5"), 400, "max_tokens"),
@@ -41,8 +42,19 @@ BAD: list[tuple[tuple[str, bytes], int, str]] = [
     (completion(n=0), 400, "n is 0"),
     (completion(n=129), 400, "n is 129"),
     (completion(n=128, prompt=["Hi"] * 17), 400, "prompt"),
-    (completion(best_of=3), 400, "best_of"),
-    (completion(echo=True, logprobs=1), 400, "logprobs"),
+    (completion(best_of=1, n=2), 400, "best_of"),
+    (completion(best_of=129), 400, "best_of is 129"),
+    (completion(best_of=2, stream=True), 400, "best_of"),
+    (completion(best_of=128, prompt=["Hi"] * 17), 400, "prompt"),
+    (completion(echo=True, logprobs=-1), 400, "logprobs"),
+    (completion(prompt_logprobs=21), 400, "prompt_logprobs"),
+    (completion(prompt_logprobs=10**30), 400, "prompt_logprobs"),
+    (completion(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
+    (completion(allowed_token_ids=[]), 400, "allowed_token_ids"),
+    (completion(allowed_token_ids=[2**31]), 400, "allowed_token_ids"),
+    (completion(bad_words=["x" * 10**6]), 400, "bad_words"),
+    (completion(bad_words=[5]), 400, "bad_words"),
+    (completion(priority=10**12), 400, "priority"),
     (completion(repetition_penalty=1e-300), 400, "repetition_penalty"),
     ((COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}"), 400, "digits"),
     ((COMPLETIONS, b'{"temperature": 1e999}'), 400, "64 bits"),
@@ -61,6 +73,7 @@ BAD: list[tuple[tuple[str, bytes], int, str]] = [
     (completion(stop=["a", "b", "c", "d", "e"]), 400, "stop"),
     (completion(stop=""), 400, "stop"),
     (completion(stop=5), 400, "stop"),
+    (completion(stop="x" * 4097), 400, "4096 characters"),
     (completion(stop_token_ids=[10**9]), 400, "stop_token_ids"),
     (completion(stop_token_ids=["a"]), 400, "stop_token_ids"),
     (completion(logit_bias={"cat": 1}), 400, "logit_bias"),
@@ -151,8 +164,8 @@ def test_a_chunked_body_over_the_limit_is_refused_too(server: KaonServer) -> Non
         assert http.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_json_is_read_whatever_the_content_type_says(server: KaonServer, content_type: str | None) -> None:
+@pytest.mark.parametrize("content_type", [None, "application/json", "application/json; charset=utf-8"])
+def test_a_body_is_read_as_json_when_its_type_says_so_or_nothing(server: KaonServer, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     path, body = completion(max_tokens=2)
     with server.http() as http:

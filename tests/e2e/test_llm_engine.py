@@ -54,6 +54,25 @@ def test_log_probabilities_come_one_a_token(engine: LLMEngine) -> None:
     assert all(entry.top_ids[0] == entry.token_id for entry in result["logprobs"])
 
 
+def test_prompts_are_read_for_their_log_probabilities(engine: LLMEngine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
+    ids = engine.io_processor.tokenize("The capital of France")
+    (result,) = engine.generate([ids], params, use_tqdm=False)
+    assert (result["text"], result["token_ids"], result["finish_reason"]) == ("", [], "length")
+    assert result["prompt_logprobs"] is not None
+    assert [entry.token_id for entry in result["prompt_logprobs"]] == ids[1:]
+
+
+def test_parameters_that_nobody_gives_are_the_generation_configs(engine: LLMEngine, tmp_path: Path) -> None:
+    assert engine.default_sampling_params == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
+    with LLMEngine(num_kvcache_blocks=64, generation_config=str(tmp_path)) as other:
+        assert other.default_sampling_params == SamplingParams(temperature=0, max_tokens=5)
+        first, second = other.generate(["Once upon a time"] * 2, use_tqdm=False)
+    assert first["token_ids"] == second["token_ids"]
+    assert len(first["token_ids"]) == 5
+
+
 def test_model_describes_itself(engine: LLMEngine) -> None:
     config = json.loads((CHECKPOINT_DIR / "config.json").read_text())
     info = engine.model_info

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.messages import RequestOutput
+from engine.messages import RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -120,7 +120,25 @@ class FakeWorker:
                 assert self.kv[cell] == self.content(slot, spans[req_id], position)
         output = self.sample(batch, [row for row in rows if row[0] not in errors])
         output.errors = errors or None
+        output.prompt_logprobs = self.read_prompts(batch)
         return output
+
+    def read_prompts(self, batch: ScheduledBatch) -> dict[int, list[TokenLogprobs]]:
+        """Of each token that is asked for: how many tokens precede it, as its log probability."""
+        computed = [
+            (req_id, end - count + offset)
+            for req_id, end, count in zip(batch.req_ids, batch.context_lens, batch.num_scheduled_tokens, strict=True)
+            for offset in range(count)
+        ]
+        read = {}
+        for span in batch.prompt_spans:
+            places = computed[span.first : span.first + len(span.token_ids)]
+            assert {req_id for req_id, _ in places} == {span.seq_id}
+            read[span.seq_id] = [
+                TokenLogprobs(token_id, -1.0 - position)
+                for token_id, (_, position) in zip(span.token_ids, places, strict=True)
+            ]
+        return read
 
     def sample(self, batch: ScheduledBatch, rows: list[tuple[int, int, int, int]]) -> ScheduledBatchOutput:
         """Verify drafts and propose new ones: the right token, then a wrong one, so that some are rejected."""
@@ -187,22 +205,28 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.seqs: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
+        self.read: dict[int, list[TokenLogprobs]] = {}
 
     def put_nowait(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.ended, "output after the terminal one"
             self.outputs[output.request_id] += output.output_tokens
             assert output.finished == (output.finish_reason is not None)
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in self.read, "a prompt's log probabilities are told twice"
+                self.read[output.request_id] = output.prompt_logprobs
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
 
     @rule(
         target=live,
         prompt=st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=50),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(0, 20),
         min_tokens=st.sampled_from([None, None, 1, 4]),
         stops=st.sampled_from([None, None, [[3]], [[0, 1], [2]]]),
         salt=st.sampled_from([None, None, 0, 7]),
+        prompt_logprobs=st.sampled_from([None, None, 1]),
+        priority=st.integers(-2, 2),
     )
     def add(
         self,
@@ -211,15 +235,21 @@ class SchedulingMachine(RuleBasedStateMachine):
         min_tokens: int | None,
         stops: list[list[int]] | None,
         salt: int | None,
+        prompt_logprobs: int | None,
+        priority: int,
     ) -> Sequence | MultipleResults[Sequence]:
         """`min_tokens` comes with `ignore_eos`: to hold EOS back is the sampler's part, which is not here."""
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=min_tokens is not None, min_tokens=min(min_tokens or 0, max_tokens)
+            max_tokens=max_tokens,
+            ignore_eos=min_tokens is not None,
+            min_tokens=min(min_tokens or 0, max_tokens),
+            prompt_logprobs=prompt_logprobs,
         )
-        seq = Sequence(prompt, self.block_size, params, stops, id=len(self.seqs), cache_salt=salt)
+        seq = Sequence(prompt, self.block_size, params, stops, id=len(self.seqs), cache_salt=salt, priority=priority)
         seq.arrive_time = self.scheduler.now
-        if len(prompt) >= self.limit:
-            with pytest.raises(ValueError, match=f"at most {self.limit - 1}"):
+        longest = self.limit - 1 if max_tokens else min(self.limit, self.block_size * self.num_blocks)
+        if len(prompt) > longest:
+            with pytest.raises(ValueError, match=f"at most {longest}"):
                 self.scheduler.add(seq)
             return multiple()
         self.scheduler.add(seq)
@@ -275,6 +305,11 @@ class SchedulingMachine(RuleBasedStateMachine):
             if self.ended[seq_id] in ("abort", "error"):
                 expected = expected[: len(self.outputs[seq_id])]
             assert self.outputs[seq_id] == expected
+            asked = seq.sampling_params.prompt_logprobs is not None
+            if seq_id in self.read or (asked and self.ended[seq_id] not in ("abort", "error")):
+                assert asked
+                told = [(each.token_id, each.logprob) for each in self.read[seq_id]]
+                assert told == [(token, -1.0 - place) for place, token in enumerate(seq.prompt_token_ids[1:])]
 
 
 VARIANTS: dict[str, dict[str, object]] = {

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from engine.io_processor import InvalidRequest
+from engine.io_processor import DoesNotFit, InvalidRequest
 from server import errors
 
 
@@ -24,6 +24,7 @@ def client() -> httpx.AsyncClient:
             "loading": errors.NotReady("the model is still loading"),
             "engine": errors.EngineError("the engine core was killed by SIGKILL"),
             "invalid": InvalidRequest("prompt is empty; it must have at least 1 token", "prompt"),
+            "long": DoesNotFit("prompt has 9 tokens, but this model's maximum context length is 8 tokens", "prompt"),
             "bug": ZeroDivisionError("division by zero"),
         }[kind]
 
@@ -40,6 +41,7 @@ def client() -> httpx.AsyncClient:
         ("loading", 503, {"type": "server_error", "param": None, "code": "not_ready"}),
         ("engine", 500, {"type": "server_error", "param": None, "code": "engine_error"}),
         ("invalid", 400, {"type": "invalid_request_error", "param": "prompt", "code": None}),
+        ("long", 400, {"type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}),
         ("bug", 500, {"type": "server_error", "param": None, "code": None}),
     ],
 )

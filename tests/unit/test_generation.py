@@ -1,6 +1,7 @@
 """One HTTP request's sequences: what of them goes to the core."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,15 +10,17 @@ import pytest
 from starlette.requests import Request
 
 from engine.io_processor import InputOutputProcessor
-from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs
+from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
+from server.errors import BadRequest
 from server.frontend import Frontend
 from server.generation import Generation
 from server.metrics import Metrics
+from server.protocol.common import StreamOptions
 from server.protocol.completions import CompletionRequest
-from server.rendering.completions import CompletionRenderer
+from server.rendering.completions import CompletionRenderer, ShownPrompt
 from server.streams import Hub
 
 
@@ -54,8 +57,102 @@ async def test_stop_strings_cut_every_choice_and_stay_in_the_front_end(seed: int
         core.answer()
         await asyncio.Event().wait()
 
-    renderer = CompletionRenderer(CompletionRequest(model="m", prompt="x"), tokenizer, "f", [""] * 3)
+    renderer = CompletionRenderer(
+        CompletionRequest(model="m", prompt="x", n=3), tokenizer, "f", [ShownPrompt([5], "")]
+    )
     response = await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)
     assert bytes(response.body).count(b'"text":"Hello"') == 3
     assert [each.sampling_params.stop_strings for each in core.added] == [None] * 3
     assert [each.sampling_params.seed for each in core.added] == [None if seed is None else seed + i for i in range(3)]
+
+
+class UnequalCore(Core):
+    """Answers its requests with one token each, less and less likely but for the last, which is likeliest."""
+
+    def answer(self) -> None:
+        last = len(self.added) - 1
+        for place, each in enumerate(self.added):
+            logprob = -0.1 if place == last else -1.0 - place
+            logprobs = [TokenLogprobs(token_id, logprob) for token_id in self._token_ids]
+            read = [] if each.sampling_params.prompt_logprobs is not None else None
+            output = RequestOutput(each.request_id, self._token_ids, True, "max_tokens", logprobs=logprobs)
+            output.prompt_logprobs = read
+            self.hub.receive(StepOutputs([output]))
+
+
+async def test_the_best_choices_are_answered_and_all_are_counted() -> None:
+    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+    core = UnequalCore(tokenizer.encode("Hello", add_special_tokens=False))
+    hub = core.hub = Hub(core, Metrics("1"))
+    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
+    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=InputOutputProcessor(tokenizer, None, info)))
+    params = SamplingParams(logprobs=0, prompt_logprobs=1)
+    generation = Generation(frontend, [AddRequest(0, [5], params)], 2, 0.0, best_of=4)
+
+    async def receive() -> Any:
+        core.answer()
+        await asyncio.Event().wait()
+
+    request = CompletionRequest(model="m", prompt="x", n=2, best_of=4, logprobs=0, prompt_logprobs=1)
+    renderer = CompletionRenderer(request, tokenizer, "f", [ShownPrompt([5], "")])
+    response = await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)
+    answer = json.loads(bytes(response.body))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"]["token_logprobs"][0] for choice in answer["choices"]] == [-0.1, -1.0]
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [[None], [None]]
+    assert answer["usage"]["completion_tokens"] == 4 * len(core._token_ids)
+    assert [each.sampling_params.prompt_logprobs for each in core.added] == [1, None, None, None]
+
+
+def test_very_many_log_probabilities_of_prompts_are_refused() -> None:
+    frontend = cast(Frontend, SimpleNamespace(hub=None))
+    prompts = [AddRequest(0, [5] * 1000, SamplingParams(prompt_logprobs=20))] * 100
+    with pytest.raises(BadRequest, match="4200000 log probabilities to be told"):
+        Generation(frontend, prompts, 2, 0.0)
+
+
+def several(core: Core, prompts: int, **fields: Any) -> tuple[Generation, CompletionRenderer]:
+    """A stream of two choices of each prompt."""
+    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+    hub = core.hub = Hub(core, Metrics("1"))
+    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
+    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=InputOutputProcessor(tokenizer, None, info)))
+    generation = Generation(frontend, [AddRequest(0, [5, 6], SamplingParams())] * prompts, 2, 0.0)
+    request = CompletionRequest(model="m", prompt=["x"] * prompts, n=2, stream=True, **fields)
+    return generation, CompletionRenderer(request, tokenizer, "f", [ShownPrompt([5, 6], "")] * prompts)
+
+
+async def test_a_stream_of_several_prompts_ends_with_the_usage_of_all() -> None:
+    core = Core(Tokenizer.from_checkpoint(CHECKPOINT_DIR).encode("Hello", add_special_tokens=False))
+    generation, renderer = several(core, 3, stream_options=StreamOptions(include_usage=True))
+    events = generation.events(renderer)
+    taken = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    core.answer()
+    stream = (await taken + b"".join([event async for event in events])).decode()
+    *chunks, last, done, rest = stream.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert sorted(json.loads(chunk[6:])["choices"][0]["index"] for chunk in chunks) == list(range(6))
+    told = json.loads(last[6:])
+    assert told["choices"] == []
+    count = len(core._token_ids)
+    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (3 * 2, 6 * count)
+
+
+async def test_a_choice_that_fails_ends_the_stream_with_an_error_and_aborts_the_others() -> None:
+    core = Core(Tokenizer.from_checkpoint(CHECKPOINT_DIR).encode("Hello", add_special_tokens=False))
+    aborted: list[int] = []
+    core.abort = aborted.extend
+    generation, renderer = several(core, 2)
+    events = generation.events(renderer)
+    taken = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    ids = [each.request_id for each in core.added]
+    core.hub.receive(StepOutputs([RequestOutput(each, core._token_ids) for each in ids]))
+    first = await taken
+    core.hub.receive(StepOutputs([RequestOutput(ids[2], [], True, "error", error="the step failed")]))
+    rest = b"".join([event async for event in events])
+    assert first.count(b'"text":"Hello"') == 4
+    assert json.loads(rest.removeprefix(b"data: "))["error"]["message"] == "the step failed"
+    assert b"[DONE]" not in rest
+    assert sorted(aborted) == [each for each in ids if each != ids[2]]

@@ -145,6 +145,15 @@ def test_a_request_is_counted_with_its_times(tokenizer: Tokenizer) -> None:
         assert value(metrics, f"kaon_{histogram}_seconds_count") == 1
 
 
+def test_a_prompt_behind_which_nothing_is_generated_is_counted(tokenizer: Tokenizer) -> None:
+    metrics = Metrics("1")
+    state = RequestState(AddRequest(1, [5] * 7, SamplingParams(max_tokens=0)), tokenizer)
+    state.push(RequestOutput(1, [], finished=True, finish_reason="max_tokens"))
+    metrics.finished(state, "length")
+    assert value(metrics, "kaon_prompt_tokens_total") == 7
+    assert value(metrics, "kaon_time_to_first_token_seconds_count") == 0
+
+
 def test_a_single_token_has_no_time_a_token(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
     metrics.finished(finished_state(tokenizer, tokens=1), "length")

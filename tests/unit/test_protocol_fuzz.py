@@ -7,11 +7,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.io_processor import InputOutputProcessor
+from engine.messages import ModelInfo
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
 from server.parsing import parse_object, validate
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.completions import CompletionRequest
 
+_TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+PROCESSOR = InputOutputProcessor(
+    _TOKENIZER, None, ModelInfo("", "", "", "", 0, _TOKENIZER.vocab_size, 100, [], 16, 10)
+)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
@@ -45,7 +53,7 @@ def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
 def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, CompletionRequest, allow_unknown=allow_unknown)
-        request.sampling_params(request.max_tokens, request.logprobs)
+        request.sampling_params(request.max_tokens, request.alternatives, PROCESSOR)
 
     refused_at_worst(read)
 
@@ -54,7 +62,7 @@ def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, 
 def test_any_chat_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, ChatCompletionRequest, allow_unknown=allow_unknown)
-        request.sampling_params(request.token_limit or 100, request.alternatives)
+        request.sampling_params(request.token_limit or 100, request.alternatives, PROCESSOR)
         json.dumps([message.for_template() for message in request.messages])
 
     refused_at_worst(read)

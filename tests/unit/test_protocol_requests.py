@@ -1,10 +1,13 @@
 """Request models: what OpenAI accepts is accepted, everything else is one sentence that names the field."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pydantic import ValidationError
 
+from engine.generation_config import GenerationDefaults
+from engine.io_processor import InputOutputProcessor
 from engine.sampling_params import SamplingParams
 from server.errors import BadRequest
 from server.parsing import validate
@@ -13,6 +16,15 @@ from server.protocol.common import seeded
 from server.protocol.completions import CompletionRequest
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def processor_with(defaults: GenerationDefaults) -> InputOutputProcessor:
+    """What the request models need of one: the defaults, and tokens for bad words, here their lengths."""
+    processor = SimpleNamespace(defaults=defaults, tokenize_words=lambda words: [[len(word)] for word in words])
+    return cast(InputOutputProcessor, processor)
+
+
+PROCESSOR = processor_with(GenerationDefaults())
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -44,10 +56,10 @@ def refusal(make: Any, **fields: Any) -> BadRequest:
         ({"top_k": -2}, "top_k", "top_k is -2; it must be between -1 and 2147483647"),
         ({"min_p": 1.5}, "min_p", "min_p is 1.5; it must be between 0 and 1"),
         ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty is 2.5; it must be between -2 and 2"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be between 1 and 2147483647"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens is -1; it must be between 0 and 2147483647"),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5; it must be an integer"),
         ({"max_tokens": False}, "max_tokens", "max_tokens is false; it must be an integer"),
-        ({"max_tokens": 10**30}, "max_tokens", f"max_tokens is {10**30}; it must be between 1 and 2147483647"),
+        ({"max_tokens": 10**30}, "max_tokens", f"max_tokens is {10**30}; it must be between 0 and 2147483647"),
         ({"n": 0}, "n", "n is 0; it must be between 1 and 2147483647"),
         ({"stream": 1}, "stream", "stream is 1; it must be true or false"),
         ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
@@ -58,13 +70,28 @@ def refusal(make: Any, **fields: Any) -> BadRequest:
         ({"seed": 2**63}, "seed", f"seed is {2**63}; it must be between {-(2**63)} and {2**63 - 1}"),
         ({"logprobs": 21}, "logprobs", "logprobs is 21; it must be between 0 and 20"),
         ({"logprobs": True}, "logprobs", "logprobs is true; it must be an integer"),
-        ({"suffix": "x"}, "suffix", "suffix is not supported by this release; leave it out"),
+        ({"suffix": 5}, "suffix", "suffix is 5; it must be a string"),
+        ({"suffix": "x", "truncate_prompt_tokens": 5}, None, "truncate_prompt_tokens is set with suffix"),
+        ({"suffix": "x", "echo": True, "logprobs": 1}, None, "logprobs is set with suffix and echo"),
+        ({"best_of": 1, "n": 2}, None, "best_of is 1; it must be at least n, 2"),
+        ({"best_of": 2, "stream": True}, None, "best_of is 2; a stream cannot tell the best, so it must equal n, 1"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs is -1; it must be between 0 and 20"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0; it must be -1 or at least 1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "is -2; it must be between -1 and 2147483647"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "is an empty list; it must hold at least 1 token id"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids[0]", 'allowed_token_ids[0] is "a"; it must be an integer'),
+        ({"bad_words": [""]}, "bad_words", "each of its strings must have between 1 and 256 characters"),
+        ({"bad_words": ["x" * 257]}, "bad_words", "each of its strings must have between 1 and 256 characters"),
+        ({"bad_words": ["x" * 9] * 500}, "bad_words", "its strings may have 4096 characters together, and have 4500"),
+        ({"bad_words": "x"}, "bad_words", 'bad_words is "x"; it must be a list'),
+        ({"priority": 2**31}, "priority", "it must be between -2147483648 and 2147483647"),
+        ({"priority": 0.5}, "priority", "priority is 0.5; it must be an integer"),
+        ({"return_token_ids": 1}, "return_token_ids", "return_token_ids is 1; it must be true or false"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options.x is not a known field"),
         ({"temprature": 1}, "temprature", "temprature is not a known field"),
         ({"temprature": None}, "temprature", "temprature is not a known field"),
         ({"model": None}, "model", "model is missing"),
         ({"model": 7}, "model", "model is 7; it must be a string"),
-        ({"prompt": None}, "prompt", "prompt is missing"),
         ({"prompt": []}, "prompt", "prompt is an empty list; it must hold at least 1"),
         ({"prompt": 5}, "prompt", "prompt is 5; it must be a string, a list of strings"),
         ({"prompt": [True]}, "prompt", "its item 0 must be a string or a list of token ids"),
@@ -134,8 +161,9 @@ def test_unknown_fields_are_ignored_where_the_server_allows_them_at_every_depth(
 
 
 def test_allowing_unknown_fields_does_not_allow_unsupported_ones() -> None:
-    with pytest.raises(BadRequest, match="suffix is not supported"):
-        validate({"model": "m", "prompt": "Hi", "suffix": "x"}, CompletionRequest, allow_unknown=True)
+    message = {"role": "user", "content": "Hi"}
+    with pytest.raises(BadRequest, match="functions is not supported"):
+        validate({"model": "m", "messages": [message], "functions": []}, ChatCompletionRequest, allow_unknown=True)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +193,23 @@ def test_very_many_prompts_are_refused_together() -> None:
 
 
 def test_a_top_p_of_zero_takes_the_likeliest_token() -> None:
-    assert completion(top_p=0, top_k=5).sampling_params(8, None) == SamplingParams(max_tokens=8, top_k=1)
+    assert completion(top_p=0, top_k=5).sampling_params(8, None, PROCESSOR) == SamplingParams(max_tokens=8, top_k=1)
 
 
 def test_null_means_absent() -> None:
-    request = completion(temperature=None, stop=None, suffix=None, logit_bias=None, stream_options=None)
-    assert request == completion()
+    fields = (
+        "temperature", "top_p", "top_k", "max_tokens", "stop", "suffix", "logit_bias", "stream_options", "logprobs",
+        "best_of", "n", "seed", "user", "echo", "stream", "priority", "bad_words", "prompt_logprobs",
+    )  # fmt: skip
+    assert completion(**dict.fromkeys(fields)) == completion()
+    assert completion(prompt=None).prompt == [""]
+    nothing = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
+    assert not completion(stream_options=nothing).include_usage
+
+
+def test_what_clients_send_for_nothing_is_accepted() -> None:
+    request = completion(stop=[], suffix="", user="", logit_bias={}, stream_options={}, bad_words=[], cache_salt="")
+    assert request.sampling_params(16, None, PROCESSOR) == SamplingParams(max_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +226,7 @@ def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: Any, prompts: li
 
 
 def test_defaults_are_those_of_openai() -> None:
-    params = completion().sampling_params(16, None)
+    params = completion().sampling_params(16, None, PROCESSOR)
     assert params == SamplingParams(temperature=1.0, max_tokens=16)
     assert completion().max_tokens == 16
     assert chat().token_limit is None
@@ -197,23 +236,58 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     request = completion(
         temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.5, logit_bias={"7": -1}, seed=3, stop="x", stop_token_ids=[9], min_tokens=2,
-        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True,
+        ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, allowed_token_ids=[9, 7],
+        bad_words=["word"], prompt_logprobs=4,
     )  # fmt: skip
-    assert request.sampling_params(8, 2) == SamplingParams(
+    assert request.sampling_params(8, 2, PROCESSOR) == SamplingParams(
         temperature=0.5, max_tokens=8, ignore_eos=True, stop_strings=["x"], top_p=0.9, top_k=5, min_p=0.1,
         presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias={7: -1.0}, seed=3,
         logprobs=2, min_tokens=2, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
+        allowed_token_ids=[9, 7], bad_words=[[4]], prompt_logprobs=4,
     )  # fmt: skip
+
+
+def test_what_a_request_leaves_out_is_the_checkpoints_to_say() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.2)
+    processor = processor_with(defaults)
+    expected = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.2, max_tokens=8)
+    assert completion().sampling_params(8, None, processor) == expected
+    own = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    assert completion(**own).sampling_params(8, None, processor) == SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "alternatives"),
+    [
+        ({}, None),
+        ({"logprobs": 3}, None),
+        ({"logprobs": 3, "echo": True}, 3),
+        ({"logprobs": 0, "echo": True}, 0),
+        ({"prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 2, "logprobs": 3, "echo": True}, 3),
+        ({"prompt_logprobs": 4, "logprobs": 3, "echo": True}, 4),
+    ],
+)
+def test_prompts_are_read_for_log_probabilities_where_echo_or_the_field_asks(
+    fields: dict[str, Any], alternatives: int | None
+) -> None:
+    assert completion(**fields).prompt_alternatives == alternatives
+
+
+def test_the_best_are_chosen_by_log_probabilities_that_nobody_need_ask_for() -> None:
+    assert completion(best_of=3).alternatives == 0
+    assert completion(best_of=3, logprobs=2).alternatives == 2
+    assert completion(best_of=2, n=2).alternatives is None
 
 
 @pytest.mark.parametrize("key", ["a", "-1", "1.5", "", "\u0661", "99999999999"])
 def test_a_logit_bias_key_that_is_no_token_id_is_refused(key: str) -> None:
-    error = refusal(lambda: completion(logit_bias={key: 1}).sampling_params(8, None))
+    error = refusal(lambda: completion(logit_bias={key: 1}).sampling_params(8, None, PROCESSOR))
     assert error.param == "logit_bias"
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
-    error = refusal(lambda: completion(min_tokens=9).sampling_params(8, None))
+    error = refusal(lambda: completion(min_tokens=9).sampling_params(8, None, PROCESSOR))
     assert str(error) == "min_tokens is 9; it must be at most max_tokens, 8"
 
 

@@ -52,7 +52,7 @@ def test_every_default_can_be_given_in_all_three_places(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, yaml_file: Path
 ) -> None:
     name, flag = setting.name, setting.flag
-    others = {"model": "some/model", "num_speculative_tokens": "2", "max_model_len": "2"}
+    others = {"model": "some/model", "num_speculative_tokens": "2", "max_model_len": "2", "root_path": "/llm"}
     value = others.get(name) or setting.default or "1"
     by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
     from_flag = load_config([value] if flag == "MODEL" else by_flag)
@@ -68,6 +68,22 @@ def test_lists_are_comma_separated_as_text_and_lists_in_yaml(monkeypatch: pytest
     from_file = load_config([])
     assert from_file.server_config.served_model_name == ("a", "b")
     assert from_file == load_config(["--served-model-name", "a, b", "--stop-token-ids", "1,2"])
+
+
+def test_the_flag_of_a_list_may_be_given_several_times() -> None:
+    config = load_config(["--served-model-name", "a", "--served-model-name", "b,c"])
+    assert config.server_config.served_model_name == ("a", "b", "c")
+
+
+def test_a_secret_is_in_no_dump_of_the_configuration_and_in_no_complaint(yaml_file: Path) -> None:
+    config = load_config(["--api-key", "sk-hidden"])
+    assert config.server_config.api_key[0].get_secret_value() == "sk-hidden"
+    assert "sk-hidden" not in config.model_dump_json() + repr(config)
+    yaml_file.write_text("api_key: [12345]\n")
+    with pytest.raises(SettingsError) as told:
+        load_config(["--config", str(yaml_file)])
+    assert str(told.value).startswith("api_key in ")
+    assert "12345" not in str(told.value)
 
 
 def test_booleans_have_a_flag_for_either_value() -> None:
@@ -142,7 +158,7 @@ def test_variables_of_a_kubernetes_service_are_told_apart_from_settings(monkeypa
         ("port: null", "port in {file} is None; it must be a valid integer"),
         ("served_model_name: {a: 1}", "served_model_name in {file} is {{'a': 1}}; it must be a valid list"),
         ("prot: 1", "prot in {file} is not a setting; did you mean port?"),
-        ("server_config: {port: 1}", "server_config in {file} is not a setting"),
+        ("http: {port: 1}", "http in {file} is not a setting"),
         ("port: [1", "{file} is not YAML: expected ',' or ']', but got '<stream end>' at line 1"),
         ("- port", "{file} is YAML, but not lines of the form `setting: value`"),
         ("port", "{file} is YAML, but not lines of the form `setting: value`"),

@@ -7,7 +7,7 @@ import pytest
 
 from engine.core_manager import EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
-from engine.request_state import RequestState
+from engine.request_state import RequestDelta, RequestState
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
@@ -144,6 +144,35 @@ async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer:
     assert (await stream.take())[0].text == "a"
     with pytest.raises(NotReady, match="shutting down"):
         await stream.take()
+
+
+async def test_tokens_that_show_nothing_yet_wake_nobody_and_come_with_the_next_text(
+    hub: Hub, tokenizer: Tokenizer
+) -> None:
+    requests, states = sequences(hub, tokenizer, 2)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    first, second, other = tokens("a", tokenizer)[0], tokens("b", tokenizer)[0], tokens("c", tokenizer)[0]
+    stream.put(0, RequestDelta("", [first]))
+    waiting = asyncio.ensure_future(stream.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.put(1, RequestDelta("c", [other]))
+    assert (await waiting).keys() == {1}
+    stream.put(0, RequestDelta("ab", [second]))
+    assert (await stream.take())[0] == RequestDelta("ab", [first, second])
+
+
+async def test_log_probabilities_of_a_prompt_wake_the_reader_and_survive_merging(
+    hub: Hub, tokenizer: Tokenizer
+) -> None:
+    requests, states = sequences(hub, tokenizer, 1)
+    stream = DeltaStream()
+    hub.submit(requests, states, stream)
+    step(hub, RequestOutput(0, [], prompt_logprobs=[]))
+    step(hub, RequestOutput(0, tokens("a", tokenizer)))
+    delta = (await stream.take())[0]
+    assert (delta.text, delta.prompt_logprobs) == ("a", [])
 
 
 async def test_a_cancelled_request_is_aborted_once_and_its_late_outputs_are_dropped(

@@ -121,6 +121,23 @@ def test_a_runaway_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         render("{% for i in range(99999) %}{{ i }}{% endfor %}")
 
 
+def test_a_template_that_writes_for_ever_slowly_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"still writing after 0.05 s"):
+        render("{% for i in range(99999) %}{% for j in range(99999) %}.{% endfor %}{% endfor %}")
+
+
+def test_a_template_of_the_operators_own_stands_in_for_the_checkpoints(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("<{{ messages[0].content }}>")
+    assert ChatTemplate.from_file(file, tmp_path).render(HELLO) == f"<{HELLO[0]['content']}>"
+    file.write_text("{% if %}")
+    with pytest.raises(CheckpointError, match=r"mine.jinja does not compile: line 1"):
+        ChatTemplate.from_file(file, tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ChatTemplate.from_file(tmp_path / "none.jinja", tmp_path)
+
+
 def test_named_templates_without_a_default_are_told_apart() -> None:
     with pytest.raises(ValueError, match=r"no default among its templates \['rag'\]"):
         ChatTemplate({"rag": "x"}).render(HELLO)

@@ -61,7 +61,7 @@ def test_text_that_no_tokenisation_fits_is_refused_without_one(
     text = "x" * 10 * 2**20
     tokens = -(-len(text) // byte_level.longest_token)
     sentence, param = refusal(processor, text)
-    assert sentence.startswith(f"prompt has at least {tokens} tokens, but the ")
+    assert sentence.startswith(f"prompt has at least {tokens} tokens, but ")
     assert param == "prompt"
     with pytest.raises(InvalidRequest, match="prompt has at least") as caught:
         processor.tokenize_chat([{"role": "user", "content": text}])
@@ -111,14 +111,15 @@ def test_prompt_and_completion_may_fill_the_context_exactly(processor: InputOutp
 
 def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(processor: InputOutputProcessor) -> None:
     sentence, param = refusal(processor, [5] * 64, max_tokens=1)
-    assert "prompt has 64 tokens, but the model's context of 64 tokens leaves room for at most 63" in sentence
+    assert "prompt has 64 tokens, but this model's maximum context length is 64 tokens" in sentence
+    assert "leaves room for at most 63" in sentence
     assert param == "prompt"
 
 
 def test_a_prompt_that_an_empty_cache_could_not_hold_is_refused(byte_level: Tokenizer, model_info: ModelInfos) -> None:
     processor = InputOutputProcessor(byte_level, None, model_info(num_kvcache_blocks=2))
     sentence, param = refusal(processor, [5] * 32, max_tokens=1)
-    assert "the KV cache of 32 tokens" in sentence
+    assert "the KV cache holds 32 tokens" in sentence
     assert param == "prompt"
 
 
@@ -140,6 +141,69 @@ def test_min_tokens_beyond_the_rest_are_refused_also_when_max_tokens_are_cut(pro
     with pytest.raises(InvalidRequest, match="min_tokens is 60") as caught:
         processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True)
     assert caught.value.param == "min_tokens"
+
+
+def test_a_prompt_behind_which_nothing_comes_may_fill_the_context(processor: InputOutputProcessor) -> None:
+    assert processor.preprocess([5] * 64, SamplingParams(max_tokens=0), request_id=1)
+    sentence, param = refusal(processor, [5] * 65, max_tokens=0)
+    assert "prompt has 65 tokens" in sentence
+    assert "leaves room for at most 64; shorten" in sentence
+    assert param == "prompt"
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "bad_words"])
+def test_token_ids_that_steer_sampling_must_be_the_models(processor: InputOutputProcessor, field: str) -> None:
+    wrong = [[5, 10**6]] if field == "bad_words" else [5, 10**6]
+    sentence, param = refusal(processor, [5], max_tokens=1, **{field: wrong})
+    assert f"{field} holds token id 1000000" in sentence
+    assert param == field
+
+
+def test_a_text_can_be_cut_to_its_last_tokens_behind_bos(byte_fallback: Tokenizer, model_info: ModelInfos) -> None:
+    processor = InputOutputProcessor(byte_fallback, None, model_info(vocab_size=byte_fallback.vocab_size))
+    text = "the lazy dog and the fox"
+    bos, *bare = processor.tokenize(text)
+    assert bos == byte_fallback.bos_token_id
+    for keep_last in range(2, len(bare) + 2):
+        assert processor.tokenize(text, keep_last=keep_last) == [bos, *bare[len(bare) + 1 - keep_last :]]
+        assert processor.tokenize(text, add_special_tokens=False, keep_last=keep_last) == bare[-keep_last:]
+    assert processor.tokenize(text, keep_last=1) == bare[-1:]
+    assert processor.tokenize(text, keep_last=len(bare) + 2) == [bos, *bare]
+
+
+def test_a_text_far_beyond_the_context_can_be_cut_and_is_tokenised_only_in_part(
+    processor: InputOutputProcessor, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "the quick brown fox " * 5000
+    expected = byte_level.encode(text)[-10:]
+    lengths, encode = [], byte_level.encode
+    monkeypatch.setattr(
+        byte_level,
+        "encode",
+        lambda text, *flags, **named: (lengths.append(len(text)), encode(text, *flags, **named))[1],
+    )
+    with pytest.raises(InvalidRequest, match="at least"):
+        processor.tokenize(text)
+    assert processor.tokenize(text, keep_last=10) == expected
+    assert max(lengths) < 10_000
+    with pytest.raises(InvalidRequest, match="at least"):
+        processor.tokenize(text, keep_last=65)
+
+
+def test_words_are_spelled_alone_and_behind_a_space(processor: InputOutputProcessor, byte_level: Tokenizer) -> None:
+    alone, behind = processor.tokenize_words(["fox"])
+    assert byte_level.decode(alone) == "fox"
+    assert byte_level.decode(behind) == " fox"
+    assert processor.tokenize_words([" fox"]) == [alone, behind]
+    assert [byte_level.decode(word) for word in processor.tokenize_words([" "])] == [" "]
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        processor.tokenize_words(["\ud800"])
+    assert caught.value.param == "bad_words"
+
+
+def test_a_word_that_a_space_does_not_change_is_spelled_once(byte_fallback: Tokenizer, model_info: ModelInfos) -> None:
+    processor = InputOutputProcessor(byte_fallback, None, model_info(vocab_size=byte_fallback.vocab_size))
+    assert processor.tokenize_words(["the"]) == [byte_fallback.encode("the", add_special_tokens=False)]
 
 
 def test_a_chat_is_rendered_and_tokenised_with_its_own_special_tokens(

@@ -1,0 +1,117 @@
+"""`CheckProcess`: the process that checks grammars, as the front end sees it. Owned by `GrammarCompiler`."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from engine.structured.spec import InvalidGrammar
+
+_WALL_SECONDS = 10.0
+"""For an answer, where the machine is too busy to give the process its CPU time."""
+
+_TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
+_TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
+
+
+class CheckProcess:
+    """Starts with the first check, stays for the next ones, and is started again after a grammar that ended it.
+
+    Calls may come from any thread; one grammar is checked at a time.
+    """
+
+    def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
+        """`special_tokens` are those that a grammar may name, by id."""
+        self._vocabulary = _frame({"size": vocab_size, "special": dict(special_tokens)})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def check(self, text: str, *, ebnf: bool) -> str:
+        """The Lark text to use for a grammar. Blocks. Raises `InvalidGrammar`."""
+        with self._lock:
+            process = self._running()
+            watch = threading.Timer(_WALL_SECONDS, process.kill)
+            watch.start()
+            try:
+                answer = _exchange(process, _frame({"text": text, "ebnf": ebnf}))
+            finally:
+                watch.cancel()
+            if answer is None:
+                self._end()
+                deep = process.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+                raise InvalidGrammar(_TOO_DEEP if deep else _TOO_COSTLY)
+        verdict = msgspec.msgpack.decode(answer)
+        if verdict["error"] is not None:
+            raise InvalidGrammar(verdict["error"])
+        lark: str = verdict["lark"]
+        return lark
+
+    def close(self) -> None:
+        """End the process; a later check starts another."""
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.structured.checker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=_environment(),
+                cwd="/",
+                process_group=0,
+            )
+            _write(self._process, self._vocabulary)
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # what it still held was for a process that is gone
+
+
+def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
+    """The answer to a message; None if the process ended over it."""
+    assert process.stdout is not None
+    _write(process, frame)
+    head = process.stdout.read(4)
+    content = process.stdout.read(struct.unpack("!I", head)[0]) if len(head) == 4 else b""
+    if not content:
+        process.wait()
+    return content or None
+
+
+def _write(process: subprocess.Popen[bytes], frame: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(frame)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return  # it ended: the answer, which is awaited next, says so
+
+
+def _frame(message: dict[str, object]) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return struct.pack("!I", len(content)) + content
+
+
+def _environment() -> dict[str, str]:
+    """This process' own, without what is set for the server."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KAON_")}
+    return {**kept, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}

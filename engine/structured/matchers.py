@@ -1,0 +1,142 @@
+"""`Matcher`: what one sequence may still write; `Matchers`: makes them. Runs in the engine core, without torch."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.structured.reasons import reason_in_words
+from engine.structured.spec import InvalidGrammar, without_forcing
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from engine.tokenizer import Tokenizer
+
+_CACHED_MATCHERS = 256
+_CACHED_BYTES = 16 * 2**20
+"""Grammars kept compiled: as many, of as many bytes of text."""
+
+
+class Matcher:
+    """One sequence's place in its grammar. Advanced by the scheduler, read for the sampler between two advances."""
+
+    __slots__ = ("_matcher", "eos_token_ids", "error", "num_words")
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self.eos_token_ids = eos_token_ids
+        self.num_words = num_words
+        """Length of a mask: 32 tokens a word."""
+        self.error: str | None = None
+        """Why the grammar cannot be followed any further; None while it can."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False, with `error` set, if the grammar does not allow it or cannot be followed."""
+        if self._matcher.consume_token(token_id):
+            return True
+        self._note_error()
+        return False
+
+    def fill(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
+        """Write the tokens that may follow into `mask`, a bit each; False, with `error` set, if that cannot be told.
+
+        `ends` are allowed too where the grammar may end. `withheld` are not, unless nothing else may follow.
+        """
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            self._note_error()
+            return False
+        if ends and self._matcher.is_accepting():
+            for token_id in ends:
+                mask[token_id >> 5] |= np.int32(_BIT[token_id & 31])
+        if withheld:
+            rest = mask.copy()
+            for token_id in withheld:
+                rest[token_id >> 5] &= ~_BIT[token_id & 31]
+            if rest.any():
+                mask[:] = rest
+        return True
+
+    def _note_error(self) -> None:
+        self.error = f"the grammar of this request cannot be followed: {reason_in_words(self._matcher.get_error())}"
+
+
+_BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+class Matchers:
+    """Compiles grammars for one model, and keeps the latest. All wait for `load`, which another thread runs."""
+
+    def __init__(
+        self, load_tokenizer: "Callable[[], Tokenizer]", vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """`load_tokenizer` is called by `load`, once."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self._trie: LLTokenizer | None = None
+        self._failure: Exception | None = None
+        self._loaded = threading.Event()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Read the vocabulary. What fails is told to whoever asks for a matcher."""
+        try:
+            from engine.structured.vocabulary import token_trie
+
+            self._trie = token_trie(self._load_tokenizer(), self._vocab_size, self._eos_token_ids)
+        except Exception as error:  # noqa: BLE001 - told to those who need it
+            self._failure = error
+        self._loaded.set()
+
+    def cached(self, grammar: str) -> Matcher | None:
+        """A new matcher of a grammar that is compiled already; else None. Takes microseconds."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                return None
+            self._compiled.move_to_end(grammar)
+        return self._copy(compiled)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A new matcher at the grammar's start. Blocks for as long as compiling takes. Raises `InvalidGrammar`."""
+        matcher = self.cached(grammar)
+        if matcher is not None:
+            return matcher
+        compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._weight += len(grammar)
+            while len(self._compiled) > _CACHED_MATCHERS or self._weight > _CACHED_BYTES:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._weight -= len(oldest)
+        return self._copy(compiled)
+
+    def _copy(self, compiled: "LLMatcher") -> Matcher:
+        assert self._trie is not None
+        return Matcher(compiled.deep_copy(), self._eos_token_ids, -(-self._trie.vocab_size // 32))
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        from engine.structured.limits import PARSER_LIMITS
+
+        self._loaded.wait()
+        if self._trie is None:
+            raise RuntimeError(f"this model's vocabulary cannot be read for grammars: {self._failure}")
+        compiled = LLMatcher(self._trie, without_forcing(grammar), log_level=0, limits=PARSER_LIMITS)
+        if compiled.is_error():
+            raise InvalidGrammar(f"the grammar of this request is refused: {reason_in_words(compiled.get_error())}")
+        return compiled

@@ -1,0 +1,98 @@
+"""`AccessLog`: a line for each request that has ended. Written by `server.middleware.entrance`."""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import msgspec
+from starlette.types import Scope
+
+from server.errors import CLIENT_GONE
+from server.middleware.paths import route_path
+
+_log = logging.getLogger(__name__)
+
+_QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
+"""What is asked every few seconds, by probes and scrapers; logged at debug."""
+
+_SHOWN_CHARACTERS = 256
+
+
+class Ended(NamedTuple):
+    """How a request ended."""
+
+    request_id: str
+    status: int | None
+    """None where no answer was begun."""
+    complete: bool
+    bytes: int
+    """Of the answer's body."""
+    seconds: float
+    """From the request's head to the answer's end."""
+
+
+class Entry(msgspec.Struct):
+    """A line of the JSON log."""
+
+    time: str
+    client: str | None
+    method: str
+    path: str
+    """As it was sent, without the query."""
+    status: int
+    """`CLIENT_GONE` where the client left before the answer's end."""
+    bytes: int
+    seconds: float
+    request_id: str
+
+
+class AccessLog:
+    """Writes to stderr, as text with the other messages or as one JSON object a line."""
+
+    def __init__(self, *, json: bool) -> None:
+        self._json = json
+        _log.handlers = [logging.StreamHandler(sys.stderr)] if json else []
+        _log.propagate = not json
+
+    def write(self, scope: Scope, ended: Ended) -> None:
+        """Log a request. Probes and scrapes that went well are logged at debug."""
+        quiet = route_path(scope) in _QUIET_PATHS and ended.status == 200
+        level = logging.DEBUG if quiet else logging.INFO
+        if not _log.isEnabledFor(level):
+            return
+        entry = _entry(scope, ended)
+        if self._json:
+            _log.log(level, "%s", msgspec.json.encode(entry).decode())
+        else:
+            _log.log(
+                level,
+                "%s %s %s %d %d B %.3f s %s",
+                entry.client or "-",
+                entry.method,
+                entry.path,
+                entry.status,
+                entry.bytes,
+                entry.seconds,
+                entry.request_id,
+            )
+
+
+def _entry(scope: Scope, ended: Ended) -> Entry:
+    client = scope.get("client")
+    head = scope["method"] == "HEAD"
+    return Entry(
+        time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        client=None if client is None else _shown(f"{client[0]}:{client[1]}"),
+        method=_shown(scope["method"]),
+        path=_shown(scope.get("raw_path", scope["path"].encode()).decode("latin-1")),
+        status=ended.status if ended.status is not None and ended.complete else CLIENT_GONE,
+        bytes=0 if head else ended.bytes,
+        seconds=round(ended.seconds, 6),
+        request_id=ended.request_id,
+    )
+
+
+def _shown(text: str) -> str:
+    """`text` on one line, whatever it holds: a request must not write lines of its own."""
+    return text[:_SHOWN_CHARACTERS].encode("unicode_escape").decode("ascii").replace(" ", "\\x20")

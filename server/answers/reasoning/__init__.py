@@ -1,0 +1,1 @@
+"""Dialects of reasoning, a file a dialect; `registry` lists them."""

@@ -1,0 +1,1 @@
+"""Dialects of tool calls, a file a dialect; `registry` lists them."""

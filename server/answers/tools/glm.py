@@ -1,0 +1,80 @@
+"""GLM-4.5 and later: a name, then keys and values between markers of their own, inside `<tool_call>`."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from server.answers.argument_grammar import Function, argument_sequence, bare_value
+from server.answers.feed import Markers, Waiting
+from server.answers.lark import LarkWriter
+from server.answers.tools.base import ToolCallParser
+from server.answers.typed_arguments import argument_types
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
+VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
+NEWLINE = "\n"
+_BEGIN, _KEY_END, _VALUE_END = Markers(BEGIN), Markers(KEY_END), Markers(VALUE_END)
+_NAME = re.compile(r"[^\s<{]*")
+
+
+class GlmParser(ToolCallParser):
+    """Values are bare text; the tool's schema says which of them are strings."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from self._say_until(_BEGIN)):
+            yield from feed.skip_whitespace()
+            name = yield from feed.take_word(_NAME)
+            yield from feed.skip_whitespace()
+            if not name or not ((yield from self._comes(KEY_BEGIN)) or (yield from self._comes(END))):
+                self._no_call()
+                continue
+            self._begin_call(name)
+            yield from self._read_arguments(name)
+
+    def _read_arguments(self, name: str) -> Waiting[None]:
+        feed = self._feed
+        schema = self._schemas.get(name, {})
+        opening = "{"
+        while True:
+            feed.keep()
+            yield from feed.skip_whitespace()
+            if (yield from feed.take_marker(END)):
+                feed.forget()
+                return self._argue("}" if opening == ", " else "{}")
+            key = yield from self._read_key()
+            if key is None:
+                return None if (yield from self._cut_off(END, KEY_BEGIN, VALUE_BEGIN)) else self._no_call()
+            feed.forget()
+            self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            opening = ", "
+            if not (yield from self._stream_typed(argument_types(schema, key), _VALUE_END)):
+                return None
+
+    def _read_key(self) -> Waiting[str | None]:
+        """Read a key and its value's opening marker."""
+        feed = self._feed
+        if not (yield from feed.take_marker(KEY_BEGIN)):
+            return None
+        pieces: list[str] = []
+        if not (yield from feed.take_until(_KEY_END, pieces)):
+            return None
+        yield from feed.skip_whitespace()
+        return "".join(pieces).strip() if (yield from feed.take_marker(VALUE_BEGIN)) else None
+
+
+def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a call behind its marker, in GLM-4.5's spacing."""
+    return lark.any_of(_call(lark, function) for function in functions)
+
+
+def _call(lark: LarkWriter, function: Function) -> str:
+    def argument(key: str, schema: Any) -> str:
+        value = bare_value(lark, schema, function.schema, VALUE_END)
+        before, between = lark.spelled(KEY_BEGIN), lark.spelled(f"{KEY_END}\n{VALUE_BEGIN}")
+        return f"{before} {key} {between} {value} {lark.spelled(NEWLINE)}"
+
+    name = lark.spelled(f"{function.name}\n")
+    return f"{name} {argument_sequence(lark, function.schema, argument)} {lark.spelled(END)}"

@@ -1,0 +1,99 @@
+"""`ResponsesService`: keeps responses, and runs those of the background. One a server; used by the route."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+
+from engine.config import ServerConfig
+from server.protocol.responses import ResponseObject
+from server.rendering.responses import ResponsesRenderer
+from server.responses.event_log import EventLog
+from server.responses.store import ResponseStore, StoredResponse, Turn
+
+_CLOSE_SECONDS = 1.0
+"""How long background responses may take to write down that the server ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A background response that has not ended."""
+
+    stored: StoredResponse
+    renderer: ResponsesRenderer
+    task: asyncio.Task[None]
+
+
+class ResponsesService:
+    """The responses of one server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.store = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+        self._runs: dict[str, _Run] = {}
+
+    def keep(self, response: ResponseObject, owner: object, turn: Turn) -> None:
+        """Store a response that has ended: the answer to `turn`. A background one has its place already."""
+        body = msgspec.json.encode(response)
+        turn = turn.answered(response.output)
+        run = self._runs.get(response.id)
+        if run is None:
+            self.store.put(StoredResponse(response.id, owner, turn, lambda: body, size=len(body)))
+        else:
+            # The last event, which is yet to come, repeats the response.
+            logged = 0 if run.stored.events is None else run.stored.events.num_bytes + len(body)
+            self.store.finish(run.stored, turn, body, len(body) + logged)
+
+    def start(
+        self,
+        renderer: ResponsesRenderer,
+        events: AsyncIterator[bytes],
+        owner: object,
+        turn: Turn,
+        log: EventLog | None,
+    ) -> None:
+        """Run a response in the background; `log` is for those who follow it. Raises `StoreFull`."""
+        id = renderer.head.id
+        stored = StoredResponse(id, owner, turn, renderer.snapshot, events=log, is_background=True, running=True)
+        self.store.put(stored)
+        task = asyncio.create_task(_consume(events, log), name=id)
+        self._runs[id] = _Run(stored, renderer, task)
+        task.add_done_callback(lambda _: self._ended(id))
+
+    def cancel(self, stored: StoredResponse) -> None:
+        """End a background response; nothing happens to one that has ended."""
+        run = self._runs.get(stored.id)
+        if run is None or not stored.running:
+            return
+        last_event = run.renderer.cancel()
+        if stored.events is not None:
+            stored.events.append(last_event)
+        run.task.cancel()
+
+    async def close(self) -> None:
+        """End what still runs. The front end has failed it all, which its events are about to tell."""
+        runs = list(self._runs.values())
+        if runs:
+            await asyncio.wait([run.task for run in runs], timeout=_CLOSE_SECONDS)
+        for run in runs:
+            self.cancel(run.stored)
+
+    def _ended(self, id: str) -> None:
+        run = self._runs[id]
+        self.cancel(run.stored)
+        del self._runs[id]
+        if run.stored.events is not None:
+            run.stored.events.close()
+
+
+def of(request: Request) -> ResponsesService:
+    """The service of the server that `request` came to."""
+    service: ResponsesService = request.app.state.responses
+    return service
+
+
+async def _consume(events: AsyncIterator[bytes], log: EventLog | None) -> None:
+    async for each in events:
+        if log is not None:
+            log.append(each)

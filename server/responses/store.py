@@ -1,0 +1,253 @@
+"""`ResponseStore`: the responses that may be retrieved and gone on from, in memory, within bounds.
+
+One a server. A conversation is a chain of `Turn`s, each held by the responses and turns that begin from it: a turn's
+items are kept once, and as long as anything stored still needs them, deleted parents included.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from server.errors import ApiError, BadRequest
+from server.protocol.responses_items import Item
+from server.responses.event_log import EventLog
+
+_ITEM_OVERHEAD = 512
+"""Bytes that an item costs besides its text."""
+_WHY_NOT_FOUND = "there never was one, it was not to be stored, was deleted, or made room for newer ones"
+
+
+class ResponseNotFound(BadRequest):
+    """No such response is stored for this client: never was, was deleted, or had to make room."""
+
+    status = 404
+
+
+class PreviousResponseNotFound(BadRequest):
+    """The response that a request goes on from is not stored for this client."""
+
+    code = "previous_response_not_found"
+
+
+class StoreFull(ApiError):
+    """Responses that are still running fill the store."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    headers = {"Retry-After": "1"}  # noqa: RUF012
+
+
+class Turn:
+    """The items that one response added to its conversation, and the turns before them."""
+
+    __slots__ = ("holders", "input", "output", "previous", "size")
+
+    def __init__(self, previous: "Turn | None", input: Sequence[Item]) -> None:
+        self.previous = previous
+        self.input = tuple(input)
+        self.output: tuple[Item, ...] = ()
+        self.holders = 0
+        self.size = _size(self.input)
+        """Bytes of its own items."""
+
+    def answered(self, output: Sequence[Item]) -> "Turn":
+        """The turn with its answer."""
+        turn = Turn(self.previous, ())
+        turn.input, turn.output, turn.size = self.input, tuple(output), self.size + _size(output)
+        return turn
+
+    def conversation(self) -> list[Item]:
+        """All items, oldest first, this turn's output included."""
+        turns = list(self.chain())
+        return [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
+
+    def context(self) -> list[Item]:
+        """All items that this turn's output answers, oldest first."""
+        before = [] if self.previous is None else self.previous.conversation()
+        return [*before, *self.input]
+
+    def total_size(self) -> int:
+        """Bytes of this turn and all before it."""
+        return sum(turn.size for turn in self.chain())
+
+    def chain(self) -> Iterator["Turn"]:
+        """This turn, the one before it, and so on."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.previous
+
+
+class StoredResponse:
+    """One response. While `running`, it stays whatever happens, and its `body` changes."""
+
+    __slots__ = ("body", "events", "id", "is_background", "owner", "running", "size", "turn")
+
+    def __init__(
+        self,
+        id: str,
+        owner: object,
+        turn: Turn,
+        body: Callable[[], bytes],
+        *,
+        events: EventLog | None = None,
+        is_background: bool = False,
+        running: bool = False,
+        size: int = 0,
+    ) -> None:
+        self.id = id
+        self.owner = owner
+        self.turn = turn
+        self.body = body
+        """The response as JSON."""
+        self.events = events
+        """Of a background response that is streamed."""
+        self.is_background = is_background
+        self.running = running
+        self.size = size
+        """Bytes that it keeps besides its turns."""
+
+
+class ResponseStore:
+    """Bounded by number and bytes; what was used least recently goes first."""
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._items: dict[tuple[object, str], list[Item]] = {}
+        """Items by owner and id, once for each turn that holds them."""
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def __iter__(self) -> Iterator[StoredResponse]:
+        """The least recently used first."""
+        return iter(self._responses.values())
+
+    @property
+    def num_items(self) -> int:
+        """Items that references may name."""
+        return len(self._items)
+
+    def get(self, id: str, owner: object) -> StoredResponse:
+        """Raises `ResponseNotFound`, for another owner's as well."""
+        stored = self._responses.get(id)
+        if stored is None or stored.owner != owner:
+            raise ResponseNotFound(f"Response with id {id[:80]!r} not found: {_WHY_NOT_FOUND}", param="response_id")
+        self._responses.move_to_end(id)
+        return stored
+
+    def previous_turn(self, id: str, owner: object) -> Turn:
+        """The turn to go on from. Raises `BadRequest` if there is none, or if it is still being written."""
+        try:
+            stored = self.get(id, owner)
+        except ResponseNotFound as error:
+            raise PreviousResponseNotFound(
+                f"Previous response with id {id[:80]!r} not found: {_WHY_NOT_FOUND}", param="previous_response_id"
+            ) from error
+        if stored.running:
+            raise BadRequest(
+                f"previous_response_id is {id[:80]!r}, a response that is still running; wait until it has ended",
+                param="previous_response_id",
+            )
+        return stored.turn
+
+    def item(self, id: str, owner: object) -> Item | None:
+        """The item of a stored response, input or output."""
+        found = self._items.get((owner, id))
+        return found[0] if found else None
+
+    def put(self, stored: StoredResponse) -> None:
+        """Keep `stored`, and make room for it; one that ended and is larger than the whole store is not kept.
+
+        Raises `StoreFull` if it runs and those that run leave no room.
+        """
+        if stored.running:
+            self._check_room(stored)
+        elif stored.size + stored.turn.total_size() > self._max_bytes:
+            return
+        self._responses[stored.id] = stored
+        self.num_bytes += stored.size
+        self._hold(stored.turn, stored.owner)
+        self._make_room()
+
+    def finish(self, stored: StoredResponse, turn: Turn, body: bytes, size: int) -> None:
+        """`stored` has ended: it holds `turn` now, and is as any other; see `put`."""
+        stored.running = False
+        stored.body = lambda: body
+        if self._responses.get(stored.id) is not stored:
+            return
+        self._hold(turn, stored.owner)
+        self._release(stored.turn, stored.owner)
+        self.num_bytes += size - stored.size
+        stored.turn, stored.size = turn, size
+        if size + turn.total_size() > self._max_bytes:
+            self._remove(stored)
+        self._make_room()
+
+    def delete(self, id: str, owner: object) -> StoredResponse:
+        """Forget a response. Its items stay for the responses that go on from it. Raises `ResponseNotFound`."""
+        stored = self.get(id, owner)
+        self._remove(stored)
+        return stored
+
+    def _check_room(self, stored: StoredResponse) -> None:
+        running = [each for each in self._responses.values() if each.running]
+        if len(running) >= self._max_responses:
+            raise StoreFull(
+                f"{len(running)} background responses are running, and this server keeps at most "
+                f"{self._max_responses} (max_stored_responses); wait for one to end"
+            )
+        num_bytes = sum(each.size + each.turn.size for each in running) + stored.size + stored.turn.size
+        if num_bytes > self._max_bytes:
+            raise StoreFull(
+                f"the background responses that run hold {num_bytes} bytes with this one, and this server keeps at "
+                f"most {self._max_bytes} (max_stored_response_bytes); wait for one to end"
+            )
+
+    def _make_room(self) -> None:
+        while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:
+            oldest = next((each for each in self._responses.values() if not each.running), None)
+            if oldest is None:
+                return
+            self._remove(oldest)
+
+    def _remove(self, stored: StoredResponse) -> None:
+        del self._responses[stored.id]
+        self.num_bytes -= stored.size
+        self._release(stored.turn, stored.owner)
+
+    def _hold(self, turn: Turn | None, owner: object) -> None:
+        while turn is not None:
+            turn.holders += 1
+            if turn.holders > 1:
+                return
+            self.num_bytes += turn.size
+            for item in (*turn.input, *turn.output):
+                self._items.setdefault((owner, item.id), []).append(item)
+            turn = turn.previous
+
+    def _release(self, turn: Turn | None, owner: object) -> None:
+        while turn is not None:
+            turn.holders -= 1
+            if turn.holders:
+                return
+            self.num_bytes -= turn.size
+            for item in (*turn.input, *turn.output):
+                self._forget_item(item, owner)
+            turn = turn.previous
+
+    def _forget_item(self, item: Item, owner: object) -> None:
+        found = self._items[owner, item.id]
+        if len(found) == 1:
+            del self._items[owner, item.id]
+        else:
+            found.remove(item)
+
+
+def _size(items: Sequence[Item]) -> int:
+    return sum(len(msgspec.json.encode(item)) + _ITEM_OVERHEAD for item in items)

@@ -1,0 +1,62 @@
+"""`POST /tokenize` and `POST /detokenize`: what a prompt costs, before it is sent."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from engine.io_processor import InvalidRequest
+from server import frontend as frontends
+from server.chat_preparation import render_prompt
+from server.errors import BadRequest
+from server.frontend import Frontend
+from server.json_answer import as_json
+from server.openapi import answers, reads
+from server.parsing import read_request, validate
+from server.protocol.chat import ChatCompletionRequest
+from server.protocol.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+
+router = APIRouter()
+
+
+@router.post("/tokenize", **answers(TokenizeAnswer), **reads(TokenizeRequest))
+async def tokenize(http: Request) -> Response:
+    """The token ids of a text or a chat."""
+    frontend = frontends.of(http)
+    request = await read_request(http, TokenizeRequest, frontend.config.server_config)
+    if request.model is not None:
+        frontend.check_model(request.model)
+    return as_json(await asyncio.to_thread(_tokenize, request, frontend))
+
+
+@router.post("/detokenize", **answers(DetokenizeAnswer), **reads(DetokenizeRequest))
+async def detokenize(http: Request) -> Response:
+    """The text of token ids."""
+    frontend = frontends.of(http)
+    request = await read_request(http, DetokenizeRequest, frontend.config.server_config)
+    if request.model is not None:
+        frontend.check_model(request.model)
+    text = await asyncio.to_thread(frontend.processor.detokenize, request.tokens)
+    return as_json(DetokenizeAnswer(text))
+
+
+def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:
+    processor = frontend.processor
+    is_chat = request.messages is not None
+    text = render_prompt(_as_chat(request, frontend), frontend) if is_chat else request.prompt or ""
+    special = not is_chat if request.add_special_tokens is None else request.add_special_tokens
+    try:
+        tokens = processor.tokenize(text, special)
+    except InvalidRequest as error:
+        raise BadRequest(str(error), param="messages" if is_chat else "prompt") from error
+    spelled = [processor.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
+    assert frontend.max_model_len is not None
+    return TokenizeAnswer(len(tokens), frontend.max_model_len, tokens, spelled)
+
+
+def _as_chat(request: TokenizeRequest, frontend: Frontend) -> ChatCompletionRequest:
+    """The chat request of the same prompt, with the same rules."""
+    shared = request.model_fields_set & ChatCompletionRequest.model_fields.keys()
+    fields: dict[str, Any] = {name: getattr(request, name) for name in shared if getattr(request, name) is not None}
+    fields["model"] = frontend.model_names[0]
+    return validate(fields, ChatCompletionRequest, allow_unknown=False)

@@ -1,0 +1,65 @@
+"""`install`: makes a suite's environment under `.conformance/`, once for each state of its requirement file."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conformance.suites import Suite
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".conformance"
+
+
+class InstallError(RuntimeError):
+    """An environment cannot be made; the message is the installer's."""
+
+
+def requirements(suite: Suite) -> Path:
+    """The file that pins what the suite runs with."""
+    return HERE / "node" / "package-lock.json" if suite.is_node else HERE / "requirements" / f"{suite.name}.txt"
+
+
+def python_of(suite: Suite) -> Path:
+    return ENVIRONMENTS / suite.name / "bin" / "python"
+
+
+def install(suite: Suite) -> None:
+    """Make the environment, unless it is there as the requirement file wants it. Raises `InstallError`."""
+    folder = ENVIRONMENTS / suite.name
+    stamp = folder / "installed.txt"
+    wanted = requirements(suite).read_text(encoding="utf-8")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return
+    stamp.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if suite.is_node:
+        _install_node(folder)
+    else:
+        _install_python(suite, folder)
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def _install_python(suite: Suite, folder: Path) -> None:
+    _run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
+    _run(
+        *(sys.executable, "-m", "pip", "--python", str(python_of(suite)), "install", "--quiet"),
+        *("--disable-pip-version-check", "-r", str(requirements(suite))),
+    )
+
+
+def _install_node(folder: Path) -> None:
+    if shutil.which("npm") is None:
+        raise InstallError("npm is not installed; the node suite needs Node 20 or newer")
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(HERE / "node" / name, folder / name)
+    _run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", cwd=folder)
+
+
+def _run(*command: str, cwd: Path | None = None) -> None:
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, "PIP_NO_INPUT": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise InstallError(f"{' '.join(command[:6])} … failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

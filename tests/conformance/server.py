@@ -1,0 +1,82 @@
+"""`Server`: the one server that all suites run against, watched from outside."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+MODEL = "kaon-demo"
+API_KEY = "conformance"
+CHECKPOINT = Path(__file__).parents[2] / "models" / "demo" / "checkpoint"
+
+_FLAGS = ("--port", "0", "--api-key", API_KEY, "--access-log", "json")
+# float32, so that greedy text and log probabilities do not depend on what else is in the batch.
+_FLAGS += ("--dtype", "float32", "--cpu-kvcache-gib", "0.25", "--max-num-seqs", "64")
+_START_SECONDS = 120
+
+
+class StartError(RuntimeError):
+    """The server does not start; the message ends with its log."""
+
+
+class Server:
+    """`kaon serve` from the project's environment, from `__enter__` to `__exit__`."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._read = 0
+
+    def __enter__(self) -> "Server":
+        kaon = Path(sys.executable).with_name("kaon")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(kaon), "serve", *_FLAGS], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if " on http" not in line:
+            self.process.wait(_START_SECONDS)
+            raise StartError(f"the server did not start: {self._log.read_text()[-2000:]}")
+        self.url = line.split(" on ", 1)[1].split()[0]
+        self.core = self._core()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def complaints(self) -> list[str]:
+        """What went wrong inside the server since the last call; nothing, as it should be."""
+        found = []
+        if self.process.poll() is not None:
+            found.append(f"the server ended with {self.process.returncode}")
+        elif self._core() != self.core:
+            found.append(f"the engine core was process {self.core} and is {self._core() or 'gone'}")
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        lines = text[self._read :].splitlines()
+        self._read = len(text)
+        found += [f"answered {line}" for line in lines if _is_server_error(line)]
+        found += [f"logged {line}" for line in lines if line.startswith("Traceback")]
+        return found
+
+    def _core(self) -> int | None:
+        """The engine core's process id: the server's only child."""
+        listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True).stdout
+        children = [int(pid) for parent, pid in map(str.split, listed.splitlines()) if int(parent) == self.process.pid]
+        return children[0] if len(children) == 1 else None
+
+
+def _is_server_error(line: str) -> bool:
+    """Whether a line of the log tells of a request that was answered 5xx."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(entry, dict) and isinstance(entry.get("status"), int) and entry["status"] >= 500

@@ -1,0 +1,84 @@
+"""The suites of `make conformance`: what each needs, what it runs, and what of it cannot run here."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that drive the server with one client, in an environment of the client's own."""
+
+    name: str
+    """Also the environment's: `requirements/<name>.txt`, installed into `.conformance/<name>`; `node` is npm's."""
+    packages: tuple[str, ...]
+    """The clients under test, whose versions the results name."""
+    tests: tuple[str, ...]
+    """Files with the tests, in this folder."""
+    what: str
+    """What is shown, in a line for the results."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+
+    @property
+    def is_node(self) -> bool:
+        return self.name == "node"
+
+
+SUITES = (
+    Suite(
+        "openai",
+        ("openai",),
+        (
+            "test_openai_chat.py",
+            "test_openai_completions.py",
+            "test_openai_errors.py",
+            "test_openai_models.py",
+            "test_openai_responses.py",
+        ),
+        "every method of the official client that maps to this server, plain, streamed, raw and async",
+    ),
+    Suite(
+        "node",
+        ("openai", "ai", "@ai-sdk/openai-compatible"),
+        ("node/openai.test.mjs", "node/ai_sdk.test.mjs"),
+        "the npm client, and the Vercel AI SDK's OpenAI-compatible provider",
+    ),
+    Suite(
+        "langchain",
+        ("langchain-tests", "langchain-openai"),
+        ("test_langchain.py",),
+        "the standard chat-model suite, unit and integration, over chat completions and over responses",
+        {"LANGCHAIN_TRACING_V2": "false", "LANGSMITH_TRACING": "false"},
+    ),
+    Suite("instructor", ("instructor",), ("test_instructor.py",), "typed answers in each of its modes"),
+    Suite(
+        "agents",
+        ("openai-agents",),
+        ("test_agents.py",),
+        "a two-turn tool loop over chat completions and over responses, plain and streamed",
+        {"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+    ),
+    Suite(
+        "litellm",
+        ("litellm",),
+        ("test_litellm.py",),
+        "its completion, text completion and responses calls, and its errors",
+        {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    ),
+    Suite("llm", ("llm",), ("test_llm.py",), "its command line, with the server named in extra-openai-models.yaml"),
+    Suite("pydantic-ai", ("pydantic-ai-slim",), ("test_pydantic_ai.py",), "agents with tools and typed output"),
+    Suite(
+        "lm-eval",
+        ("lm-eval", "transformers"),
+        ("test_lm_eval.py",),
+        "a multiple-choice task scored through `local-completions` and by transformers",
+        {"HF_DATASETS_OFFLINE": "1"},
+    ),
+    Suite("guidellm", ("guidellm",), ("test_guidellm.py",), "a short load over each endpoint"),
+    Suite(
+        "schemathesis",
+        ("schemathesis",),
+        ("test_schemathesis.py",),
+        "requests generated from `/openapi.json`: examples, coverage, fuzzing and stateful phases",
+    ),
+)
+"""In the order in which they run."""

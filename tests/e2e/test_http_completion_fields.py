@@ -1,0 +1,149 @@
+"""Fields of `/v1/completions` beyond the plain ones, through the official client."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import BadRequestError, OpenAI
+from openai.types import Completion
+
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from tests.e2e.kaon_server import MODEL, KaonServer
+
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+
+
+def complete(
+    client: OpenAI, prompt: Any = PROMPT, *, extra: dict[str, Any] | None = None, **fields: Any
+) -> Completion:
+    fields = {"max_tokens": 8, "temperature": 0, **fields}
+    return client.completions.create(
+        model=MODEL, prompt=prompt, extra_body={"ignore_eos": True, **(extra or {})}, **fields
+    )
+
+
+def events(server: KaonServer, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream as they are on the wire."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
+    with server.http() as http:
+        text = http.post("/v1/completions", json={**body, "stream": True}).text
+    *chunks, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def test_best_of_answers_with_the_likeliest_choices_and_counts_all(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "max_tokens": 12}
+    every = complete(client, n=5, logprobs=0, **fields)
+    means = {
+        choice.text: sum(choice.logprobs.token_logprobs) / 12  # type: ignore[union-attr, arg-type]
+        for choice in every.choices
+    }
+    assert len(means) == 5
+    best = complete(client, n=2, best_of=5, **fields)
+    assert [choice.text for choice in best.choices] == sorted(means, key=lambda text: means[text], reverse=True)[:2]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage is not None
+    assert best.usage.completion_tokens == 5 * 12
+    with_logprobs = complete(client, best_of=5, logprobs=1, echo=True, **fields).choices[0]
+    assert with_logprobs.text == PROMPT + best.choices[0].text
+    assert with_logprobs.logprobs is not None
+
+
+def test_best_of_equal_to_n_may_be_streamed(client: OpenAI) -> None:
+    chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, n=2, best_of=2, max_tokens=2, stream=True))
+    assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
+
+
+def test_token_ids_of_prompt_and_answer_are_reported_on_request(
+    client: OpenAI, server: KaonServer, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode(PROMPT)
+    (choice,) = complete(client, extra={"return_token_ids": True}).choices
+    assert choice.prompt_token_ids == ids  # type: ignore[attr-defined]
+    assert len(choice.token_ids) == 8  # type: ignore[attr-defined]
+    assert tokenizer.decode(choice.token_ids) == choice.text  # type: ignore[attr-defined]
+    assert "token_ids" not in (complete(client).choices[0].model_extra or {})
+    first, *rest = [chunk["choices"][0] for chunk in events(server, max_tokens=8, return_token_ids=True, stop="\x00")]
+    assert first["prompt_token_ids"] == ids
+    assert all("prompt_token_ids" not in chunk for chunk in rest)
+    assert [token for chunk in (first, *rest) for token in chunk["token_ids"]] == choice.token_ids  # type: ignore[attr-defined]
+
+
+def test_usage_can_come_with_each_chunk(server: KaonServer, tokenizer: Tokenizer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events(server, n=2, stream_options=options)
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == last["usage"]["completion_tokens"] == 12
+    prompt_tokens = len(tokenizer.encode(PROMPT))
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {prompt_tokens}
+    assert last["choices"] == []
+    assert all(
+        chunk["usage"]["total_tokens"] == prompt_tokens + count for chunk, count in zip(chunks, told, strict=True)
+    )
+
+
+def test_a_prompt_can_be_cut_to_its_last_tokens(client: OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT)
+    kept = complete(client, ids[-2:]).choices[0].text
+    for prompt in (PROMPT, ids):
+        cut = complete(client, prompt, extra={"truncate_prompt_tokens": 2, "return_token_ids": True})
+        assert cut.choices[0].prompt_token_ids == ids[-2:]  # type: ignore[attr-defined]
+        assert cut.choices[0].text == kept
+    assert complete(client, echo=True, extra={"truncate_prompt_tokens": 2}).choices[0].text == (
+        tokenizer.decode(ids[-2:]) + kept
+    )
+    assert complete(client, extra={"truncate_prompt_tokens": 1000}).choices[0].text == complete(client).choices[0].text
+
+
+def test_as_much_of_a_prompt_as_fits_can_be_kept(client: OpenAI) -> None:
+    context = client.models.retrieve(MODEL).max_model_len  # type: ignore[attr-defined]
+    answer = complete(client, "word " * 20_000, max_tokens=8, extra={"truncate_prompt_tokens": -1})
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (context - 8, 8)
+
+
+def test_fields_of_clients_that_want_nothing_special_are_accepted(client: OpenAI) -> None:
+    nothing: dict[str, Any] = dict.fromkeys(("logprobs", "stop", "stream_options", "suffix", "best_of", "n", "seed"))
+    answer = complete(client, user="", extra={**nothing, "max_tokens": None, "temperature": 0, "priority": -5})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+    assert complete(client, stop=[], suffix="", extra={"logit_bias": {}}).choices[0].text
+
+
+def test_a_model_without_marks_for_filling_in_refuses_a_suffix(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="no marks for filling in") as caught:
+        complete(client, suffix="end")
+    assert caught.value.param == "suffix"
+
+
+def test_requests_of_every_priority_are_served(server: KaonServer) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+    for priority in (2**31 - 1, -(2**31), 3):
+        assert httpx.post(f"{server.url}/v1/completions", json={**body, "priority": priority}).status_code == 200
+
+
+def test_sampling_fields_left_out_follow_the_generation_config(
+    start_server: Callable[..., KaonServer], tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 7}')
+    server = start_server(generation_config=str(tmp_path)).ready()
+    body = {"model": MODEL, "prompt": PROMPT, "ignore_eos": True, "n": 3}
+    with server.http() as http:
+        plain = http.post("/v1/completions", json=body).json()
+        hot = http.post("/v1/completions", json={**body, "temperature": 1.9, "max_tokens": 20}).json()
+    assert len({choice["text"] for choice in plain["choices"]}) == 1
+    assert plain["usage"]["completion_tokens"] == 3 * 7
+    assert len({choice["text"] for choice in hot["choices"]}) == 3
+    assert hot["usage"]["completion_tokens"] == 3 * 20

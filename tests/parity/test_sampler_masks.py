@@ -1,0 +1,169 @@
+"""Masks in the sampler: grammars, allowed tokens and bad words against plain NumPy, and rows left without a token."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.structured.masks import packed
+from engine.worker.sampler import SampledTokens, Sampler
+from engine.worker.sampling_columns import SamplingColumns
+
+VOCAB_SIZE = 333
+EOS = 7
+
+
+class Fixed:
+    """Stands in for a matcher that allows the same tokens everywhere."""
+
+    num_words = -(-VOCAB_SIZE // 32)
+    eos_token_ids = (EOS,)
+
+    def __init__(self, *tokens: int, error: str | None = None) -> None:
+        self._mask = packed(tokens, VOCAB_SIZE)
+        self.error = error
+
+    def fill(self, mask: np.ndarray, ends: list[int], withheld: list[int]) -> bool:
+        mask[:] = self._mask
+        self.seen = list(ends), list(withheld)
+        return self.error is None
+
+
+def sequence(matcher: Fixed | None = None, output: list[int] = (), **params: object) -> Sequence:
+    seq = Sequence([1, 2, 3], 16, SamplingParams(**{"temperature": 0.0, **params}))
+    seq.token_ids += output
+    seq.matcher = matcher
+    seq.end_tokens = frozenset() if params.get("ignore_eos") else frozenset({EOS})
+    seq.end_tokens |= frozenset(params.get("stop_token_ids", ()))
+    return seq
+
+
+def sample(seqs: list[Sequence], logits: np.ndarray, sampler: Sampler | None = None) -> SampledTokens:
+    columns = SamplingColumns(max_num_seqs=len(seqs), vocab_size=logits.shape[1], seed=0)
+    tokens = np.zeros((len(seqs), 64), dtype=np.int32)
+    for slot, seq in enumerate(seqs):
+        tokens[slot, : len(seq.token_ids)] = seq.token_ids
+        columns.write(slot, seq)
+    lengths = np.array([len(seq.token_ids) for seq in seqs])
+    rows = columns.rows(np.arange(len(seqs)), lengths, tokens)
+    with torch.inference_mode():
+        return (sampler or Sampler()).sample(torch.tensor(logits, dtype=torch.float32), rows)
+
+
+@pytest.fixture
+def logits() -> np.ndarray:
+    return np.random.default_rng(0).normal(0.0, 3.0, (4, VOCAB_SIZE)).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", [1, 30, VOCAB_SIZE - 3])
+def test_the_likeliest_allowed_token_is_taken(logits: np.ndarray, count: int) -> None:
+    tokens = np.random.default_rng(count).permutation(VOCAB_SIZE)[:count]
+    expected = tokens[logits[1, tokens].argmax()]
+    for seq in (sequence(Fixed(*tokens)), sequence(allowed_token_ids=tokens.tolist())):
+        sampled = sample([sequence(), seq, sequence(), sequence()], logits)
+        assert sampled.token_ids[1] == expected
+        assert not sampled.refused
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.01}, {"top_k": 400}])
+def test_draws_stay_within_the_mask_and_follow_its_distribution(params: dict[str, object]) -> None:
+    tokens = [3, 40, 41, 200]
+    weights = np.array([0.4, 0.3, 0.2, 0.1])
+    row = np.full(VOCAB_SIZE, 5.0)
+    row[tokens] = np.log(weights)
+    draws = [
+        sample([sequence(Fixed(*tokens), temperature=1.0, seed=seed, **params)], row[None]).token_ids[0]
+        for seed in range(400)
+    ]
+    shares = np.array([draws.count(token) for token in tokens]) / len(draws)
+    assert set(draws) <= set(tokens)
+    if params in ({}, {"top_k": 400}):
+        assert np.abs(shares - weights).max() < 0.08
+
+
+def test_neighbours_are_what_they_are_without_a_masked_row(logits: np.ndarray) -> None:
+    others = [sequence(temperature=1.0, seed=1, logprobs=3), sequence(), sequence(temperature=2.0, seed=2, top_k=9)]
+    alone = sample([sequence(), *others], logits)
+    beside = sample([sequence(Fixed(5, 6)), *others], logits)
+    assert alone.token_ids[1:].tolist() == beside.token_ids[1:].tolist()
+    assert alone.logprobs[1] == beside.logprobs[1]
+
+
+def test_log_probabilities_are_those_of_the_unmodified_distribution(logits: np.ndarray) -> None:
+    token = int(logits[0].argmin())
+    sampled = sample([sequence(Fixed(token), logprobs=2)], logits[:1])
+    logprobs = logits[0] - np.log(np.exp(logits[0]).sum())
+    assert sampled.token_ids.tolist() == [token]
+    assert sampled.logprobs[0].logprob == pytest.approx(logprobs[token], abs=1e-5)
+    assert sampled.logprobs[0].top_ids == np.argsort(-logprobs)[:2].tolist()
+
+
+def test_bad_words_are_not_completed(logits: np.ndarray) -> None:
+    first, second = np.argsort(-logits[0])[:2].tolist()
+    bad = [[4, 5, first]]
+    assert sample([sequence(output=[4, 5], bad_words=bad)], logits[:1]).token_ids[0] == second
+    assert sample([sequence(output=[5], bad_words=bad)], logits[:1]).token_ids[0] == first
+    assert sample([sequence(bad_words=[[first]])], logits[:1]).token_ids[0] == second
+
+
+def test_a_prompt_is_no_beginning_of_a_bad_word(logits: np.ndarray) -> None:
+    first = int(logits[0].argmax())
+    assert sample([sequence(bad_words=[[2, 3, first]])], logits[:1]).token_ids[0] == first
+
+
+@pytest.mark.parametrize(
+    ("seq", "named"),
+    [
+        (sequence(Fixed(1, 2), allowed_token_ids=[3]), ["grammar", "allowed_token_ids"]),
+        (sequence(Fixed(1), bad_words=[[1]]), ["grammar", "bad_words"]),
+        (sequence(allowed_token_ids=[4, 5], bad_words=[[4], [5]]), ["allowed_token_ids", "bad_words"]),
+        (sequence(allowed_token_ids=[EOS], min_tokens=3), ["allowed_token_ids", "min_tokens"]),
+    ],
+)
+def test_a_request_that_forbids_every_token_is_refused_by_name(seq: Sequence, named: list[str], logits) -> None:
+    sampled = sample([sequence(), seq, sequence()], logits[:3])
+    assert list(sampled.refused) == [1]
+    assert not sampled.broken
+    assert all(field in sampled.refused[1] for field in named)
+    free = sample([sequence()] * 3, logits[:3])
+    assert sampled.token_ids[[0, 2]].tolist() == free.token_ids[[0, 2]].tolist()
+
+
+def test_a_grammar_that_failed_refuses_its_row_with_its_reason(logits: np.ndarray) -> None:
+    sampled = sample([sequence(Fixed(1, error="it is too costly"), logprobs=1), sequence()], logits[:2])
+    assert sampled.refused == {0: "it is too costly"}
+    assert 0 not in sampled.logprobs
+
+
+def test_logits_that_are_not_finite_are_the_model_s_fault_beside_a_mask_too(logits: np.ndarray) -> None:
+    logits[0] = np.nan
+    sampled = sample([sequence(Fixed(1, 2)), sequence()], logits[:2])
+    assert sampled.broken == [0]
+    assert not sampled.refused
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "ends", "withheld"),
+    [
+        ({}, [], {EOS}, set()),
+        ({"stop_token_ids": [9]}, [], {EOS, 9}, set()),
+        ({"ignore_eos": True}, [], set(), {EOS}),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [], {EOS}, set()),
+        ({"min_tokens": 2, "stop_token_ids": [9]}, [5], {EOS, 9}, {EOS, 9}),
+        ({"min_tokens": 2, "stop_token_ids": [9]}, [5, 5], {EOS, 9}, set()),
+    ],
+)
+def test_matchers_are_told_which_tokens_end_the_sequence_and_which_may_not_yet(
+    params: dict[str, object], output: list[int], ends: set[int], withheld: set[int], logits: np.ndarray
+) -> None:
+    matcher = Fixed(1)
+    sample([sequence(matcher, output, **params)], logits[:1])
+    assert tuple(map(set, matcher.seen)) == (ends, withheld)
+
+
+def test_masks_of_a_step_leave_no_trace_in_the_next(logits: np.ndarray) -> None:
+    sampler = Sampler()
+    sample([sequence(Fixed(1)), sequence(Fixed(2))], logits[:2], sampler)
+    assert sample([sequence(Fixed(9))], logits[:1], sampler).token_ids.tolist() == [9]
+    assert sample([sequence()], logits[:1], sampler).token_ids[0] == logits[0].argmax()

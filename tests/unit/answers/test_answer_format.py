@@ -1,0 +1,114 @@
+"""Which dialects a model is taken to speak."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from engine.chat_template import ChatTemplate
+from engine.checkpoint import resolve_checkpoint
+from engine.tokenizer import Tokenizer
+from server.answers.answer_format import AnswerFormat
+from server.answers.reasoning import registry as reasoning_registry
+from server.answers.tools import registry as tool_registry
+
+TOOLS = "{% if tools %}{{ tools }}{% endif %}"
+
+
+class Vocabulary:
+    """What `AnswerFormat` asks of a tokenizer, over given tokens; those spelled `<|…|>` are special."""
+
+    def __init__(self, *tokens: str) -> None:
+        self._ids: Mapping[str, int] = {token: 100 + place for place, token in enumerate(tokens)}
+        self.special_ids = frozenset(self._ids[token] for token in tokens if token.startswith("<|"))
+
+    def token_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+
+def made(
+    template: str | None, *tokens: str, architecture: str = "", tool: str = "auto", reasoning: str = "auto"
+) -> AnswerFormat:
+    chat_template = None if template is None else ChatTemplate({"default": template})
+    return AnswerFormat.of_model(Vocabulary(*tokens), chat_template, architecture, tool, reasoning)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "tool", "reasoning"),
+    [
+        (TOOLS + "<tool_call> <think> </think>", ("<tool_call>", "<think>"), "hermes", "think"),
+        (TOOLS + "<tool_call>", ("<think>", "</think>"), "hermes", "think"),
+        (TOOLS + "<tool_call>", (), "hermes", "none"),
+        (TOOLS + "<tool_call>\n<function=", (), "qwen3_coder", "none"),
+        (TOOLS + "<tool_call>{name}\n<arg_key> <think></think>", (), "glm45", "think"),
+        (TOOLS + "<|start_header_id|>", ("<|python_tag|>",), "llama3_json", "none"),
+        (TOOLS + "<|header_start|>", ("<|python_start|>",), "pythonic", "none"),
+        (TOOLS + "[func_name1(params_name1=1)]", ("<|python_tag|>",), "pythonic", "none"),
+        (TOOLS + "[TOOL_CALLS]", (), "mistral", "none"),
+        (TOOLS + "[TOOL_CALLS] [ARGS] [THINK]", (), "mistral_args", "mistral"),
+        (TOOLS + "<｜tool▁calls▁begin｜> ```json </think>", (), "deepseek_v3", "deepseek_r1"),  # noqa: RUF001
+        (TOOLS + "<｜tool▁calls▁begin｜> <think> </think>", (), "deepseek_v31", "think"),  # noqa: RUF001
+        (TOOLS + "<|channel|> <|message|>", (), "harmony", "harmony"),
+        ("{{ messages }} <tool_call>", (), "none", "none"),
+        (TOOLS, (), "none", "none"),
+        (None, ("<think>", "</think>", "<tool_call>"), "none", "none"),
+    ],
+)
+def test_auto_reads_the_template_and_the_vocabulary(
+    template: str | None, tokens: tuple[str, ...], tool: str, reasoning: str
+) -> None:
+    answer_format = made(template, *tokens)
+    assert (answer_format.tool_parser, answer_format.reasoning_parser) == (tool, reasoning)
+
+
+def test_the_embedded_model_writes_hermes_calls_and_no_reasoning() -> None:
+    checkpoint = resolve_checkpoint(None)
+    tokenizer, template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
+    answer_format = AnswerFormat.of_model(tokenizer, template, "Qwen3ForCausalLM")
+    assert (answer_format.tool_parser, answer_format.reasoning_parser) == ("hermes", "none")
+    assert answer_format.visible_token_ids == frozenset()
+
+
+def test_gpt_oss_speaks_harmony_whatever_its_template() -> None:
+    answer_format = made(TOOLS, architecture="GptOssForCausalLM")
+    assert (answer_format.tool_parser, answer_format.reasoning_parser) == ("harmony", "harmony")
+
+
+def test_a_named_dialect_wins_and_what_does_not_go_with_it_is_left_out() -> None:
+    answer_format = made(TOOLS + "<|channel|> <|message|>", tool="hermes")
+    assert (answer_format.tool_parser, answer_format.reasoning_parser) == ("hermes", "none")
+    assert made(TOOLS + "<tool_call>", tool="none").tool_parser == "none"
+    assert made(TOOLS, tool="openai").tool_parser == "harmony"
+
+
+def test_markers_that_are_special_tokens_stay_visible() -> None:
+    answer_format = made(TOOLS, "<|python_tag|>", "<|eot_id|>", "<tool_call>")
+    assert answer_format.visible_token_ids == {100}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"tool": "hermse"}, r"^tool_call_parser is hermse; it must be auto, none or one of .*hermes.*pythonic"),
+        ({"reasoning": "deep"}, r"^reasoning_parser is deep; it must be auto, none or one of .*deepseek_r1.*think"),
+        ({"tool": "harmony", "reasoning": "think"}, "harmony goes with harmony or none only"),
+    ],
+)
+def test_a_dialect_that_is_not_known_is_refused_with_those_that_are(flags: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        made(TOOLS, **flags)
+    with pytest.raises(ValueError, match=sentence):
+        AnswerFormat.check_names(flags.get("tool", "auto"), flags.get("reasoning", "auto"))
+
+
+def test_every_dialect_and_auto_and_none_pass_the_check_of_names() -> None:
+    for name in ("auto", "none", *tool_registry.NAMES):
+        AnswerFormat.check_names(name, "auto")
+    for name in ("auto", "none", *reasoning_registry.NAMES):
+        AnswerFormat.check_names("auto", name)
+
+
+def test_the_documentation_lists_every_name() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
+    for name in (*tool_registry.NAMES, *reasoning_registry.NAMES):
+        assert f"`{name}`" in page

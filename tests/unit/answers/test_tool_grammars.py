@@ -1,0 +1,298 @@
+"""The grammars that force calls: what they accept, what they refuse, and that the parsers read all that they allow."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from engine.checkpoint import resolve_checkpoint
+from engine.structured.compile import GrammarCompiler
+from engine.structured.vocabulary import token_trie
+from engine.tokenizer import Tokenizer
+from server.answers.answer_format import AnswerFormat
+from server.answers.lark import LarkWriter
+from server.answers.tool_grammar import tool_grammar
+from server.protocol.tools import NamedTool, Tool, ToolUse
+from tests.unit.answers.dialect_texts import CLOCK, TOOLS, WEATHER, WHOLE, Written, parsed, tool
+from tests.unit.answers.grammars import ByteVocabulary
+
+DIALECTS = sorted({written.dialect for written in WHOLE})
+NAMED_NOW = NamedTool.model_validate({"type": "function", "function": {"name": "now"}})
+
+
+def ids(written: Written) -> str:
+    return f"{written.dialect}-{written.text[:40]}"
+
+
+def made(dialect: str, special: bool = False, reasoning: str = "none") -> tuple[AnswerFormat, ByteVocabulary]:
+    """The format, over a vocabulary in which all of its markers are special tokens or none."""
+    reasoning = "harmony" if dialect == "harmony" else reasoning
+    markers = AnswerFormat(dialect, reasoning).markers if special else ()
+    vocabulary = ByteVocabulary(markers)
+    return AnswerFormat(dialect, reasoning, vocabulary.special), vocabulary
+
+
+def grammar(answer_format: AnswerFormat, use: ToolUse, tail: str = "") -> str:
+    text = answer_format.grammar(use, prompt_tail=tail)
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("written", WHOLE, ids=ids)
+def test_required_accepts_what_models_write(written: Written, special: bool) -> None:
+    answer_format, vocabulary = made(written.dialect, special)
+    assert vocabulary.accepts(grammar(answer_format, ToolUse.of(TOOLS, "required")), written.text)
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("written", WHOLE, ids=ids)
+def test_required_refuses_other_arguments_other_functions_and_plain_text(written: Written, special: bool) -> None:
+    answer_format, vocabulary = made(written.dialect, special)
+    forced = grammar(answer_format, ToolUse.of(TOOLS, "required"))
+    assert not vocabulary.accepts(forced, "It is warm.")
+    assert not vocabulary.accepts(forced, written.text.replace("3", "true"))
+    assert not vocabulary.accepts(forced, written.text.replace("get_weather", "get_whether"))
+    assert not vocabulary.accepts(forced, written.text.replace("days", "week"))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_second_call_is_refused_with_parallel_tool_calls_off(dialect: str) -> None:
+    answer_format, vocabulary = made(dialect)
+    forced = grammar(answer_format, ToolUse.of(TOOLS, "required", parallel_tool_calls=False))
+    for written in WHOLE:
+        if written.dialect == dialect:
+            assert vocabulary.accepts(forced, written.text) == (len(written.answer.calls) == 1)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_named_function_is_the_only_one_that_can_be_called(dialect: str) -> None:
+    answer_format, vocabulary = made(dialect)
+    forced = grammar(answer_format, ToolUse.of(TOOLS, NAMED_NOW))
+    written = next(each for each in WHOLE if each.dialect == dialect)
+    assert not vocabulary.accepts(forced, written.text)
+    text = vocabulary.sample(forced, seed=1)
+    assert text is not None
+    assert [name for name, _ in parsed(parser(answer_format), text).calls] == ["now"]
+
+
+def parser(answer_format: AnswerFormat, tail: str = "") -> Any:
+    return answer_format.parser(ToolUse.of(TOOLS, "auto"), prompt_tail=tail)
+
+
+STRICT = [tool("get_weather", WEATHER, strict=True), tool("now", CLOCK)]
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_strict_tool_leaves_the_model_free_to_talk_and_holds_its_calls(dialect: str, special: bool) -> None:
+    answer_format, vocabulary = made(dialect, special)
+    free = grammar(answer_format, ToolUse.of(STRICT, "auto"))
+    assert vocabulary.accepts(
+        free, "It is warm." if dialect != "harmony" else "<|channel|>final<|message|>It is warm."
+    )
+    for written in WHOLE:
+        if written.dialect == dialect:
+            assert vocabulary.accepts(free, written.text)
+            assert not vocabulary.accepts(free, written.text.replace("3", "true"))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_without_strict_tools_a_free_choice_is_not_constrained(dialect: str) -> None:
+    assert made(dialect)[0].grammar(ToolUse.of(TOOLS, "auto"), prompt_tail="") is None
+    assert made(dialect)[0].grammar(ToolUse.of(STRICT, "none"), prompt_tail="") is None
+
+
+RICH: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 8},
+        "code": {"type": "string", "pattern": "^[a-z]{2,4}$"},
+        "kind": {"enum": ["a", "b/c"]},
+        "count": {"type": "integer", "minimum": 1, "maximum": 20},
+        "maybe": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["code", "count"],
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "number", "minimum": -5, "maximum": 5}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_whatever_the_grammar_allows_parses_into_calls_that_fit_their_schema(dialect: str, special: bool) -> None:
+    tools = [tool("f", RICH), tool("g-2")]
+    answer_format, vocabulary = made(dialect, special)
+    forced = grammar(answer_format, ToolUse.of(tools, "required"))
+    ended = 0
+    for seed in range(12):
+        text = vocabulary.sample(forced, seed)
+        if text is None:
+            continue
+        ended += 1
+        made_parser = answer_format.parser(ToolUse.of(tools, "auto"), prompt_tail="")
+        assert made_parser is not None
+        answer = parsed(made_parser, *text)
+        assert answer.calls, text
+        assert answer.content == "", text
+        for name, arguments in answer.calls:
+            check(tools, name, arguments, text)
+    assert ended >= 4
+
+
+def check(tools: list[Tool], name: str, arguments: str, text: str) -> None:
+    given = json.loads(arguments)
+    [called] = [each for each in tools if each.function.name == name]
+    if called.function.parameters is None:
+        assert given == {}, text
+        return
+    assert {"code", "count"} <= given.keys() <= RICH["properties"].keys(), text
+    schema = json.dumps({**RICH, "additionalProperties": False})
+    vocabulary = ByteVocabulary()
+    # Written out afresh: in the schema's order, which is how llguidance reads objects.
+    ordered = {key: given[key] for key in RICH["properties"] if key in given}
+    assert vocabulary.accepts(f"%llguidance {{}}\nstart: %json {schema}\n", json.dumps(ordered)), text
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler()
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "no such type"}}},
+        {"properties": {"a": {"$ref": "#/$defs/missing"}}},
+        {"properties": {"a": {"type": "string", "pattern": "("}}},
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
+    schema: dict[str, Any], compiler: GrammarCompiler
+) -> None:
+    use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
+    with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
+        tool_grammar(AnswerFormat("hermes", "none"), use, prompt_tail="", compiler=compiler)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compiler: GrammarCompiler) -> None:
+    answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "think")
+    for use in (ToolUse.of([tool("f", RICH), *TOOLS], "required"), ToolUse.of(STRICT, "auto")):
+        text = tool_grammar(answer_format, use, prompt_tail="", compiler=compiler)
+        assert text is not None
+        assert text.startswith(grammar(answer_format, use))
+    assert compiler.check(answer_format.after_reasoning('start: "yes"', prompt_tail=""))
+
+
+def test_what_is_free_needs_no_check(compiler: GrammarCompiler) -> None:
+    use = ToolUse.of(TOOLS, "auto")
+    assert tool_grammar(AnswerFormat("hermes", "none"), use, prompt_tail="", compiler=compiler) is None
+
+
+def test_forcing_a_call_of_a_model_without_a_known_dialect_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="--tool-call-parser"):
+        AnswerFormat("none", "none").grammar(ToolUse.of(TOOLS, "required"), prompt_tail="")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize(
+    ("tail", "before", "accepted"),
+    [
+        ("", "", True),
+        ("", "<think>\nHm.\n</think>\n\n", True),
+        ("", "Hm.\n</think>\n\n", False),
+        ("<think>\n", "Hm.\n</think>\n\n", True),
+        ("<think>\n", "", False),
+        ("<think>\n\n</think>\n\n", "", True),
+        ("<think>\n\n</think>\n\n", "<think>\nHm.</think>", False),
+    ],
+)
+def test_reasoning_may_come_first_unless_the_prompt_has_settled_it(
+    tail: str, before: str, accepted: bool, special: bool
+) -> None:
+    answer_format, vocabulary = made("hermes", special, "think")
+    forced = grammar(answer_format, ToolUse.of(TOOLS, "required"), tail)
+    assert vocabulary.accepts(forced, before + WHOLE[0].text) == accepted
+    behind = answer_format.after_reasoning('start: "yes" | "no"', prompt_tail=tail)
+    assert vocabulary.accepts(behind, before + "yes") == accepted
+    assert not vocabulary.accepts(behind, before + "maybe")
+
+
+def test_harmony_content_follows_analysis_in_the_final_channel() -> None:
+    answer_format, vocabulary = made("harmony", special=True)
+    behind = answer_format.after_reasoning('start: "yes" | "no"', prompt_tail="<|start|>assistant")
+    final = "<|channel|>final<|message|>yes"
+    assert vocabulary.accepts(behind, final)
+    assert vocabulary.accepts(behind, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{final}")
+    assert not vocabulary.accepts(behind, "yes")
+
+
+def test_a_grammar_of_several_parts_keeps_them_behind_reasoning() -> None:
+    answer_format, vocabulary = made("hermes", reasoning="think")
+    parts = {"grammars": [{"lark_grammar": 'start: "is " @word'}, {"name": "word", "lark_grammar": 'start: "so"'}]}
+    behind = answer_format.after_reasoning(json.dumps(parts), prompt_tail="")
+    assert vocabulary.accepts(behind, "is so")
+    assert vocabulary.accepts(behind, "<think>Hm.</think>is so")
+    assert not vocabulary.accepts(behind, "so")
+
+
+@pytest.mark.parametrize("dialect", ["pythonic", "qwen3_coder", "glm45"])
+def test_an_argument_that_the_dialect_cannot_name_is_refused(dialect: str) -> None:
+    use = ToolUse.of([tool("f", {"type": "object", "properties": {"a <b>": {}}})], "required")
+    with pytest.raises(ValueError, match=r"^tools\[0\]\.function\.parameters has the property 'a <b>'"):
+        made(dialect)[0].grammar(use, prompt_tail="")
+
+
+def test_names_of_any_characters_can_be_forced_where_arguments_are_json() -> None:
+    answer_format, vocabulary = made("hermes")
+    key = 'a"\\\n\x01 é😀'
+    use = ToolUse.of(
+        [tool("f", {"type": "object", "properties": {key: {"const": key}}, "required": [key]})], "required"
+    )
+    call = {"name": "f", "arguments": {key: key}}
+    text = f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    assert vocabulary.accepts(grammar(answer_format, use), text)
+
+
+def test_the_embedded_models_own_tokens_of_a_call_are_accepted() -> None:
+    tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(None))
+    matcher = LLMatcher(
+        token_trie(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id or 0]),
+        grammar(AnswerFormat("hermes", "none"), ToolUse.of(TOOLS, "required")),
+    )
+    token_ids = [*tokenizer.encode(WHOLE[0].text), tokenizer.eos_token_id]
+    assert tokenizer.token_id("<tool_call>") in token_ids
+    assert matcher.try_consume_tokens(token_ids) == len(token_ids)
+
+
+@pytest.mark.parametrize("text", ["\x7f", "\x00\x1f", "\u2028", '"/#%{}<[1]>\\n'])
+def test_any_text_can_be_spelled_in_a_grammar(text: str) -> None:
+    lark = LarkWriter({})
+    assert ByteVocabulary().accepts(lark.grammar(lark.spelled(text)), text)
+
+
+@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect != "harmony"])
+@pytest.mark.parametrize(
+    ("tail", "begin"), [("", "<think>\n"), ("<think>\n", "")], ids=["by the model", "by the prompt"]
+)
+def test_what_is_said_in_reasoning_is_not_held_to_strict_schemas(dialect: str, tail: str, begin: str) -> None:
+    answer_format, vocabulary = made(dialect, reasoning="think")
+    free = grammar(answer_format, ToolUse.of(STRICT, "auto"), tail)
+    call = next(each.text for each in WHOLE if each.dialect == dialect)
+    wrong = call.replace("3", "true")
+    thought = f"{begin}Not {wrong} but {call}.\n</think>\n\n"
+    assert vocabulary.accepts(free, f"{thought}It is warm.")
+    assert vocabulary.accepts(free, f"{thought}{call}")
+    assert not vocabulary.accepts(free, f"{thought}{wrong}")

@@ -1,0 +1,132 @@
+"""Each dialect's tool calls: found, streamed, kept as content where they are none."""
+
+import json
+import re
+import time
+
+import pytest
+
+from server.answers.answer_format import AnswerFormat
+from server.answers.parts import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
+from server.protocol.tools import ToolUse
+from tests.unit.answers.dialect_texts import CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
+
+LONGEST_MARKER = 12
+DIALECTS = sorted({written.dialect for written in TEXTS})
+
+
+def parser(dialect: str, use: ToolUse = USE, tail: str = "") -> AnswerParser:
+    made = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "none").parser(use, prompt_tail=tail)
+    assert made is not None
+    return made
+
+
+def ids(written: Written) -> str:
+    return f"{written.dialect}-{written.text[:40]}"
+
+
+@pytest.mark.parametrize("written", TEXTS, ids=ids)
+def test_a_text_is_taken_apart_the_same_however_it_is_cut(written: Written) -> None:
+    text = written.text
+    assert parsed(parser(written.dialect), text) == written.answer
+    assert parsed(parser(written.dialect), *text) == written.answer
+    for cut in range(1, len(text)):
+        assert parsed(parser(written.dialect), text[:cut], text[cut:]) == written.answer
+
+
+@pytest.mark.parametrize("written", TEXTS, ids=ids)
+def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> None:
+    text, whole = written.text, written.answer
+    for first in range(1, len(text) - 1, 2):
+        for second in range(first + 1, min(first + LONGEST_MARKER, len(text))):
+            assert parsed(parser(written.dialect), text[:first], text[first:second], text[second:]) == whole
+
+
+@pytest.mark.parametrize("written", [each for each in TEXTS if each not in CUT_OFF], ids=ids)
+def test_a_finished_calls_arguments_are_a_json_object(written: Written) -> None:
+    if written.text.count("{") != written.text.count("}") or "[1}" in written.text:
+        pytest.skip("it is not finished")
+    for _, arguments in written.answer.calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(
+    "dialect", ["hermes", "llama3_json", "pythonic", "mistral_args", "deepseek_v31", "glm45", "harmony"]
+)
+def test_arguments_are_sent_as_they_come(dialect: str) -> None:
+    text = next(each.text for each in WHOLE if each.dialect == dialect)
+    made = parser(dialect)
+    before = made.push(text[: text.index("ris")])
+    assert [type(part) for part in before] == [ToolCallPart, ArgumentsPart]
+    assert [part.json for part in before if isinstance(part, ArgumentsPart)] == ['{"city": "Pa']
+    assert made.push("ris") == [ArgumentsPart(0, "ris")]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_plain_text_is_held_back_only_while_it_may_be_a_marker(dialect: str) -> None:
+    made = parser(dialect, tail="<|start|>assistant<|channel|>final<|message|>")
+    assert made.push("It is ") == [TextPart("It is ")]
+    assert made.push("warm.") == [TextPart("warm.")]
+    assert made.finish() == []
+
+
+def test_unknown_functions_are_passed_on_where_a_marker_announced_them() -> None:
+    text = '<tool_call>{"name": "elsewhere", "arguments": {}}</tool_call>'
+    assert parsed(parser("hermes"), text).calls == [("elsewhere", "{}")]
+
+
+@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect != "harmony"])
+@pytest.mark.parametrize("use", [ToolUse.of([], "auto"), ToolUse.of(TOOLS, "none")], ids=["no tools", "none"])
+def test_without_tools_to_call_nothing_is_taken_apart(dialect: str, use: ToolUse) -> None:
+    assert AnswerFormat(dialect, "none").parser(use, prompt_tail="") is None
+
+
+def test_without_tools_to_call_a_harmony_call_is_text_and_analysis_still_reasoning() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    )
+    answer = parsed(parser("harmony", ToolUse.of(TOOLS, "none")), *text)
+    assert answer == ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}", "Hm.", [])
+
+
+def test_with_parallel_tool_calls_off_later_calls_are_left_out() -> None:
+    written = WHOLE[1]
+    answer = parsed(parser("hermes", ToolUse.of(TOOLS, "auto", parallel_tool_calls=False)), *written.text)
+    assert answer.calls == written.answer.calls[:1]
+
+
+@pytest.mark.parametrize(("dialect", "form"), [("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[a-zA-Z0-9]{9}")])
+def test_ids_have_the_form_that_the_models_templates_accept(dialect: str, form: str) -> None:
+    text = next(each.text for each in WHOLE if each.dialect == dialect and len(each.answer.calls) == 2)
+    found = [part.id for part in parser(dialect).push(text) if isinstance(part, ToolCallPart)]
+    assert len(set(found)) == 2
+    assert all(re.fullmatch(form, each) for each in found)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("filler", ["x", "\n", "["])
+def test_long_arguments_in_small_pieces_take_linear_time(dialect: str, filler: str) -> None:
+    written = next(each for each in WHOLE if each.dialect == dialect)
+    begin, end = written.text.split("Paris")
+    assert seconds_to_parse(dialect, begin + filler * 200_000 + end) < 4
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_markers_over_and_over_take_linear_time(dialect: str) -> None:
+    markers = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "none").markers
+    for piece in (*markers, *(marker + "f" for marker in markers), *(marker + "{" for marker in markers)):
+        assert seconds_to_parse(dialect, piece * (40_000 // len(piece))) < 2
+
+
+def test_a_megabyte_of_arguments_by_four_characters_takes_less_than_two_seconds() -> None:
+    begin, end = WHOLE[0].text.split("Paris")
+    assert seconds_to_parse("hermes", begin + "words and " * 100_000 + end) < 2
+
+
+def seconds_to_parse(dialect: str, text: str) -> float:
+    made = parser(dialect)
+    started = time.process_time()
+    for at in range(0, len(text), 4):
+        made.push(text[at : at + 4])
+    made.finish()
+    return time.process_time() - started

@@ -1,0 +1,65 @@
+"""What the tests of responses share: requests, steps of a model, and a parser that does as it is told."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.answers.parts import AnswerParser, Part
+from server.parsing import validate
+from server.protocol.common import PromptTokensDetails, Usage
+from server.protocol.responses import ResponseObject, ResponsesRequest
+from server.rendering.responses import ResponsesRenderer
+
+USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
+_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def request_of(**fields: Any) -> ResponsesRequest:
+    return validate({"model": "m", "input": "Hi", **fields}, ResponsesRequest, allow_unknown=False)
+
+
+class ScriptedParser(AnswerParser):
+    """Finds, whatever the text is, the next parts of its script."""
+
+    def __init__(self, script: Sequence[list[Part]], rest: Sequence[Part] = ()) -> None:
+        self._script = iter(script)
+        self._rest = list(rest)
+
+    def push(self, text: str) -> list[Part]:
+        return next(self._script)
+
+    def finish(self) -> list[Part]:
+        return self._rest
+
+
+def renderer_of(
+    parser: AnswerParser | None = None, ended: list[ResponseObject] | None = None, **fields: Any
+) -> ResponsesRenderer:
+    """A renderer, which tells `ended` of the response's end."""
+    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+    told = [] if ended is None else ended
+    request = request_of(**fields)
+    params = SamplingParams(temperature=0.75 if request.temperature is None else request.temperature)
+    return ResponsesRenderer(request, params, tokenizer, "f", parser, told.append)
+
+
+def events_of(stream: bytes) -> list[Any]:
+    """The events of a stream, as the official client's types take them; numbered without a gap, and named twice."""
+    events = []
+    for frame in stream.split(b"\n\n")[:-1]:
+        name, data = frame.split(b"\n")
+        event = _EVENTS.validate_json(data.removeprefix(b"data: "))
+        assert name == f"event: {event.type}".encode()
+        assert json.loads(data.removeprefix(b"data: "))["sequence_number"] == len(events)
+        events.append(event)
+    return events
+
+
+def types_of(stream: bytes) -> list[str]:
+    return [event.type.removeprefix("response.") for event in events_of(stream)]

@@ -1,0 +1,74 @@
+"""docs/api.md and `/docs` tell of each field what the models that read requests say."""
+
+from pathlib import Path
+
+import pytest
+
+from server import api_docs
+from server.openapi import REQUESTS, request_schemas
+from server.schema_words import fields_of, type_of
+
+
+def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert api_docs.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_field_of_every_request_is_on_the_page() -> None:
+    page = api_docs.PAGE.read_text()
+    for request in REQUESTS:
+        assert [name for name in request.model_fields if f"`{name}`" not in page] == []
+
+
+def test_fields_that_do_nothing_and_fields_that_are_refused_are_told_apart() -> None:
+    chat = api_docs.tables(request_schemas()["ChatCompletionRequest"])
+    accepted = next(line for line in chat.splitlines() if line.startswith("Accepted, and change nothing"))
+    refused = next(line for line in chat.splitlines() if line.startswith("Refused with a 400"))
+    assert "`store`" in accepted
+    assert "`user`" in accepted
+    assert "`audio`" in refused
+    assert "| `store`" not in chat
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, "integer, at least 1"),
+        ({"anyOf": [{"type": "number", "minimum": 0, "maximum": 2}, {"type": "null"}]}, "number, 0 to 2"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 10}, "number, above 0 to 10"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, "string or list of string"),
+        ({"enum": ["a", "b"]}, '"a" or "b"'),
+        ({"const": "function"}, '"function"'),
+        ({"type": "array", "items": {"$ref": "#/components/schemas/Message"}}, "list of Message"),
+        ({"type": "null"}, "null"),
+        ({}, "any"),
+    ],
+)
+def test_a_type_is_told_in_a_few_words(schema: dict[str, object], words: str) -> None:
+    assert type_of(schema) == words
+
+
+def test_a_default_is_told_as_json_and_a_required_field_as_such() -> None:
+    schema = {
+        "required": ["a"],
+        "properties": {"a": {}, "b": {"default": True}, "c": {"default": None, "anyOf": [{"description": "Some."}]}},
+    }
+    assert [(field.default, field.meaning) for field in fields_of(schema)] == [
+        ("required", ""),
+        ("true", ""),
+        ("", "Some."),
+    ]
+
+
+def test_a_stale_page_fails_the_check_and_a_page_without_markers_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "api.md"
+    page.write_text(api_docs.PAGE.read_text().replace("| `model` |", "| `modell` |"))
+    monkeypatch.setattr(api_docs, "PAGE", page)
+    assert api_docs.main(["--check"]) == 1
+    assert "api.md" in capsys.readouterr().err
+    assert api_docs.main([]) == 0
+    assert api_docs.main(["--check"]) == 0
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="needs the lines"):
+        api_docs.main([])

@@ -1,0 +1,125 @@
+"""From completion requests to the engine's: empty prompts, cut ones, and prompts with a suffix."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from engine.generation_config import GenerationDefaults
+from engine.io_processor import InputOutputProcessor, InvalidRequest
+from engine.messages import ModelInfo
+from engine.tokenizer import Tokenizer
+from server import completion_preparation
+from server.completion_preparation import PreparedPrompt, prepare_completion
+from server.frontend import Frontend
+from server.parsing import validate
+from server.protocol.completions import CompletionRequest
+
+MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A trained one with marks for filling in, and a BOS that it does not add by itself."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["def add(a, b):\n    return a + b\n"] * 3, trainer)
+    backend.add_special_tokens([AddedToken(mark, normalized=False) for mark in (*MARKS, "<s>")])
+    return Tokenizer(backend, {"bos_token": "<s>"})
+
+
+async def prepare(tokenizer: Tokenizer, defaults: GenerationDefaults, **fields: Any) -> list[PreparedPrompt]:
+    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
+    processor = InputOutputProcessor(tokenizer, None, info, defaults)
+    request = validate({"model": "m", **fields}, CompletionRequest, allow_unknown=False)
+    return await prepare_completion(request, cast(Frontend, SimpleNamespace(processor=processor)))
+
+
+async def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedPrompt:
+    (only,) = await prepare(tokenizer, GenerationDefaults(), **fields)
+    return only
+
+
+async def test_prompt_and_suffix_become_a_fill_in_prompt_that_ends_where_the_gap_does(tokenizer: Tokenizer) -> None:
+    request, shown = await prepared(tokenizer, prompt="def add(", suffix="return a", echo=True)
+    text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert text == "<|fim_prefix|>def add(<|fim_suffix|>return a<|fim_middle|>"
+    assert request.sampling_params.stop_token_ids == [tokenizer.token_id("<|file_sep|>")]
+    assert shown.echo == "def add("
+
+
+async def test_a_prompt_of_token_ids_can_have_a_suffix_and_is_echoed_without_marks(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("def add(")
+    request, shown = await prepared(tokenizer, prompt=ids, suffix="return a", echo=True, stop_token_ids=[3])
+    assert request.prompt_token_ids[1 : 1 + len(ids)] == ids
+    assert request.sampling_params.stop_token_ids == [3, tokenizer.token_id("<|file_sep|>")]
+    assert shown.echo == "def add("
+
+
+async def test_an_empty_suffix_is_none(tokenizer: Tokenizer) -> None:
+    request, _ = await prepared(tokenizer, prompt="def", suffix="")
+    assert request.prompt_token_ids == tokenizer.encode("def")
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": ""}, {}, {"prompt": None}])
+async def test_an_empty_prompt_is_the_bos_token(tokenizer: Tokenizer, prompt: dict[str, Any]) -> None:
+    request, shown = await prepared(tokenizer, echo=True, **prompt)
+    assert request.prompt_token_ids == [tokenizer.bos_token_id]
+    assert shown.echo == ""
+
+
+async def test_an_empty_prompt_is_refused_where_there_is_no_bos(tokenizer: Tokenizer) -> None:
+    without = SimpleNamespace(encode=tokenizer.encode, bos_token_id=None, longest_token=9, token_id=tokenizer.token_id)
+    without.vocab_size = tokenizer.vocab_size
+    with pytest.raises(InvalidRequest, match="prompt is empty, and this model has no beginning-of-sequence token"):
+        await prepared(cast(Tokenizer, without), prompt="")
+
+
+async def test_a_cut_prompt_is_echoed_as_it_is_read(tokenizer: Tokenizer) -> None:
+    request, shown = await prepared(tokenizer, prompt="def add(a, b):", truncate_prompt_tokens=2, echo=True)
+    assert len(request.prompt_token_ids) == 2
+    assert "def add(a, b):".endswith(shown.echo)
+    assert shown.echo == tokenizer.decode(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("fields", "kept"), [({}, 48), ({"max_tokens": 10}, 54), ({"max_tokens": 0}, 64)])
+async def test_as_many_tokens_as_fit_leave_room_for_the_answer(
+    tokenizer: Tokenizer, fields: dict[str, Any], kept: int
+) -> None:
+    request, _ = await prepared(tokenizer, prompt=[5] * 100, truncate_prompt_tokens=-1, **fields)
+    assert len(request.prompt_token_ids) == kept
+    assert request.sampling_params.max_tokens == 64 - kept
+
+
+@pytest.mark.parametrize(("fields", "max_tokens"), [({}, 6), ({"max_tokens": 9}, 9)])
+async def test_the_checkpoints_max_new_tokens_bounds_what_nobody_asked_for(
+    tokenizer: Tokenizer, fields: dict[str, Any], max_tokens: int
+) -> None:
+    ((request, _),) = await prepare(tokenizer, GenerationDefaults(max_new_tokens=6), prompt="def", **fields)
+    assert request.sampling_params.max_tokens == max_tokens
+
+
+async def test_priority_and_salt_go_to_the_engine(tokenizer: Tokenizer) -> None:
+    request, _ = await prepared(tokenizer, prompt="def", priority=-3, cache_salt="x")
+    assert request.priority == -3
+    assert request.cache_salt is not None
+
+
+async def test_long_prompts_are_prepared_alike(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="prompt has at least"):
+        await prepared(tokenizer, prompt="def add" * 2000)
+
+
+async def test_a_forced_form_goes_to_the_engine(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def grammar_of(request: CompletionRequest, _: Frontend) -> str:
+        assert request.structured_outputs is not None
+        return "start: /a/"
+
+    monkeypatch.setattr(completion_preparation, "grammar_of", grammar_of)
+    request, _ = await prepared(tokenizer, prompt="def", structured_outputs={"regex": "a"})
+    assert request.sampling_params.grammar == "start: /a/"

@@ -1,0 +1,100 @@
+"""Answers of `/v1/completions`: what comes first in a stream, and what a request did not ask for stays out."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.messages import TokenLogprobs
+from engine.request_state import RequestDelta
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.parsing import validate
+from server.protocol.common import PromptTokensDetails, Usage
+from server.protocol.completions import CompletionRequest
+from server.rendering.completions import CompletionRenderer, ShownPrompt
+
+USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+
+
+def renderer(tokenizer: Tokenizer, prompts: list[ShownPrompt], **fields: Any) -> CompletionRenderer:
+    request = validate({"model": "m", "prompt": "x", "stream": True, **fields}, CompletionRequest, allow_unknown=False)
+    return CompletionRenderer(request, tokenizer, "f", prompts)
+
+
+def choices(raw: bytes) -> list[dict[str, Any]]:
+    events = [json.loads(block.removeprefix("data: ")) for block in raw.decode().split("\n\n")[:-1]]
+    return [choice for event in events for choice in event["choices"]]
+
+
+def positions(token_ids: list[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token_id, -0.5, [token_id, 7], [-0.5, -1.5], 1) for token_id in token_ids]
+
+
+def test_a_plain_chunk_holds_openais_members_and_no_other(tokenizer: Tokenizer) -> None:
+    plain = renderer(tokenizer, [ShownPrompt([5], "")])
+    assert plain.opening() == b""
+    (choice,) = choices(plain.chunk(0, RequestDelta("a", [5], positions([5]))))
+    assert choice == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
+
+
+def test_an_echo_without_log_probabilities_does_not_wait(tokenizer: Tokenizer) -> None:
+    echoing = renderer(tokenizer, [ShownPrompt([5], "ab"), ShownPrompt([6], "cd")], echo=True, n=2)
+    assert [choice["text"] for choice in choices(echoing.opening())] == ["ab", "ab", "cd", "cd"]
+
+
+def test_choices_wait_for_their_prompts_log_probabilities_and_no_others(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("One two")
+    prompts = [ShownPrompt(ids, "One two"), ShownPrompt(ids, "One two")]
+    waiting = renderer(tokenizer, prompts, echo=True, logprobs=1, n=2)
+    assert waiting.opening() == b""
+    assert waiting.chunk(1, RequestDelta("b", [8], positions([8]))) == b""
+    assert waiting.chunk(3, RequestDelta("d", [8], positions([8]))) == b""
+    told = RequestDelta("a", [9], positions([9]), prompt_logprobs=positions(ids[1:]))
+    came = choices(waiting.chunk(0, told))
+    assert [(choice["index"], choice["text"]) for choice in came] == [
+        (0, "One two"),
+        (1, "One two"),
+        (1, "b"),
+        (0, "a"),
+    ]
+    assert [len(choice["logprobs"]["tokens"]) for choice in came] == [len(ids), len(ids), 1, 1]
+    assert came[0]["logprobs"]["token_logprobs"] == [None, *([-0.5] * (len(ids) - 1))]
+    assert came[3]["logprobs"]["text_offset"] == [len("One two")]
+    assert [choice["text"] for choice in choices(waiting.chunk(1, RequestDelta("e", [8], positions([8]))))] == ["e"]
+
+
+def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("One two")
+    both = renderer(tokenizer, [ShownPrompt(ids, "One two")], echo=True, logprobs=0, prompt_logprobs=2)
+    (opening, _) = choices(both.chunk(0, RequestDelta("a", [9], positions([9]), prompt_logprobs=positions(ids[1:]))))
+    assert [len(top) for top in opening["logprobs"]["top_logprobs"][1:]] == [1] * (len(ids) - 1)
+    assert opening["prompt_logprobs"][0] is None
+    assert opening["prompt_logprobs"][1] == {
+        str(ids[1]): {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.token_text(ids[1])},
+        "7": {"logprob": -1.5, "rank": 2, "decoded_token": tokenizer.token_text(7)},
+    }
+
+
+def test_minus_infinity_is_told_as_a_number(tokenizer: Tokenizer) -> None:
+    infinite = [TokenLogprobs(5, float("-inf"), [6], [float("-inf")], 9)]
+    asking = renderer(tokenizer, [ShownPrompt([4, 5], "")], prompt_logprobs=1)
+    (opening, _) = choices(asking.chunk(0, RequestDelta("a", [9], prompt_logprobs=infinite)))
+    assert [entry["logprob"] for entry in opening["prompt_logprobs"][1].values()] == [-9999.0, -9999.0]
+
+
+def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokenizer) -> None:
+    options = {"continuous_usage_stats": True}
+    counting = renderer(tokenizer, [ShownPrompt([5, 6], ""), ShownPrompt([7], "")], stream_options=options)
+    raw = counting.chunk(0, RequestDelta("a", [1, 2])) + counting.chunk(1, RequestDelta("b", [1], None, True, "stop"))
+    told = [json.loads(block.removeprefix("data: "))["usage"] for block in raw.decode().split("\n\n")[:-1]]
+    assert told == [
+        {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+        {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+    ]
+    assert counting.closing(USAGE) == b"data: [DONE]\n\n"

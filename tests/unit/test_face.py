@@ -1,0 +1,322 @@
+"""What every request passes before its route: keys, request ids, CORS, access log; and what unknown paths answer."""
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import SecretStr
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.config import Config, ServerConfig
+from server.access_log import AccessLog
+from server.app import create_app
+from server.auth import KeyRing
+from server.middleware.entrance import Entrance
+from server.middleware.keys import owner_of
+
+KEY = {"Authorization": "Bearer sk-one"}
+
+
+class LoadingCore:
+    """A core that never becomes ready: what passes the layers in front is answered 503."""
+
+    ready = None
+    failure = None
+
+
+def application(**settings: Any) -> FastAPI:
+    if "api_key" in settings:
+        settings["api_key"] = tuple(map(SecretStr, settings["api_key"]))
+    return create_app(Config(server_config=ServerConfig(**settings)), LoadingCore())  # type: ignore[arg-type]
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://kaon")
+
+
+def client(**settings: Any) -> httpx.AsyncClient:
+    return client_of(application(**settings))
+
+
+# -- keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "Basic sk-one"}, {"Authorization": "Bearer"}],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/version", "/", "/nowhere"])
+async def test_without_a_key_of_the_ring_a_path_is_401_in_openais_form(path: str, header: dict[str, str]) -> None:
+    answer = await client(api_key=["sk-one"]).get(path, headers=header)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert "sk-" not in answer.text
+
+
+async def test_two_authorization_headers_open_nothing() -> None:
+    headers = [("Authorization", "Bearer sk-one"), ("Authorization", "Bearer sk-one")]
+    assert (await client(api_key=["sk-one"]).get("/v1/models", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["sk-one", "sk-two"])
+async def test_each_key_opens_every_path(key: str) -> None:
+    headers = {"Authorization": f"bearer {key}"}
+    async with client(api_key=["sk-one", "sk-two"]) as http:
+        for path in ("/v1/models", "/version", "/metrics", "/"):
+            assert (await http.get(path, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ServerConfig().keyless_paths)
+async def test_probes_and_the_description_need_no_key(path: str) -> None:
+    assert (await client(api_key=["sk-one"]).get(path)).status_code != 401
+
+
+async def test_the_keyless_paths_are_the_operators_choice() -> None:
+    async with client(api_key=["sk-one"], keyless_paths=("/metrics",)) as http:
+        assert (await http.get("/metrics")).status_code == 200
+        assert (await http.get("/livez")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/livez/", "/livez/../v1/models", "//livez", "/LIVEZ", "/v1/models?/livez", "/docs/x"]
+)
+async def test_a_path_that_only_looks_like_a_keyless_one_needs_a_key(path: str) -> None:
+    transport = httpx.ASGITransport(application(api_key=["sk-one"]))
+    url = httpx.URL("http://kaon").copy_with(raw_path=path.encode())
+    async with httpx.AsyncClient(transport=transport) as http:
+        assert (await http.get(url)).status_code == 401
+
+
+async def test_a_key_file_has_a_key_a_line_and_comments(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("# of the team\nsk-a\n\n  sk-b  # of the batch jobs\n")
+    async with client(api_key_file=str(tmp_path / "keys")) as http:
+        for key, status in (("sk-a", 200), ("sk-b", 200), ("of", 401), ("#", 401)):
+            assert (await http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("# none\n", "holds no key"), ("a b\n", "holds a space"), (None, "cannot be")]
+)
+def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any, text: str | None, said: str) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        KeyRing.of(ServerConfig(api_key_file=str(file)))
+
+
+@pytest.mark.parametrize("key", ["", "a b", "schlüssel", "a\n"])
+def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str) -> None:
+    with pytest.raises(ValueError, match="no client could send it") as told:
+        KeyRing([key])
+    assert not key or key not in str(told.value)
+
+
+def test_a_ring_keeps_no_key_and_names_owners_apart() -> None:
+    ring = KeyRing(["sk-one", "sk-two"])
+    assert "sk-one" not in str(vars(ring))
+    one, two = ring.owner(b"sk-one"), ring.owner(b"sk-two")
+    assert one != two
+    assert "sk-one" not in str(one)
+    assert ring.owner(b"sk-on") is None
+
+
+@pytest.mark.parametrize(("settings", "owned"), [({"api_key": ["sk-one"]}, True), ({}, False)])
+async def test_a_request_has_an_owner_where_keys_are_asked_for(settings: dict[str, Any], owned: bool) -> None:
+    seen: list[str | None] = []
+
+    async def whose(request: Request) -> Response:
+        seen.append(owner_of(request))
+        return Response()
+
+    app = application(**settings)
+    app.add_route("/whose", whose)
+    await client_of(app).get("/whose", headers=KEY)
+    assert [owner is not None for owner in seen] == [owned]
+
+
+# -- request ids ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/livez", "/v1/models", "/v1/completions", "/nowhere", "/openapi.json"])
+async def test_the_clients_request_id_is_on_every_answer(path: str) -> None:
+    answer = await client().get(path, headers={"X-Request-Id": "trace-7/a"})
+    assert answer.headers.get_list("x-request-id") == ["trace-7/a"]
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"caf\xe9", b"a\tb"])
+async def test_an_id_that_is_not_fit_for_a_log_line_is_replaced(given: bytes) -> None:
+    answer = await client().get("/livez", headers={"X-Request-Id": given})
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+async def test_requests_without_an_id_get_one_each() -> None:
+    async with client() as http:
+        ids = {(await http.get("/livez")).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+async def test_a_401_and_a_bug_have_ids_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = await client(api_key=["sk-one"]).get("/v1/models", headers={"X-Request-Id": "mine"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+    app = application()
+    monkeypatch.setattr(app.state.frontend.metrics, "render", lambda: 1 / 0)
+    failed = await client_of(app).get("/metrics", headers={"X-Request-Id": "mine"})
+    assert (failed.status_code, failed.headers["x-request-id"]) == (500, "mine")
+
+
+# -- CORS -------------------------------------------------------------------------------------------------------
+
+PREFLIGHT = {
+    "Origin": "https://chat.example",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type",
+}
+
+
+async def test_cors_is_off_unless_origins_are_allowed() -> None:
+    async with client() as http:
+        assert (await http.options("/v1/models", headers=PREFLIGHT)).status_code == 405
+        answer = await http.get("/v1/models", headers={"Origin": "https://chat.example"})
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+async def test_a_preflight_needs_no_key_and_the_request_itself_does() -> None:
+    async with client(api_key=["sk-one"], allowed_origins=("https://chat.example",)) as http:
+        preflight = await http.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        refused = await http.get("/v1/models", headers={"Origin": "https://chat.example"})
+        # Without this header the page could not even read that its key is wrong.
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
+        assert "X-Request-Id" in refused.headers["access-control-expose-headers"]
+
+
+async def test_other_origins_are_told_nothing() -> None:
+    async with client(allowed_origins=("https://chat.example",)) as http:
+        answer = await http.get("/v1/models", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+        assert (await http.options("/v1/models", headers={**PREFLIGHT, "Origin": "https://evil.example"})).is_error
+
+
+def test_credentials_for_any_origin_are_refused() -> None:
+    with pytest.raises(ValueError, match="name the origins one by one"):
+        ServerConfig(allowed_origins=("*",), allow_credentials=True)
+
+
+# -- access log -------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_one_line_without_its_query(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "httpx")
+    caplog.set_level(logging.INFO, "server.access_log")
+    await client().get("/v1/models?api_key=sk-secret", headers={"X-Request-Id": "trace-7"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "server.access_log"]
+    assert "GET /v1/models 200 " in line
+    assert line.endswith(" trace-7")
+    assert "sk-secret" not in caplog.text
+
+
+async def test_a_json_line_has_every_part(capfd: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("server.access_log").setLevel(logging.INFO)
+    answer = await client(access_log="json").get("/v1/nothing%0Ahere", headers={"X-Request-Id": "trace-7"})
+    logging.getLogger("server.access_log").setLevel(logging.NOTSET)
+    (line,) = capfd.readouterr().err.splitlines()
+    entry = json.loads(line)
+    assert (entry["method"], entry["path"], entry["status"]) == ("GET", "/v1/nothing%0Ahere", 404)
+    assert (entry["bytes"], entry["request_id"]) == (len(answer.content), "trace-7")
+    assert entry["seconds"] >= 0
+
+
+async def test_probes_are_logged_at_debug_only_and_nothing_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
+    async with client() as http:
+        await http.get("/livez")
+        await http.get("/metrics")
+        assert caplog.records == []
+        await http.get("/readyz")
+        assert "/readyz 503" in caplog.text
+    caplog.clear()
+    await client(access_log="none").get("/v1/models")
+    assert caplog.records == []
+
+
+async def test_a_client_that_leaves_is_logged_as_499(caplog: pytest.LogCaptureFixture) -> None:
+    async def breaks_off(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+
+    async def send(message: Any) -> None: ...
+
+    caplog.set_level(logging.INFO)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await Entrance(breaks_off, AccessLog(json=False))(scope, None, send)  # type: ignore[arg-type]
+    assert "/v1/completions 499 4 B" in caplog.text
+
+
+# -- paths ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/moderations"])
+async def test_what_openai_has_and_this_server_has_not_is_a_404_that_says_so(path: str) -> None:
+    answer = await client().post(path, json={})
+    assert answer.status_code == 404
+    assert "which this server does not have" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/models", "GET, HEAD"),
+        ("GET", "/tokenize", "POST"),
+        ("PATCH", "/v1/responses/resp_1", "GET, HEAD, DELETE"),
+        ("PUT", "/v1/responses/input_tokens", "POST"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("TRACE", "/", "GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_told_every_right_one(method: str, path: str, allowed: str) -> None:
+    answer = await client().request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    assert allowed in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models"])
+async def test_behind_a_prefix_requests_come_with_it_or_without(path: str) -> None:
+    assert (await client(root_path="/llm").get(path)).status_code == 200
+
+
+async def test_behind_a_prefix_links_and_description_have_it_and_keys_do_not_mind() -> None:
+    async with client(root_path="/llm", api_key=["sk-one"]) as http:
+        assert (await http.get("/llm/v1/models")).status_code == 401
+        assert (await http.get("/llm/livez")).status_code == 200
+        assert (await http.get("/llm", headers=KEY)).status_code in (200, 404)
+        welcome = (await http.get("/", headers=KEY)).json()
+        assert (welcome["docs"], welcome["models"]) == ("/llm/docs", "/llm/v1/models")
+        assert (await http.get("/openapi.json")).json()["servers"] == [{"url": "/llm"}]
+        assert "/llm/openapi.json" in (await http.get("/llm/docs")).text
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"])
+async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
+    answer = await client().post("/v1/completions", content=b"{}", headers={"Content-Type": media_type})
+    assert answer.status_code == 415
+    assert media_type in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, {"Content-Type": "application/json; charset=utf-8"}, {"Content-Type": "Application/JSON"}],
+)
+async def test_json_by_any_spelling_and_a_body_without_type_are_read(headers: dict[str, str]) -> None:
+    answer = await client().post("/v1/completions", content=b"[]", headers=headers)
+    assert answer.status_code == 400
+    assert "must be a JSON object" in answer.json()["error"]["message"]

@@ -1,0 +1,216 @@
+"""The events and the answer of a response, checked against the official client's types."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import msgspec
+import pytest
+from openai.types.responses import Response
+
+from engine.messages import TokenLogprobs
+from engine.request_state import RequestDelta, RequestState
+from server.answers.parts import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from server.errors import EngineError
+from server.protocol.responses import ResponseObject
+from tests.unit.responses_support import USAGE, ScriptedParser, events_of, renderer_of, types_of
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+THINKS_AND_CALLS = [
+    [ReasoningPart("Let me ")],
+    [ReasoningPart("see.")],
+    [TextPart("I look.")],
+    [ToolCallPart(0, "call_1", "f"), ArgumentsPart(0, '{"a"')],
+    [ArgumentsPart(0, ":1}")],
+    [ToolCallPart(1, "call_2", "f"), ArgumentsPart(1, "{}")],
+]
+
+
+class State:
+    """A sequence that has ended."""
+
+    def __init__(self, steps: list[tuple[str, int]], finish_reason: str = "stop") -> None:
+        self.finish_reason = finish_reason
+        self.logprobs: list[TokenLogprobs] | None = None
+        self._steps = steps
+
+    @property
+    def steps(self) -> Iterator[tuple[str, int]]:
+        return iter(self._steps)
+
+
+def stream(parser: ScriptedParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> bytes:
+    """The whole stream of an answer, one token a text."""
+    renderer = renderer_of(parser, **fields)
+    events = renderer.opening()
+    for text in texts[:-1]:
+        events += renderer.chunk(0, RequestDelta(text, [1]))
+    events += renderer.chunk(0, RequestDelta(texts[-1], [1], None, True, finish_reason))
+    return events + renderer.closing(USAGE)
+
+
+def whole(parser: ScriptedParser | None, texts: list[str], finish_reason: str = "stop", **fields: Any) -> Response:
+    state = cast(RequestState, State([(text, 1) for text in texts], finish_reason))
+    answer = renderer_of(parser, **fields).whole([state], USAGE)
+    return Response.model_validate_json(msgspec.json.encode(answer))
+
+
+def without_ids(response: Response) -> Any:
+    dumped = response.model_dump(exclude={"id", "created_at", "completed_at"})
+    for item in dumped["output"]:
+        del item["id"]
+    return dumped
+
+
+def test_text_goes_through_openais_events_in_openais_order() -> None:
+    events = stream(None, ["Hel", "lo"])
+    assert types_of(events) == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    *_, done, part, item, completed = events_of(events)
+    assert (done.text, part.part.text, item.item.status) == ("Hello", "Hello", "completed")
+    assert completed.response.output_text == "Hello"
+    assert completed.response.output == [item.item]
+    assert completed.response.completed_at >= completed.response.created_at
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    events = events_of(stream(ScriptedParser(THINKS_AND_CALLS), ["t"] * 6, tools=[TOOL]))
+    assert [event.type.removeprefix("response.") for event in events[2:-1]] == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+    ]  # fmt: skip
+    response = events[-1].response
+    reasoning, message, first, second = response.output
+    assert reasoning.content[0].text == "Let me see."
+    assert message.content[0].text == "I look."
+    assert (first.call_id, first.name, first.arguments, first.status) == ("call_1", "f", '{"a":1}', "completed")
+    assert (second.call_id, second.arguments) == ("call_2", "{}")
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    assert (response.usage.input_tokens, response.usage.input_tokens_details.cached_tokens) == (7, 4)
+    ids = {event.item.id: event.output_index for event in events if event.type == "response.output_item.added"}
+    assert list(ids.values()) == [0, 1, 2, 3]
+    assert all(ids[event.item_id] == event.output_index for event in events if hasattr(event, "item_id"))
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_an_answer_is_the_same_whole_as_streamed(finish_reason: str) -> None:
+    streamed = events_of(stream(ScriptedParser(THINKS_AND_CALLS), ["t"] * 6, finish_reason))[-1].response
+    assert without_ids(streamed) == without_ids(whole(ScriptedParser(THINKS_AND_CALLS), ["t"] * 6, finish_reason))
+
+
+def test_the_token_limit_leaves_the_response_and_its_last_item_incomplete() -> None:
+    events = events_of(stream(ScriptedParser(THINKS_AND_CALLS[:4]), ["t"] * 4, "length"))
+    response = events[-1].response
+    assert (events[-1].type, response.status) == ("response.incomplete", "incomplete")
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
+    assert response.completed_at is None
+
+
+def test_what_the_parser_held_back_comes_before_the_end() -> None:
+    events = events_of(stream(ScriptedParser([[], []], rest=[TextPart("<to")]), ["<", "to"]))
+    assert events[-1].response.output_text == "<to"
+
+
+def test_an_answer_of_nothing_is_an_empty_message() -> None:
+    assert types_of(stream(None, [""]))[2:] == [
+        "output_item.added", "content_part.added", "output_text.done", "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    (message,) = whole(None, [""]).output
+    assert message.type == "message"
+    assert whole(None, [""]).output_text == ""
+
+
+def test_log_probabilities_go_with_the_text_that_their_tokens_wrote() -> None:
+    script: list[Any] = [[ReasoningPart("hm")], [], [TextPart("a b")]]
+    renderer = renderer_of(ScriptedParser(script), include=["message.output_text.logprobs"], top_logprobs=1)
+    events = renderer.opening()
+    for token in (5, 6, 7):
+        logprobs = [TokenLogprobs(token, -0.5, [9], [-0.25])]
+        events += renderer.chunk(0, RequestDelta("x", [token], logprobs, token == 7, "stop" if token == 7 else None))
+    told = events_of(events + renderer.closing(USAGE))
+    (delta,) = [event for event in told if event.type == "response.output_text.delta"]
+    (done,) = [event for event in told if event.type == "response.output_text.done"]
+    content = told[-1].response.output[-1].content[0]
+    for logprobs in (delta.logprobs, done.logprobs, content.logprobs):
+        assert [each.logprob for each in logprobs] == [-0.5, -0.5]
+        assert [each.top_logprobs[0].logprob for each in logprobs] == [-0.25, -0.25]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_failure_ends_the_stream_with_an_event_that_says_why(begun: bool) -> None:
+    ended: list[ResponseObject] = []
+    renderer = renderer_of(ended=ended)
+    events = renderer.opening() + renderer.chunk(0, RequestDelta("Hel", [1])) if begun else b""
+    told = events_of(events + renderer.failure(EngineError("the engine is gone")))
+    assert told[0].type == "response.created"
+    response = told[-1].response
+    assert (told[-1].type, response.status, response.error.code) == ("response.failed", "failed", "server_error")
+    assert response.error.message == "the engine is gone"
+    assert response.output_text == ("Hel" if begun else "")
+    assert [each.status for each in ended] == ["failed"]
+
+
+def test_a_background_response_is_queued_until_its_first_token() -> None:
+    renderer = renderer_of(background=True)
+    events = renderer.opening()
+    assert types_of(events) == ["created", "queued"]
+    assert Response.model_validate_json(renderer.snapshot()).status == "queued"
+    events += renderer.chunk(0, RequestDelta("Hel", [1]))
+    assert types_of(events)[2] == "in_progress"
+    running = Response.model_validate_json(renderer.snapshot())
+    assert (running.status, running.output_text) == ("in_progress", "Hel")
+    last = events_of(events + renderer.cancel())[-1]
+    assert (last.type, last.response.status, last.response.output_text) == ("response.incomplete", "cancelled", "Hel")
+
+
+def test_the_end_is_known_to_the_store_before_the_client_hears_of_it() -> None:
+    ended: list[ResponseObject] = []
+    renderer = renderer_of(ended=ended)
+    renderer.opening()
+    renderer.chunk(0, RequestDelta("Hi", [1], None, True, "stop"))
+    assert not ended
+    renderer.closing(USAGE)
+    assert [each.status for each in ended] == ["completed"]
+
+
+def test_an_answer_repeats_what_was_asked_for() -> None:
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "metadata": {"a": "b"},
+        "tools": [TOOL],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "parallel_tool_calls": False,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "truncation": "auto",
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+        "reasoning": {"effort": "low"},
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "previous_response_id": "resp_1",
+        "max_tool_calls": 3,
+    }
+    answer = whole(None, ["Hi"], **fields).model_dump(by_alias=True)
+    for name, value in fields.items():
+        kept = answer[name]
+        if isinstance(value, dict):
+            kept = {key: kept[key] for key in value}
+            if name == "text":
+                kept["format"].pop("description", None)
+        elif name == "tools":
+            kept = [{key: tool[key] for key in TOOL} for tool in kept]
+        assert kept == value
+
+
+def test_defaults_that_the_checkpoint_set_are_told() -> None:
+    assert whole(None, ["Hi"]).temperature == 0.75

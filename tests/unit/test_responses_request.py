@@ -1,0 +1,107 @@
+"""`ResponsesRequest`: what it reads, and the sentence for what it refuses."""
+
+from typing import Any
+
+import pytest
+from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
+
+from server.errors import BadRequest
+from tests.unit.responses_support import request_of
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        ({"input": 5}, "input is 5; it must be a string or a list of items", "input"),
+        ({"input": []}, "input is an empty list; it must have at least 1 item", "input"),
+        ({"input": [3]}, "input[0] is 3; it must be an object", "input[0]"),
+        ({"input": [{"role": "user"}]}, "input[0].content is missing", "input[0].content"),
+        ({"input": [{"role": "robot", "content": ""}]}, 'input[0].role is "robot"', "input[0].role"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content is 5", "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0] is of type input_image",
+            "input[0].content[0]",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "input[0].content[0] is of type input_file",
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "computer_call"}]}, "input[0] is of type computer_call", "input[0]"),
+        ({"input": [{"type": 7}]}, "input[0] has a type that is no string", "input[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing", "input[0].call_id"),
+        (
+            {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
+            "input[0].encrypted_content is not supported",
+            "input[0].encrypted_content",
+        ),
+        *(
+            ({"tools": [{"type": kind}]}, f"tools[0] is of type {kind}, a tool that", "tools[0]")
+            for kind in (
+                "web_search", "web_search_preview", "file_search", "computer_use_preview", "mcp", "code_interpreter",
+                "image_generation", "local_shell", "shell", "apply_patch", "custom",
+            )
+        ),
+        ({"tool_choice": "maybe"}, 'tool_choice is "maybe"', "tool_choice"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice is of type mcp", "tool_choice"),
+        ({"tool_choice": {"name": "f"}}, "tool_choice.type is missing", "tool_choice.type"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema is missing", None),
+        ({"reasoning": {"effort": "huge"}}, 'reasoning.effort is "huge"', "reasoning.effort"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt is not supported by this release", "prompt"),
+        ({"conversation": "conv_1"}, "conversation is not supported by this release", "conversation"),
+        ({"context_management": []}, "context_management is not supported by this release", None),
+        ({"n": 2}, "n is 2; it must be 1", "n"),
+        ({"background": True, "store": False}, "background is true; it needs store", None),
+        ({"include": ["everything"]}, 'include[0] is "everything"', "include[0]"),
+        ({"metadata": {"k" * 65: ""}}, "its keys may have at most 64 characters", "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "at most 16 keys, and has 17", "metadata"),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0", "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
+        ({"messages": []}, "messages is not a known field", "messages"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields: dict[str, Any], said: str, param: str | None) -> None:
+    with pytest.raises(BadRequest) as refused:
+        request_of(**fields)
+    assert said in str(refused.value)
+    assert refused.value.param == (param or refused.value.param)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "Hi"},
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Hi"}]},
+        {
+            "id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "phase": None,
+            "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
+        },
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "5"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": None, "id": "msg_1"},
+        ResponseFunctionToolCall(type="function_call", call_id="c", name="f", arguments="{}").model_dump(),
+        ResponseReasoningItem(type="reasoning", id="rs_1", summary=[]).model_dump(),
+    ],
+)  # fmt: skip
+def test_the_items_that_clients_send_are_read(item: dict[str, Any]) -> None:
+    assert len(request_of(input=[item]).input) == 1
+
+
+def test_a_schema_too_deep_to_be_repeated_is_refused() -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": nested(depth - 1)} if depth else {}}
+
+    request_of(tools=[{"type": "function", "name": "f", "parameters": nested(100)}])
+    for fields in (
+        {"tools": [{"type": "function", "name": "f", "parameters": nested(450)}]},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": nested(450)}}},
+    ):
+        with pytest.raises(BadRequest, match="nested too deeply"):
+            request_of(**fields)

@@ -1,0 +1,178 @@
+"""Responses of the background: they run on their own, are followed, cancelled, deleted, and end with the server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from openai.types.responses import Response
+
+from engine.config import ServerConfig
+from engine.request_state import RequestDelta
+from server.errors import NotReady
+from server.protocol.responses_items import InputText, MessageItem
+from server.responses.event_log import EventLog
+from server.responses.service import ResponsesService
+from server.responses.store import ResponseNotFound, StoredResponse, StoreFull, Turn
+from tests.unit.responses_support import USAGE, renderer_of, types_of
+
+TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=[InputText("Hi")])])
+
+
+class Run:
+    """A background response, whose model writes a word each time it is told to."""
+
+    def __init__(self, service: ResponsesService, log: EventLog | None = None) -> None:
+        self.steps: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
+        self.was_closed = False
+        self.renderer = renderer_of(background=True)
+        self.renderer._on_end = lambda answer: service.keep(answer, None, TURN)
+        self.id = self.renderer.head.id
+        service.start(self.renderer, self._events(), None, TURN, log)
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        self.steps.put_nowait(RequestDelta(text, [1], None, last, "stop" if last else None))
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            yield self.renderer.opening()
+            while True:
+                step = await self.steps.get()
+                if isinstance(step, NotReady):
+                    yield self.renderer.failure(step)
+                    return
+                assert isinstance(step, RequestDelta)
+                yield self.renderer.chunk(0, step)
+                if step.finished:
+                    break
+            yield self.renderer.closing(USAGE)
+        finally:
+            self.was_closed = True
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def state_of(stored: StoredResponse) -> tuple[str, str]:
+    response = Response.model_validate_json(stored.body())
+    return response.status or "", response.output_text
+
+
+async def followed(log: EventLog, start: int = 0) -> bytes:
+    return b"".join([events async for events in log.follow(start)])
+
+
+async def test_a_response_runs_by_itself_and_can_be_read_at_any_time() -> None:
+    service = ResponsesService(ServerConfig())
+    run = Run(service)
+    stored = service.store.get(run.id, None)
+    assert state_of(stored) == ("queued", "")
+    run.write("Hel")
+    await settle()
+    assert state_of(stored) == ("in_progress", "Hel")
+    run.write("lo", last=True)
+    await settle()
+    assert state_of(stored) == ("completed", "Hello")
+    (said,) = service.store.previous_turn(run.id, None).output
+    assert isinstance(said, MessageItem)
+    assert said.text == "Hello"
+    service.cancel(stored)
+    assert state_of(stored) == ("completed", "Hello")
+
+
+async def test_all_who_follow_see_all_events_from_where_they_want() -> None:
+    service, log = ResponsesService(ServerConfig()), EventLog()
+    run = Run(service, log)
+    early = asyncio.create_task(followed(log))
+    run.write("Hel")
+    await settle()
+    late = asyncio.create_task(followed(log))
+    run.write("lo", last=True)
+    stream = await early
+    assert types_of(stream)[:3] == ["created", "queued", "in_progress"]
+    assert types_of(stream)[-1] == "completed"
+    assert await late == stream
+    assert await followed(log) == stream
+    assert stream.endswith(await followed(log, 3))
+    assert len((await followed(log, 3)).split(b"\n\n")) == len(stream.split(b"\n\n")) - 3
+    assert await followed(log, 1000) == b""
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_cancelled_response_ends_there(begun: bool) -> None:
+    service, log = ResponsesService(ServerConfig()), EventLog()
+    run = Run(service, log)
+    stored = service.store.get(run.id, None)
+    if begun:
+        run.write("Hel")
+        await settle()
+    service.cancel(stored)
+    run.write("lo", last=True)
+    await settle()
+    assert state_of(stored) == ("cancelled", "Hel" if begun else "")
+    assert types_of(await followed(log))[-1] == "incomplete"
+    assert run.was_closed == begun
+    service.cancel(stored)
+    assert types_of(await followed(log)).count("incomplete") == 1
+
+
+async def test_a_response_that_is_deleted_stops_running() -> None:
+    service = ResponsesService(ServerConfig())
+    run = Run(service)
+    await settle()
+    service.cancel(service.store.delete(run.id, None))
+    await settle()
+    assert run.was_closed
+    with pytest.raises(ResponseNotFound):
+        service.store.get(run.id, None)
+    assert service.store.num_bytes == 0
+
+
+async def test_the_end_of_the_server_is_told_by_those_that_run() -> None:
+    service, log = ResponsesService(ServerConfig()), EventLog()
+    run = Run(service, log)
+    await settle()
+    run.steps.put_nowait(NotReady("the server is shutting down"))
+    await service.close()
+    stored = service.store.get(run.id, None)
+    response = Response.model_validate_json(stored.body())
+    assert response.status == "failed"
+    assert response.error is not None
+    assert response.error.message == "the server is shutting down"
+    assert types_of(await followed(log))[-1] == "failed"
+
+
+async def test_what_does_not_end_with_the_server_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.responses.service._CLOSE_SECONDS", 0.01)
+    service = ResponsesService(ServerConfig())
+    run = Run(service)
+    stored = service.store.get(run.id, None)
+    await service.close()
+    await settle()
+    assert state_of(stored) == ("cancelled", "")
+    assert run.was_closed
+
+
+async def test_no_more_run_than_can_be_stored() -> None:
+    service = ResponsesService(ServerConfig(max_stored_responses=1))
+    run = Run(service)
+    with pytest.raises(StoreFull):
+        Run(service)
+    run.write("Hi", last=True)
+    await settle()
+    Run(service).write("Hi", last=True)
+    await settle()
+    assert len(service.store) == 1
+
+
+async def test_the_events_of_a_response_count_as_stored_bytes() -> None:
+    sizes = []
+    for log in (None, EventLog()):
+        service = ResponsesService(ServerConfig())
+        run = Run(service, log)
+        run.write("Hi", last=True)
+        await settle()
+        sizes.append(service.store.num_bytes)
+        logged = 0 if log is None else log.num_bytes
+    assert sizes[1] - sizes[0] >= 0.9 * logged

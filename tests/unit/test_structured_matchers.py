@@ -1,0 +1,219 @@
+"""Matchers over a vocabulary of single bytes: what may follow, where it ends, and what is refused."""
+
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.structured.admission import GrammarAdmission
+from engine.structured.masks import MaskedRow, TokenMasks, packed
+from engine.structured.matchers import Matcher, Matchers
+from engine.structured.spec import GrammarSpec, InvalidGrammar, lark_of
+
+EOS, OTHER_EOS, PAD, STOP = 256, 257, 258, 300
+VOCAB_SIZE = 320
+WAIT_SECONDS = 30
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, two are special, the others are padding without text."""
+
+    special_ids = frozenset({EOS, OTHER_EOS})
+
+    def token(self, token_id: int) -> str | None:
+        return {EOS: "<|end|>", OTHER_EOS: "<|stop|>"}.get(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+
+def make_matchers(eos: tuple[int, ...] = (EOS, OTHER_EOS)) -> Matchers:
+    return Matchers(ByteTokenizer, VOCAB_SIZE, eos)  # type: ignore[arg-type, return-value]
+
+
+@pytest.fixture(scope="module")
+def matchers() -> Matchers:
+    matchers = make_matchers()
+    matchers.load()
+    return matchers
+
+
+def regex(pattern: str) -> str:
+    return lark_of(GrammarSpec("regex", pattern))
+
+
+def allowed(matcher: Matcher, *, ends: tuple[int, ...] = (), withheld: tuple[int, ...] = ()) -> set[int]:
+    mask = np.zeros(matcher.num_words, dtype=np.int32)
+    assert matcher.fill(mask, ends, withheld)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_only_what_the_grammar_allows_may_follow_and_no_padding(matchers: Matchers) -> None:
+    matcher = matchers.matcher(regex("[ab]c+"))
+    assert allowed(matcher) == {ord("a"), ord("b")}
+    assert matcher.accept(ord("a"))
+    assert allowed(matcher) == {ord("c")}
+
+
+def test_every_eos_and_stop_token_may_follow_where_the_grammar_may_end_and_nowhere_else(matchers: Matchers) -> None:
+    matcher = matchers.matcher(regex("[ab]c+"))
+    assert allowed(matcher, ends=(EOS, STOP)) == {ord("a"), ord("b")}
+    matcher.accept(ord("a"))
+    matcher.accept(ord("c"))
+    assert allowed(matcher, ends=(EOS, STOP)) == {ord("c"), EOS, OTHER_EOS, STOP}
+    assert not matcher.is_complete
+
+
+def test_withheld_ends_are_not_allowed_while_anything_else_is(matchers: Matchers) -> None:
+    matcher = matchers.matcher(regex("ac*"))
+    matcher.accept(ord("a"))
+    assert allowed(matcher, ends=(STOP,), withheld=(EOS, OTHER_EOS, STOP)) == {ord("c")}
+    done = matchers.matcher(regex("a"))
+    done.accept(ord("a"))
+    assert allowed(done, withheld=(EOS, OTHER_EOS)) >= {EOS}
+
+
+@pytest.mark.parametrize("end", [EOS, OTHER_EOS])
+def test_it_is_complete_when_nothing_may_follow_or_an_eos_did(matchers: Matchers, end: int) -> None:
+    exact = matchers.matcher(regex("ab"))
+    exact.accept(ord("a"))
+    assert not exact.is_complete
+    exact.accept(ord("b"))
+    assert exact.is_complete
+    open_ended = matchers.matcher(regex("a*"))
+    assert open_ended.accept(end)
+    assert open_ended.is_complete
+
+
+def test_a_token_that_the_grammar_forbids_is_refused_with_a_reason(matchers: Matchers) -> None:
+    matcher = matchers.matcher(regex("ab"))
+    assert not matcher.accept(ord("x"))
+    assert matcher.error is not None
+    assert "grammar" in matcher.error
+
+
+def test_sequences_of_one_grammar_do_not_move_each_other(matchers: Matchers) -> None:
+    first = matchers.matcher(regex("[ab]c"))
+    second = matchers.cached(regex("[ab]c"))
+    assert second is not None
+    first.accept(ord("a"))
+    assert allowed(second) == {ord("a"), ord("b")}
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_not_kept(matchers: Matchers) -> None:
+    for _ in range(2):
+        with pytest.raises(InvalidGrammar, match="nope"):
+            matchers.matcher("start: nope")
+    assert matchers.cached("start: nope") is None
+
+
+def test_a_model_without_eos_ends_where_the_grammar_does() -> None:
+    matchers = make_matchers(())
+    matchers.load()
+    matcher = matchers.matcher(regex("ab?"))
+    matcher.accept(ord("a"))
+    masks, failed = TokenMasks().fill([MaskedRow(0, matcher)], VOCAB_SIZE)
+    assert not failed
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert np.flatnonzero(bits[0]).tolist() == [ord("b")]
+
+
+def test_masks_of_a_grammar_and_of_allowed_tokens_are_intersected(matchers: Matchers) -> None:
+    grammar = matchers.matcher(regex("[abc]"))
+    rows = [
+        MaskedRow(3, grammar, allowed=packed([ord("b"), 300], VOCAB_SIZE)),
+        MaskedRow(5, allowed=packed([0, 31, 32, VOCAB_SIZE - 1], VOCAB_SIZE)),
+    ]
+    masks, failed = TokenMasks().fill(rows, VOCAB_SIZE)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert not failed
+    assert np.flatnonzero(bits[0]).tolist() == [ord("b")]
+    assert np.flatnonzero(bits[1]).tolist() == [0, 31, 32, VOCAB_SIZE - 1]
+
+
+def test_a_grammar_too_costly_to_follow_fails_its_row_and_no_other(matchers: Matchers) -> None:
+    costly = matchers.matcher("start: A\nA: /(?s:.*)/ & ~/(?s:.*)(a|b|c)(?s:.{15})d(?s:.*)/")
+    fine = matchers.matcher(regex("[ab]+"))
+    masks = TokenMasks()
+    chance = np.random.default_rng(0)
+    for _ in range(200):
+        _, failed = masks.fill([MaskedRow(0, fine), MaskedRow(1, costly)], VOCAB_SIZE)
+        if failed or not costly.accept(int(chance.choice([ord(c) for c in "abcd"]))):
+            break
+        fine.accept(ord("a"))
+    assert costly.error is not None
+    assert "too costly" in costly.error
+    assert fine.error is None
+
+
+class Admitted:
+    """Where a `GrammarAdmission` puts its sequences."""
+
+    def __init__(self, matchers: Matchers) -> None:
+        self.queue: SimpleQueue[Sequence] = SimpleQueue()
+        self.refused: SimpleQueue[tuple[int, str, bool]] = SimpleQueue()
+        self.admission = GrammarAdmission(
+            matchers, self.queue.put, lambda seq, error, bad: self.refused.put((seq.id, error, bad))
+        )
+
+    def add(self, id: int, grammar: str) -> None:
+        self.admission.add(Sequence([1], 16, SamplingParams(grammar=grammar), id=id))
+
+
+def test_a_sequence_is_admitted_with_its_matcher() -> None:
+    admitted = Admitted(make_matchers())
+    admitted.add(7, regex("ab"))
+    seq = admitted.queue.get(timeout=WAIT_SECONDS)
+    assert seq.id == 7
+    assert seq.matcher is not None
+    assert allowed(seq.matcher) == {ord("a")}
+
+
+def test_a_bad_grammar_is_refused_as_the_request_s_fault_and_others_are_admitted() -> None:
+    admitted = Admitted(make_matchers())
+    admitted.add(1, "start: nope")
+    admitted.add(2, regex("ab"))
+    assert admitted.queue.get(timeout=WAIT_SECONDS).id == 2
+    seq_id, error, bad_request = admitted.refused.get(timeout=WAIT_SECONDS)
+    assert (seq_id, bad_request) == (1, True)
+    assert "nope" in error
+
+
+def test_a_vocabulary_that_cannot_be_read_fails_requests_as_the_engine_s_fault() -> None:
+    def unreadable() -> ByteTokenizer:
+        raise ValueError("tokenizer.json is damaged")
+
+    admitted = Admitted(Matchers(unreadable, VOCAB_SIZE, [EOS]))  # type: ignore[arg-type]
+    admitted.add(1, regex("ab"))
+    _, error, bad_request = admitted.refused.get(timeout=WAIT_SECONDS)
+    assert not bad_request
+    assert "tokenizer.json is damaged" in error
+
+
+def test_an_aborted_sequence_is_taken_back_while_its_grammar_is_compiled_and_only_then() -> None:
+    may_load = threading.Event()
+
+    def slow() -> ByteTokenizer:
+        assert may_load.wait(WAIT_SECONDS)
+        return ByteTokenizer()
+
+    admitted = Admitted(Matchers(slow, VOCAB_SIZE, [EOS]))  # type: ignore[arg-type, return-value]
+    admitted.add(1, regex("ab"))
+    admitted.add(2, regex("ab"))
+    assert admitted.admission.take_back([1, 9]) == [1]
+    may_load.set()
+    assert admitted.queue.get(timeout=WAIT_SECONDS).id == 2
+    assert admitted.queue.empty()
+    assert admitted.admission.take_back([1, 2]) == []
+
+
+def test_a_grammar_known_already_waits_for_no_other() -> None:
+    matchers = make_matchers()
+    matchers.load()
+    matchers.matcher(regex("ab"))
+    admitted = Admitted(matchers)
+    admitted.add(1, regex("ab"))
+    assert admitted.queue.get_nowait().id == 1

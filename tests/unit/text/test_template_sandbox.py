@@ -1,0 +1,78 @@
+"""A chat template that a request brings can neither take the server's time and memory nor reach out of its sandbox."""
+
+import time
+from typing import Any
+
+import pytest
+
+from engine import template_sandbox
+from engine.template_sandbox import render_untrusted
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def render(template: str, **variables: Any) -> str:
+    return render_untrusted(template, {"bos_token": "<s>"}, HELLO, None, True, variables)
+
+
+def test_it_sees_what_the_models_own_template_sees() -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{{ tools is none }}{{ add_generation_prompt }}{{ mood }}"
+    assert render(template, mood="😀") == "<s>helloTrueTrue😀"
+    assert render("{{ messages | tojson }}{{ '\\ud800' }}").startswith('[{"role": "user"')
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{{ m(n - 1) if n }}{{ m(n - 1) if n }}{% endmacro %}{{ m(50) }}",
+        "{{ 7 ** (10 ** 8) % 13 }}",
+    ],
+)
+def test_one_that_computes_without_end_is_stopped_within_seconds(template: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"took more than 1 s|was not rendered within"):
+        render(template)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ('a' * 10 ** 10) | length }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{% set n = namespace(x='a') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% for i in range(9999) %}{{ 'a' * 10 ** 5 }}{% endfor %}",
+    ],
+)
+def test_one_that_blows_up_is_bounded_in_memory_and_output(template: str) -> None:
+    with pytest.raises(ValueError, match=r"512 MiB|16777216 characters|took more than"):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ self.__init__.__globals__ }}", "unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(messages) }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{{ open('/etc/passwd') }}", "undefined"),
+        ("{% if %}", "does not compile"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+        ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "nested too deeply"),
+        ("{{ raise_exception('no') }}", "fails on these messages: no"),
+    ],
+)
+def test_what_it_may_not_do_is_told_in_a_sentence(template: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as told:
+        render(template)
+    assert str(told.value).startswith("the request's chat template")
+
+
+def test_it_is_told_nothing_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_API_KEY", "sk-secret")
+    assert "sk-secret" not in template_sandbox._environment().values()
