@@ -127,20 +127,6 @@ class InputOutputProcessor:
         """Tokens of the longest prompt that context and cache hold before so many further ones; at least 1."""
         return max(1, min(self._context, self._cache) - completion_tokens)
 
-    def tokenize_chat(
-        self,
-        /,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> list[int]:
-        """Token ids of a chat, through the model's template; it may take long, see `ChatTemplate`.
-
-        Raises `InvalidRequest`.
-        """
-        return self.tokenize(self.render_chat(messages, tools, add_generation_prompt, **variables), False)
-
     def render_chat(
         self,
         /,

@@ -72,13 +72,11 @@ def _prepare(request: ChatCompletionRequest, use: ToolUse, form: str | None, fro
 
 
 def _grammar(use: ToolUse, form: str | None, prompt_tail: str, frontend: Frontend) -> str | None:
-    """What the whole answer must follow: calls that are promised, else the content's `form`."""
+    """What the whole answer must follow: calls that are promised, and the content's `form` where it is none."""
     try:
-        if form is None or use.forced:
-            return tool_grammar(frontend.answer_format, use, prompt_tail=prompt_tail, compiler=frontend.grammars)
-        return frontend.grammars.check(frontend.answer_format.after_reasoning(form, prompt_tail=prompt_tail))
+        return tool_grammar(frontend.answer_format, use, form, prompt_tail=prompt_tail, compiler=frontend.grammars)
     except ValueError as error:
-        raise BadRequest(str(error), param="tools" if form is None or use.forced else "response_format") from error
+        raise BadRequest(str(error), param="tools" if use.tools else "response_format") from error
 
 
 def render_prompt(request: ChatCompletionRequest, frontend: Frontend) -> str:

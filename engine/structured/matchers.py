@@ -51,7 +51,7 @@ class Matcher:
 
         `ends` are allowed too where the grammar may end. `withheld` are not, unless nothing else may follow.
         """
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if self._matcher.is_error():
             self._note_error()
             return False

@@ -233,7 +233,7 @@ class SamplingColumns:
 class _Masked:
     """A slot that may sample some tokens only."""
 
-    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_unwanted_eos")
+    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_row", "_unwanted_eos")
 
     def __init__(self, seq: Sequence, ends: list[int], vocab_size: int) -> None:
         allowed = seq.sampling_params.allowed_token_ids
@@ -243,8 +243,12 @@ class _Masked:
         eos = () if seq.matcher is None or not seq.ignore_eos else seq.matcher.eos_token_ids
         self._unwanted_eos = [token for token in eos if token not in ends]
         self._late_ends = [*self._unwanted_eos, *ends]
+        self._row: MaskedRow | None = None
+        """Of the last step: most sequences keep their row for many."""
 
     def row(self, row: int, too_short: bool) -> MaskedRow:
         """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`."""
         withheld = self._late_ends if too_short else self._unwanted_eos
-        return MaskedRow(row, self._matcher, self._ends, withheld, self._allowed)
+        if self._row is None or self._row.row != row or self._row.withheld is not withheld:
+            self._row = MaskedRow(row, self._matcher, self._ends, withheld, self._allowed)
+        return self._row

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from engine.chat_template import ChatTemplate
 from engine.tokenizer import Tokenizer
-from server.answers.argument_grammar import Function, enforced_functions
+from server.answers.argument_grammar import Function, allowed_functions, enforced_functions
 from server.answers.lark import ANY_TEXT, LarkWriter, literal_pattern
 from server.answers.parts import AnswerParser
 from server.answers.pipeline import Behind, FirstCall
@@ -152,21 +152,32 @@ class AnswerFormat:
         no_reasoning = lark.terminal(f"{ANY_TEXT} & ~{reasoning}")
         return lark.grammar(f"{thinking} {free} | {_free(lark, self._tools, functions, use.once, no_reasoning)}")
 
-    def after_reasoning(self, grammar: str, *, prompt_tail: str) -> str:
-        """llguidance's `grammar` for the content, behind the reasoning that the model may write first."""
+    def around_content(self, grammar: str, use: ToolUse, *, prompt_tail: str) -> str:
+        """llguidance's `grammar` for the content, behind the reasoning that the model may write first.
+
+        Where tools may be called, calls of them may stand in the content's place.
+        """
         lark = LarkWriter(self._special)
+        content = f"@{_CONTENT}"
+        functions = allowed_functions(use) if use.tools and self.tool_parser != _NONE else []
         if self._harmony:
             opened = harmony.open_header(prompt_tail)
             if harmony.MESSAGE in opened and f"{harmony.CHANNEL}analysis" not in opened:
                 return grammar
-            prefix = f"{harmony.analysis(lark, prompt_tail)} {lark.spelled(harmony.FINAL)}"
+            thinking, content = harmony.analysis(lark, prompt_tail), f"{lark.spelled(harmony.FINAL)} {content}"
+            if functions:
+                content = lark.any_of([content, harmony.call(lark, functions)])
         else:
             thinking, optional = self._thinking(lark, prompt_tail)
-            prefix = f"({thinking})?" if optional else thinking
-        if not prefix:
-            return grammar
+            if not thinking and not functions:
+                return grammar
+            thinking = f"({thinking})?" if optional else thinking
+            if functions:
+                assert self._tools is not None
+                _check_keys(functions, use, self._tools)
+                content = lark.any_of([content, _forced(lark, self._tools, functions, use.once)])
         inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
-        outer = {"lark_grammar": lark.grammar(f"{prefix} @{_CONTENT}")}
+        outer = {"lark_grammar": lark.grammar(f"{thinking} {content}")}
         return json.dumps({"grammars": [outer, {**inner[0], "name": _CONTENT}, *inner[1:]]})
 
     def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:

@@ -26,13 +26,21 @@ class Function(msgspec.Struct, frozen=True):
 
 def enforced_functions(use: ToolUse) -> list[Function] | None:
     """The functions that may be called and what their arguments are held to; None where nothing is promised."""
-    strict = [tool.function.strict is True for tool in use.tools]
-    if not (use.forced or any(strict) or (use.restricted and use.tools)):
+    if not (use.forced or any(map(_is_strict, use.tools)) or (use.restricted and use.tools)):
         return None
+    return allowed_functions(use)
+
+
+def allowed_functions(use: ToolUse) -> list[Function]:
+    """The functions that may be called; arguments of those that are neither forced nor strict are any object."""
     return [
-        _enforced(tool) if use.forced or held else Function(tool.function.name, ANY_OBJECT)
-        for tool, held in zip(use.tools, strict, strict=True)
+        _enforced(tool) if use.forced or _is_strict(tool) else Function(tool.function.name, ANY_OBJECT)
+        for tool in use.tools
     ]
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool.function.strict is True
 
 
 def _enforced(tool: Tool) -> Function:
@@ -100,6 +108,8 @@ def bare_value(lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str,
 def _bare_values(
     lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str, depth: int
 ) -> list[str]:
+    if schema is True or schema == {}:
+        return [_bare_string(lark, {}, end, before)]
     if isinstance(schema, dict) and depth:
         if isinstance(schema.get("$ref"), str):
             return _bare_values(lark, resolved(schema["$ref"], root), root, end, before, depth - 1)

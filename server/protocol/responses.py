@@ -1,5 +1,6 @@
 """`/v1/responses`: the request, and the answer whole. Items: `responses_items`; events: `rendering.response_items`."""
 
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -62,6 +63,17 @@ def _is_function(data: Any) -> Any:
     if isinstance(kind, str) and kind != "function":
         raise sentence(f"is of type {kind[:60]}, a tool that this server does not have; it takes type function only")
     return data
+
+
+def _only(value: int | bool) -> BeforeValidator:
+    """Takes `value` alone. To a literal type, as to Python, 0 is False as well, and true is 1."""
+
+    def check(given: Any) -> Any:
+        if type(given) is not type(value) or given != value:
+            raise rule(f"it must be {json.dumps(value)}")
+        return given
+
+    return BeforeValidator(check)
 
 
 class FunctionTool(RequestModel):
@@ -188,11 +200,11 @@ class ResponsesRequest(SamplingFields):
     chat_template_kwargs: Annotated[dict[str, Any], FewFields] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
 
-    n: Literal[1] = 1
+    n: Annotated[Literal[1], _only(1)] = 1
     """A response has one answer."""
 
     prompt_logprobs: Unsupported = None
-    return_token_ids: Literal[False] = False
+    return_token_ids: Annotated[Literal[False], _only(False)] = False
 
     max_tool_calls: Annotated[int, Between(1, INT31), Field(description=NO_CHANGE)] | None = None
     service_tier: Ignored | None = None

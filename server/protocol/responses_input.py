@@ -57,7 +57,7 @@ _Parts: TypeAlias = Annotated[
 
 
 class InputMessage(RequestModel):
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Parts
     id: str | None = None
@@ -113,7 +113,7 @@ class InputReasoning(RequestModel):
 class InputReference(RequestModel):
     """An item of a stored response, by its id."""
 
-    type: Literal["item_reference"] = "item_reference"
+    type: Literal["item_reference"] | None = "item_reference"
     id: str
 
 

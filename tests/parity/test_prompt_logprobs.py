@@ -103,6 +103,7 @@ def test_logits_are_computed_in_slices_of_bounded_size(
 def test_ranks_order_equal_logits_as_the_likeliest_do() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -1.0]]).repeat(6, 1)
     entries = token_logprobs(logits, torch.arange(6), [6] * 6)
+    assert all(type(entry.rank) is int for entry in entries)
     order = likeliest(logits[:1], 6)[1][0].tolist()
     assert [entry.rank for entry in entries] == [1 + order.index(token) for token in range(6)]
     assert [entry.rank for entry in entries] == [5, 1, 2, 4, 3, 6]

@@ -53,6 +53,8 @@ from tests.unit.responses_support import request_of
         ({"conversation": "conv_1"}, "conversation is not supported by this release", "conversation"),
         ({"context_management": []}, "context_management is not supported by this release", None),
         ({"n": 2}, "n is 2; it must be 1", "n"),
+        ({"n": True}, "n is true; it must be 1", "n"),
+        ({"return_token_ids": 0}, "return_token_ids is 0; it must be false", "return_token_ids"),
         ({"background": True, "store": False}, "background is true; it needs store", None),
         ({"include": ["everything"]}, 'include[0] is "everything"', "include[0]"),
         ({"metadata": {"k" * 65: ""}}, "its keys may have at most 64 characters", "metadata"),

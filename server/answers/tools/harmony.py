@@ -139,14 +139,14 @@ def is_spoken(template: str, architecture: str) -> bool:
 
 def forced(lark: LarkWriter, functions: Sequence[Function], prompt_tail: str) -> str:
     """An expression for exactly one call, after analysis if the model likes."""
-    return f"{analysis(lark, prompt_tail)} {_call(lark, functions)}"
+    return f"{analysis(lark, prompt_tail)} {call(lark, functions)}"
 
 
 def free(lark: LarkWriter, functions: Sequence[Function], prompt_tail: str) -> str:
     """An expression for an answer or a call, after analysis and a preamble if the model likes."""
     preamble = f"({lark.spelled(f'{CHANNEL}commentary{MESSAGE}')} {lark.until(END)} {lark.spelled(_NEXT)})?"
     final = f"{lark.spelled(FINAL)} {lark.rule(ANY_TEXT)}"
-    return f"{analysis(lark, prompt_tail)} {preamble} {lark.any_of([_call(lark, functions), final])}"
+    return f"{analysis(lark, prompt_tail)} {preamble} {lark.any_of([call(lark, functions), final])}"
 
 
 def analysis(lark: LarkWriter, prompt_tail: str) -> str:
@@ -167,7 +167,7 @@ def open_header(prompt_tail: str) -> str:
     return header if started and not any(end in header for end in (END, CALL, RETURN)) else ""
 
 
-def _call(lark: LarkWriter, functions: Sequence[Function]) -> str:
+def call(lark: LarkWriter, functions: Sequence[Function]) -> str:
     calls = [
         f"{lark.spelled(f'{function.name} {CONSTRAIN}json{MESSAGE}')} {lark.json(function.schema)}"
         for function in functions

@@ -183,22 +183,22 @@ def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
 ) -> None:
     use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
-        tool_grammar(AnswerFormat("hermes", "none"), use, prompt_tail="", compiler=compiler)
+        tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compiler: GrammarCompiler) -> None:
     answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "think")
     for use in (ToolUse.of([tool("f", RICH), *TOOLS], "required"), ToolUse.of(STRICT, "auto")):
-        text = tool_grammar(answer_format, use, prompt_tail="", compiler=compiler)
+        text = tool_grammar(answer_format, use, None, prompt_tail="", compiler=compiler)
         assert text is not None
         assert text.startswith(grammar(answer_format, use))
-    assert compiler.check(answer_format.after_reasoning('start: "yes"', prompt_tail=""))
+    assert compiler.check(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail=""))
 
 
 def test_what_is_free_needs_no_check(compiler: GrammarCompiler) -> None:
     use = ToolUse.of(TOOLS, "auto")
-    assert tool_grammar(AnswerFormat("hermes", "none"), use, prompt_tail="", compiler=compiler) is None
+    assert tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler) is None
 
 
 def test_forcing_a_call_of_a_model_without_a_known_dialect_says_what_to_do() -> None:
@@ -225,14 +225,28 @@ def test_reasoning_may_come_first_unless_the_prompt_has_settled_it(
     answer_format, vocabulary = made("hermes", special, "think")
     forced = grammar(answer_format, ToolUse.of(TOOLS, "required"), tail)
     assert vocabulary.accepts(forced, before + WHOLE[0].text) == accepted
-    behind = answer_format.after_reasoning('start: "yes" | "no"', prompt_tail=tail)
+    behind = answer_format.around_content('start: "yes" | "no"', ToolUse(()), prompt_tail=tail)
     assert vocabulary.accepts(behind, before + "yes") == accepted
     assert not vocabulary.accepts(behind, before + "maybe")
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("written", WHOLE, ids=ids)
+def test_calls_may_stand_in_the_place_of_content_that_has_a_form(written: Written, special: bool) -> None:
+    answer_format, vocabulary = made(written.dialect, special, "think")
+    either = answer_format.around_content('start: "yes" | "no"', ToolUse.of(TOOLS, "auto"), prompt_tail="")
+    harmony = written.dialect == "harmony"
+    final = "<|channel|>final<|message|>" if harmony else ""
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" if harmony else "<think>Hm.</think>"
+    for begin in ("", *([] if harmony and "analysis" in written.text else [thought])):
+        assert vocabulary.accepts(either, f"{begin}{final}yes")
+        assert vocabulary.accepts(either, begin + written.text)
+        assert not vocabulary.accepts(either, f"{begin}{final}maybe")
+
+
 def test_harmony_content_follows_analysis_in_the_final_channel() -> None:
     answer_format, vocabulary = made("harmony", special=True)
-    behind = answer_format.after_reasoning('start: "yes" | "no"', prompt_tail="<|start|>assistant")
+    behind = answer_format.around_content('start: "yes" | "no"', ToolUse(()), prompt_tail="<|start|>assistant")
     final = "<|channel|>final<|message|>yes"
     assert vocabulary.accepts(behind, final)
     assert vocabulary.accepts(behind, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{final}")
@@ -242,7 +256,7 @@ def test_harmony_content_follows_analysis_in_the_final_channel() -> None:
 def test_a_grammar_of_several_parts_keeps_them_behind_reasoning() -> None:
     answer_format, vocabulary = made("hermes", reasoning="think")
     parts = {"grammars": [{"lark_grammar": 'start: "is " @word'}, {"name": "word", "lark_grammar": 'start: "so"'}]}
-    behind = answer_format.after_reasoning(json.dumps(parts), prompt_tail="")
+    behind = answer_format.around_content(json.dumps(parts), ToolUse(()), prompt_tail="")
     assert vocabulary.accepts(behind, "is so")
     assert vocabulary.accepts(behind, "<think>Hm.</think>is so")
     assert not vocabulary.accepts(behind, "so")

@@ -64,7 +64,7 @@ def test_text_that_no_tokenisation_fits_is_refused_without_one(
     assert sentence.startswith(f"prompt has at least {tokens} tokens, but ")
     assert param == "prompt"
     with pytest.raises(InvalidRequest, match="prompt has at least") as caught:
-        processor.tokenize_chat([{"role": "user", "content": text}])
+        processor.tokenize(processor.render_chat([{"role": "user", "content": text}]), False)
     assert caught.value.param == "prompt"
 
 
@@ -209,24 +209,21 @@ def test_a_word_that_a_space_does_not_change_is_spelled_once(byte_fallback: Toke
 def test_a_chat_is_rendered_and_tokenised_with_its_own_special_tokens(
     processor: InputOutputProcessor, byte_level: Tokenizer
 ) -> None:
-    ids = processor.tokenize_chat([{"role": "user", "content": "the fox"}])
+    ids = processor.tokenize(processor.render_chat([{"role": "user", "content": "the fox"}]), False)
     assert ids[0] == byte_level.token_id("<|im_start|>")
     assert byte_level.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nthe fox<|im_end|>\n"
 
 
 def test_a_chat_with_bos_in_its_template_gets_no_second_one(byte_fallback: Tokenizer, model_info: ModelInfos) -> None:
     template = ChatTemplate({"default": "{{ bos_token }}the"}, byte_fallback.special_tokens)
-    ids = InputOutputProcessor(byte_fallback, template, model_info()).tokenize_chat([])
+    processor = InputOutputProcessor(byte_fallback, template, model_info())
+    ids = processor.tokenize(processor.render_chat([]), False)
     assert ids.count(byte_fallback.bos_token_id or -1) == 1
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [
-        (None, "no chat template"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("\ud800", "surrogate"),
-    ],
+    [(None, "no chat template"), ("{{ raise_exception('no system role') }}", "no system role")],
 )
 def test_a_chat_that_cannot_be_rendered_is_refused(
     byte_level: Tokenizer, model_info: ModelInfos, template: str | None, words: str
@@ -234,7 +231,7 @@ def test_a_chat_that_cannot_be_rendered_is_refused(
     chat_template = ChatTemplate({"default": template}) if template else None
     processor = InputOutputProcessor(byte_level, chat_template, model_info())
     with pytest.raises(InvalidRequest, match=words) as caught:
-        processor.tokenize_chat([{"role": "user", "content": "hi"}])
+        processor.render_chat([{"role": "user", "content": "hi"}])
     assert caught.value.param == "messages"
 
 
