@@ -42,10 +42,15 @@ def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> No
             assert parsed(parser(written.dialect), text[:first], text[first:second], text[second:]) == whole
 
 
-@pytest.mark.parametrize("written", [each for each in TEXTS if each not in CUT_OFF], ids=ids)
+FINISHED = [
+    each
+    for each in TEXTS
+    if each not in CUT_OFF and each.text.count("{") == each.text.count("}") and "[1}" not in each.text
+]
+
+
+@pytest.mark.parametrize("written", FINISHED, ids=ids)
 def test_a_finished_calls_arguments_are_a_json_object(written: Written) -> None:
-    if written.text.count("{") != written.text.count("}") or "[1}" in written.text:
-        pytest.skip("it is not finished")
     for _, arguments in written.answer.calls:
         assert isinstance(json.loads(arguments), dict)
 
