@@ -15,13 +15,8 @@ from server.errors import ErrorBody
 from server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from server.protocol.completions import Completion, CompletionRequest
 from server.protocol.models import Model, ModelList, Version, Welcome
-from server.protocol.responses import (
-    DeletedResponse,
-    InputTokens,
-    InputTokensRequest,
-    ResponseObject,
-    ResponsesRequest,
-)
+from server.protocol.responses import InputTokensRequest, ResponsesRequest
+from server.protocol.responses_answer import DeletedResponse, InputTokens, ResponseObject
 from server.protocol.responses_items import ItemList
 from server.protocol.rules import RequestModel
 from server.protocol.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest

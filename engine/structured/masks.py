@@ -1,12 +1,12 @@
 """`TokenMasks`: which tokens each row of a step may sample, a bit each, kept between steps. Owned by the sampler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.structured.matchers import Matcher
+from engine.structured.matchers import MaskComputer, Matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ def packed(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
 class TokenMasks:
     """Fills one bitmask a masked row, into memory that is kept."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, compute: Callable[[Sequence[tuple[Matcher, int]], npt.NDArray[np.int32]], object] | None = None
+    ) -> None:
+        self._compute = compute or MaskComputer()
         self._masks = np.zeros((0, 0), dtype=np.int32)
 
     def fill(self, masked: Sequence[MaskedRow], vocab_size: int) -> tuple[npt.NDArray[np.int32], dict[int, str]]:
@@ -51,13 +54,14 @@ class TokenMasks:
         width = max([num_words, *(row.matcher.num_words for row in masked if row.matcher is not None)])
         if len(self._masks) < len(masked) or self._masks.shape[1] != width:
             self._masks = np.zeros((len(masked), width), dtype=np.int32)
+        matchers = [(row.matcher, index) for index, row in enumerate(masked) if row.matcher is not None]
+        if matchers:
+            self._compute(matchers, self._masks)
         failed: dict[int, str] = {}
         for mask, row in zip(self._masks, masked, strict=False):
             if row.matcher is None:
-                assert row.allowed is not None
-                mask[:num_words] = row.allowed
-                continue
-            if not row.matcher.fill(mask[: row.matcher.num_words], row.ends, row.withheld):
+                mask[:] = -1
+            elif not row.matcher.settle(mask, row.ends, row.withheld):
                 failed[row.row] = row.matcher.error or ""
                 mask[:] = -1
             if row.allowed is not None:

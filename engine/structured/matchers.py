@@ -12,7 +12,7 @@ from engine.structured.reasons import reason_in_words
 from engine.structured.spec import InvalidGrammar, without_forcing
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
     from engine.tokenizer import Tokenizer
 
@@ -35,6 +35,11 @@ class Matcher:
         """Why the grammar cannot be followed any further; None while it can."""
 
     @property
+    def native(self) -> "LLMatcher":
+        """The library's own."""
+        return self._matcher
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing but the end may follow."""
         return self._matcher.is_stopped()
@@ -46,19 +51,18 @@ class Matcher:
         self._note_error()
         return False
 
-    def fill(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
-        """Write the tokens that may follow into `mask`, a bit each; False, with `error` set, if that cannot be told.
+    def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
+        """Adapt the mask that `MaskComputer` wrote for it; False, with `error` set, if it could not write one.
 
-        `ends` are allowed too where the grammar may end. `withheld` are not, unless nothing else may follow.
+        `ends` are allowed too where the grammar may end. `withheld`, which are all ends, are not, unless nothing else
+        may follow.
         """
-        self._matcher.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], mask.nbytes)
         if self._matcher.is_error():
             self._note_error()
             return False
-        if ends and self._matcher.is_accepting():
+        if (ends or withheld) and self._matcher.is_accepting():
             for token_id in ends:
-                mask[token_id >> 5] |= np.int32(_BIT[token_id & 31])
-        if withheld:
+                mask[token_id >> 5] |= _BIT[token_id & 31]
             rest = mask.copy()
             for token_id in withheld:
                 rest[token_id >> 5] &= ~_BIT[token_id & 31]
@@ -68,6 +72,25 @@ class Matcher:
 
     def _note_error(self) -> None:
         self.error = f"the grammar of this request cannot be followed: {reason_in_words(self._matcher.get_error())}"
+
+
+class MaskComputer:
+    """Computes many matchers' masks at once, on several cores.
+
+    A state that a grammar is in for the first time takes a large vocabulary up to some milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
+        """Write the tokens that may follow, a bit each, into the row of `masks` that each matcher comes with."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        pairs = [(matcher.native, row) for matcher, row in matchers]
+        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
 
 
 _BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)

@@ -45,8 +45,8 @@ class SampledTokens:
 class Sampler:
     """Chooses tokens: penalties, bias and masks, then argmax, or temperature, top-k, top-p, min-p and one draw."""
 
-    def __init__(self) -> None:
-        self._masks = TokenMasks()
+    def __init__(self, masks: TokenMasks | None = None) -> None:
+        self._masks = masks or TokenMasks()
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         """One token a row. `logits` are overwritten. # [N, V] float32"""

@@ -239,8 +239,9 @@ class _Masked:
         allowed = seq.sampling_params.allowed_token_ids
         self._matcher = seq.matcher
         self._allowed = None if allowed is None else packed(allowed, vocab_size)
-        self._ends = ends
-        eos = () if seq.matcher is None or not seq.ignore_eos else seq.matcher.eos_token_ids
+        # The matcher allows the model's own ends by itself, also where the request ignores them.
+        eos = () if seq.matcher is None else seq.matcher.eos_token_ids
+        self._ends = [token for token in ends if token not in eos]
         self._unwanted_eos = [token for token in eos if token not in ends]
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None

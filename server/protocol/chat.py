@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
-from server.protocol.common import INT31, Logprobs, SamplingFields, Usage
+from server.protocol.common import INT31, Logprobs, PromptLogprobs, SamplingFields, Usage
 from server.protocol.messages import Message
 from server.protocol.rules import (
     NO_CHANGE,
@@ -186,6 +186,7 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -198,3 +199,5 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -20,30 +20,42 @@ class ChatFrames(PreparedFrames):
         self._open: dict[int, bytes] = {}
         """Each begun choice's chunk up to what its delta holds."""
 
-    def delta(self, index: int, text: str, logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
-        """The events that tell what choice `index` gained, if all that it writes is its content."""
+    def delta(
+        self,
+        index: int,
+        text: str,
+        logprobs: msgspec.Struct | None,
+        finish_reason: str | None,
+        members: bytes = b"",
+    ) -> bytes:
+        """The events that tell what choice `index` gained, if all that it writes is its content.
+
+        `members` are further ones of the choice, each with a comma in front.
+        """
         opening = self._open.get(index)
-        if opening is not None and logprobs is None and finish_reason is None:
+        if opening is not None and logprobs is None and finish_reason is None and not members:
             return b"".join((opening, b'"content":', encode(text), self._plain_end))
         events = [] if opening is not None else [self.begin(index, b'""')]
-        if text or logprobs is not None:
-            events.append(self._event(index, b'"content":' + encode(text), logprobs))
+        if text or logprobs is not None or members:
+            events.append(self._event(index, b'"content":' + encode(text), logprobs, members))
         if finish_reason is not None:
             events.append(self.end(index, finish_reason))
         return b"".join(events)
 
-    def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None) -> bytes:
-        """The events that tell the parts that choice `index` gained; `logprobs` go with the first of them."""
+    def parts(
+        self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b""
+    ) -> bytes:
+        """The events that tell the parts that choice `index` gained; `logprobs` and `members` go with the first."""
         events = []
         for part in parts:
             if index not in self._open:
                 events.append(self.begin(index, b'""' if isinstance(part, TextPart) else b"null"))
-            events.append(self._event(index, _member(part), logprobs))
-            logprobs = None
-        if logprobs is not None:
+            events.append(self._event(index, _member(part), logprobs, members))
+            logprobs, members = None, b""
+        if logprobs is not None or members:
             if index not in self._open:
                 events.append(self.begin(index, b'""'))
-            events.append(self._event(index, b"", logprobs))
+            events.append(self._event(index, b"", logprobs, members))
         return b"".join(events)
 
     def begin(self, index: int, content: bytes) -> bytes:
@@ -56,10 +68,14 @@ class ChatFrames(PreparedFrames):
         begun = b"" if index in self._open else self.begin(index, b'""')
         return b"".join((begun, self._open[index], b"}", ending(None, finish_reason), self._close))
 
-    def _event(self, index: int, member: bytes, logprobs: msgspec.Struct | None) -> bytes:
-        if logprobs is None:
+    def of_prompt(self, members: bytes) -> bytes:
+        """An event without choices, whose `members` tell of the prompt."""
+        return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
+
+    def _event(self, index: int, member: bytes, logprobs: msgspec.Struct | None, members: bytes) -> bytes:
+        if logprobs is None and not members:
             return b"".join((self._open[index], member, self._plain_end))
-        return b"".join((self._open[index], member, b"}", ending(logprobs, None), self._close))
+        return b"".join((self._open[index], member, b"}", members, ending(logprobs, None), self._close))
 
 
 def _member(part: Part) -> bytes:

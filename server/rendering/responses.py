@@ -14,11 +14,11 @@ from server.errors import ApiError
 from server.logprobs import chat_logprobs
 from server.protocol.chat import TokenLogprob
 from server.protocol.common import AnswerHead, Usage
-from server.protocol.responses import (
+from server.protocol.responses import ResponsesRequest
+from server.protocol.responses_answer import (
     IncompleteDetails,
     ResponseFailure,
     ResponseObject,
-    ResponsesRequest,
     ResponseStatus,
     ResponseUsage,
     ResponseUsageInput,

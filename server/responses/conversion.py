@@ -1,5 +1,6 @@
 """From a responses request, and the items before it, to the chat that the model answers. Called by the route."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -25,6 +26,10 @@ _NAMES = {
     "messages": "input",
 }
 """Fields that a chat names differently."""
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
+"""What a chat puts around a tool's own fields."""
+_LIMIT = re.compile(r"\bmax_tokens\b")
+"""An older name, which no response has."""
 
 
 async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Frontend) -> PreparedChat:
@@ -56,7 +61,7 @@ async def _prepare_truncated(
     reason: BadRequest,
 ) -> PreparedChat:
     """The chat with as few as possible of its oldest messages left out, found by bisection; `reason` is why."""
-    starts = [index for index, each in enumerate(messages) if index and each["role"] != "tool"]
+    starts = _starts(messages, (frontend.max_model_len or 0) * frontend.processor.tokenizer.longest_token)
     fitting: PreparedChat | None = None
     low, high = 0, len(starts)
     while low < high:
@@ -71,6 +76,22 @@ async def _prepare_truncated(
     if fitting is None:
         raise in_responses_terms(reason) from reason
     return fitting
+
+
+def _starts(messages: list[Message], most_characters: int) -> list[int]:
+    """Where a truncated chat may begin: nowhere before a call's output, and where no more characters follow than fit.
+
+    The last such place is there in any case.
+    """
+    starts: list[int] = []
+    characters = 0
+    for index in range(len(messages) - 1, 0, -1):
+        characters += len(messages[index]["content"] or "")
+        if characters > most_characters and starts:
+            break
+        if messages[index]["role"] != "tool":
+            starts.append(index)
+    return starts[::-1]
 
 
 def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatCompletionRequest:
@@ -119,7 +140,8 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
 def in_responses_terms(error: BadRequest) -> BadRequest:
     """`error` of a chat request with the names that its fields have in this endpoint."""
     text = str(error).replace("messages are not accepted: their", "input is not accepted: its")
-    param = error.param
+    text = _LIMIT.sub("max_output_tokens", _FUNCTION.sub(r"\1", text))
+    param = error.param and _FUNCTION.sub(r"\1", error.param)
     for chat, responses in _NAMES.items():
         text = text.replace(chat, responses)
         if param is not None and param.startswith(chat):

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 
 from engine.config import ServerConfig
-from server.protocol.responses import ResponseObject
+from server.protocol.responses_answer import ResponseObject
 from server.rendering.responses import ResponsesRenderer
 from server.responses.event_log import EventLog
 from server.responses.store import ResponseStore, StoredResponse, Turn

@@ -25,6 +25,7 @@ async def create_chat_completion(http: Request) -> Response:
     frontend.check_model(request.model)
     check_limits(request, 1, frontend)
     chat = await prepare_chat(request, frontend)
-    renderer = ChatRenderer(request, processor.tokenizer, frontend.fingerprint, chat.new_parser)
+    prompt = chat.request.prompt_token_ids
+    renderer = ChatRenderer(request, processor.tokenizer, frontend.fingerprint, chat.new_parser, prompt)
     generation = Generation(frontend, [chat.request], request.n, arrival_time, chat.visible_token_ids)
     return await generation.respond(http, renderer, stream=request.stream)

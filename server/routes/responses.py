@@ -14,13 +14,8 @@ from server.json_answer import as_json
 from server.middleware.keys import owner_of
 from server.openapi import answers, generates, reads
 from server.parsing import read_request
-from server.protocol.responses import (
-    DeletedResponse,
-    InputTokens,
-    InputTokensRequest,
-    ResponseObject,
-    ResponsesRequest,
-)
+from server.protocol.responses import InputTokensRequest, ResponsesRequest
+from server.protocol.responses_answer import DeletedResponse, InputTokens, ResponseObject
 from server.protocol.responses_items import ItemList
 from server.rendering.responses import ResponsesRenderer
 from server.responses import service as services

@@ -6,7 +6,7 @@ import torch
 
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured.masks import packed
+from engine.structured.masks import TokenMasks, packed
 from engine.worker.sampler import SampledTokens, Sampler
 from engine.worker.sampling_columns import SamplingColumns
 
@@ -24,8 +24,12 @@ class Fixed:
         self._mask = packed(tokens, VOCAB_SIZE)
         self.error = error
 
-    def fill(self, mask: np.ndarray, ends: list[int], withheld: list[int]) -> bool:
-        mask[:] = self._mask
+    @staticmethod
+    def compute(matchers: list[tuple["Fixed", int]], masks: np.ndarray) -> None:
+        for matcher, row in matchers:
+            masks[row] = matcher._mask
+
+    def settle(self, mask: np.ndarray, ends: list[int], withheld: list[int]) -> bool:
         self.seen = list(ends), list(withheld)
         return self.error is None
 
@@ -48,7 +52,7 @@ def sample(seqs: list[Sequence], logits: np.ndarray, sampler: Sampler | None = N
     lengths = np.array([len(seq.token_ids) for seq in seqs])
     rows = columns.rows(np.arange(len(seqs)), lengths, tokens)
     with torch.inference_mode():
-        return (sampler or Sampler()).sample(torch.tensor(logits, dtype=torch.float32), rows)
+        return (sampler or Sampler(TokenMasks(Fixed.compute))).sample(torch.tensor(logits, dtype=torch.float32), rows)
 
 
 @pytest.fixture
@@ -146,12 +150,12 @@ def test_logits_that_are_not_finite_are_the_model_s_fault_beside_a_mask_too(logi
 @pytest.mark.parametrize(
     ("params", "output", "ends", "withheld"),
     [
-        ({}, [], {EOS}, set()),
-        ({"stop_token_ids": [9]}, [], {EOS, 9}, set()),
+        ({}, [], set(), set()),
+        ({"stop_token_ids": [9]}, [], {9}, set()),
         ({"ignore_eos": True}, [], set(), {EOS}),
-        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [], {EOS}, set()),
-        ({"min_tokens": 2, "stop_token_ids": [9]}, [5], {EOS, 9}, {EOS, 9}),
-        ({"min_tokens": 2, "stop_token_ids": [9]}, [5, 5], {EOS, 9}, set()),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [], set(), set()),
+        ({"min_tokens": 2, "stop_token_ids": [9]}, [5], {9}, {EOS, 9}),
+        ({"min_tokens": 2, "stop_token_ids": [9]}, [5, 5], {9}, set()),
     ],
 )
 def test_matchers_are_told_which_tokens_end_the_sequence_and_which_may_not_yet(
@@ -163,7 +167,7 @@ def test_matchers_are_told_which_tokens_end_the_sequence_and_which_may_not_yet(
 
 
 def test_masks_of_a_step_leave_no_trace_in_the_next(logits: np.ndarray) -> None:
-    sampler = Sampler()
+    sampler = Sampler(TokenMasks(Fixed.compute))
     sample([sequence(Fixed(1)), sequence(Fixed(2))], logits[:2], sampler)
     assert sample([sequence(Fixed(9))], logits[:1], sampler).token_ids.tolist() == [9]
     assert sample([sequence()], logits[:1], sampler).token_ids[0] == logits[0].argmax()

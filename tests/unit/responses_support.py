@@ -13,7 +13,8 @@ from models.demo import CHECKPOINT_DIR
 from server.answers.parts import AnswerParser, Part
 from server.parsing import validate
 from server.protocol.common import PromptTokensDetails, Usage
-from server.protocol.responses import ResponseObject, ResponsesRequest
+from server.protocol.responses import ResponsesRequest
+from server.protocol.responses_answer import ResponseObject
 from server.rendering.responses import ResponsesRenderer
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))

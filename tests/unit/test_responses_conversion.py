@@ -7,7 +7,7 @@ import pytest
 from server.errors import BadRequest
 from server.protocol.responses_items import Item
 from server.protocol.tools import AllowedToolsChoice, NamedTool
-from server.responses.conversion import in_responses_terms, to_chat, to_messages
+from server.responses.conversion import _starts, in_responses_terms, to_chat, to_messages
 from server.responses.items import kept_items
 from tests.unit.responses_support import request_of
 
@@ -149,3 +149,21 @@ def test_errors_of_the_chat_speak_of_the_fields_that_were_sent() -> None:
     assert (
         in_responses_terms(BadRequest("x", param="response_format.json_schema.schema")).param == "text.format.schema"
     )
+    error = BadRequest("min_tokens is 9; it must be at most max_tokens, 4", param="min_tokens")
+    assert str(in_responses_terms(error)).endswith("at most max_output_tokens, 4")
+    with pytest.raises(BadRequest) as refused:
+        chat_of(tools=[{"type": "function", "name": "f", "parameters": {"type": "string"}}])
+    renamed = in_responses_terms(refused.value)
+    assert renamed.param == "tools[0].parameters"
+    assert str(renamed).startswith("tools[0].parameters is no schema of an object")
+
+
+def test_a_truncated_chat_begins_at_no_calls_output_and_where_the_rest_may_fit() -> None:
+    messages = to_messages(
+        items_of({"role": "user", "content": "x" * 100}, {"role": "user", "content": "Add."}, CALL, OUTPUT)
+    )
+    assert _starts(messages, 1000) == [1, 2]
+    assert _starts(messages, 2) == [2]
+    messages.append({"role": "user", "content": "x" * 100})
+    assert _starts(messages, 50) == [4]
+    assert _starts(messages[:1], 50) == []

@@ -10,7 +10,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.structured.admission import GrammarAdmission
 from engine.structured.masks import MaskedRow, TokenMasks, packed
-from engine.structured.matchers import Matcher, Matchers
+from engine.structured.matchers import MaskComputer, Matcher, Matchers
 from engine.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 
 EOS, OTHER_EOS, PAD, STOP = 256, 257, 258, 300
@@ -46,9 +46,10 @@ def regex(pattern: str) -> str:
 
 
 def allowed(matcher: Matcher, *, ends: tuple[int, ...] = (), withheld: tuple[int, ...] = ()) -> set[int]:
-    mask = np.zeros(matcher.num_words, dtype=np.int32)
-    assert matcher.fill(mask, ends, withheld)
-    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    mask = np.zeros((1, matcher.num_words), dtype=np.int32)
+    MaskComputer()([(matcher, 0)], mask)
+    assert matcher.settle(mask[0], ends, withheld)
+    return set(np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")).tolist())
 
 
 def test_only_what_the_grammar_allows_may_follow_and_no_padding(matchers: Matchers) -> None:
