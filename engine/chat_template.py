@@ -43,7 +43,8 @@ class ChatTemplate:
     ) -> None:
         """`templates` by name: `default`, perhaps `tool_use`; they see `special_tokens` (`bos_token`, …) by name.
 
-        Errors call them `title`; `max_characters` stands in for `MAX_RENDERED_CHARACTERS`. Raises `CheckpointError` when one does not compile.
+        Errors call them `title`; `max_characters` stands in for `MAX_RENDERED_CHARACTERS`. Raises
+        `CheckpointError` when one does not compile.
         """
         environment = _environment()
         self._title = title

@@ -178,7 +178,7 @@ class Config(Section):
     """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
 
     generation_config: Annotated[str, Field(min_length=1)] = "auto"
-    """Sampling defaults: `auto` reads the checkpoint's generation_config.json, `none` takes OpenAI's, or a directory."""
+    """Sampling defaults: `auto` is the checkpoint's generation_config.json, `none` OpenAI's; or a directory of one."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds the requests that bring no seed of their own, together with a per-request counter."""

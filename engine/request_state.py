@@ -71,9 +71,7 @@ class RequestState:
     ) -> None:
         """`arrival_time` on `time.monotonic`'s clock; default: now."""
         params = request.sampling_params
-        self._detokenizer = IncrementalDetokenizer(
-            tokenizer, params, request.prompt_token_ids, visible_token_ids
-        )
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids, visible_token_ids)
         self._include_stop = params.include_stop_str_in_output
         self._special_ids = tokenizer.special_ids
         self._texts: list[str] = []

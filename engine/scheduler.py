@@ -382,9 +382,7 @@ class Scheduler:
     def _fail_rows(
         self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False
     ) -> list[RequestOutput]:
-        return [
-            output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id], bad_request)
-        ]
+        return [output for seq in seqs if seq.id in errors for output in self.fail([seq], errors[seq.id], bad_request)]
 
     def _remove(
         self, seqs: list[Sequence], reason: str, error: str | None = None, bad_request: bool = False

@@ -66,34 +66,6 @@ class PreparedFrames:
         return b"".join((self._head, b'],"usage":', encode(usage), _END, DONE))
 
 
-class CompletionFrames(PreparedFrames):
-    """Chunks of `/v1/completions`."""
-
-    object = "text_completion"
-    plain = b',"logprobs":null,"finish_reason":null}'
-
-    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        super().__init__(head, include_usage=include_usage, counted_from=counted_from)
-        self._open: dict[int, bytes] = {}
-        """Each choice's chunk up to its text."""
-
-    def delta(
-        self,
-        index: int,
-        text: str,
-        logprobs: msgspec.Struct | None,
-        finish_reason: str | None,
-        members: bytes = b"",
-    ) -> bytes:
-        """The event of what choice `index` gained; `members` are further ones, each with a comma in front."""
-        opening = self._open.get(index)
-        if opening is None:
-            opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
-        if logprobs is None and finish_reason is None and not members:
-            return b"".join((opening, encode(text), self._plain_end))
-        return b"".join((opening, encode(text), members, ending(logprobs, finish_reason), self._close))
-
-
 def error_event(body: bytes) -> bytes:
     """The last event of a stream that failed; `body` is the error object as JSON."""
     return b"data: " + body + b"\n\n"

@@ -42,9 +42,7 @@ class ChatFrames(PreparedFrames):
             events.append(self.end(index, finish_reason))
         return b"".join(events)
 
-    def parts(
-        self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b""
-    ) -> bytes:
+    def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b"") -> bytes:
         """The events that tell the parts that choice `index` gained; `logprobs` and `members` go with the first."""
         events = []
         for part in parts:

@@ -12,7 +12,8 @@ from server.logprobs import CompletionLogprobsWriter, prompt_logprobs
 from server.protocol.common import PromptLogprobs, Usage
 from server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from server.rendering.base import Renderer, answer_head
-from server.sse import CompletionFrames, encode
+from server.rendering.completion_frames import CompletionFrames
+from server.sse import encode
 
 
 class ShownPrompt(NamedTuple):

@@ -20,7 +20,7 @@ def test_a_chat_shows_its_tokens_on_request(server: KaonServer, stream: bool) ->
     (ids,) = [answer["prompt_token_ids"] for answer in answers if "prompt_token_ids" in answer]
     (read,) = [answer["prompt_logprobs"] for answer in answers if "prompt_logprobs" in answer]
     assert read[0] is None
-    assert [str(token_id) in entry for token_id, entry in zip(ids[1:], read[1:], strict=True)] == [True] * len(read[1:])
+    assert all(str(token_id) in entry for token_id, entry in zip(ids[1:], read[1:], strict=True))
     choices = [choice for answer in answers for choice in answer["choices"]]
     for index in range(2):
         told = [token for choice in choices if choice["index"] == index for token in choice.get("token_ids", ())]
