@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import msgspec
 import zmq
@@ -177,7 +177,8 @@ class CoreManager:
     def _receive(self) -> None:
         """Take in every message that has arrived."""
         try:
-            while self.failure is None and self._output.poll(0):
+            # Not `poll`, which makes a poller at each call.
+            while self.failure is None and cast(int, self._output.get(zmq.EVENTS)) & zmq.POLLIN:
                 self._take_in(self._decoder.decode(self._output.recv(zmq.NOBLOCK)))
         except BaseException:
             # The descriptor will not tell again of the messages behind the one that raised.

@@ -6,7 +6,7 @@ Called by the completions and chat routes with prompts that are validated and to
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -119,7 +119,7 @@ class Generation:
     def _whole(self, renderer: Renderer) -> bytes:
         return msgspec.json.encode(renderer.whole(self._answered(), self._usage()))
 
-    async def events(self, renderer: Renderer) -> AsyncIterator[bytes]:
+    async def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
         """The stream's events, as many as have arrived at a time. What fails becomes its last event."""
         stream = DeltaStream()
         try:

@@ -3,12 +3,13 @@
 All of a chunk that does not change within a stream is JSON already; a chunk adds its text, and rarely more.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from sse_starlette import EventSourceResponse
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from server.protocol.common import AnswerHead, Usage
 
@@ -21,15 +22,22 @@ encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 class EventStream(EventSourceResponse):
     """sse-starlette's response over frames that are bytes already.
 
-    No time limit is put around each send: a cancel scope costs half of what a chunk costs here, and a client that
-    does not read only lets its own deltas merge.
+    Events are sent as they are, and without a time limit: a cancel scope costs half of what a chunk costs here,
+    and a client that does not read only lets its own deltas merge.
     """
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"}, sep="\n")
+        self._events = events
 
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        await send(message)
+    async def _stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with self._send_lock:
+            self.active = False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class PreparedFrames:

@@ -1,7 +1,7 @@
 """`EventLog`: the events of a background response, for those who follow it, from wherever they left off."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 _EVENT_END = b"\n\n"
 
@@ -26,7 +26,7 @@ class EventLog:
         self._is_closed = True
         self._wake()
 
-    async def follow(self, start: int) -> AsyncIterator[bytes]:
+    async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
         """The events from number `start` on, as they come, to the last one."""
         while True:
             changed = self._changed

@@ -15,6 +15,7 @@ _FLAGS = ("--port", "0", "--api-key", API_KEY, "--access-log", "json")
 # float32, so that greedy text and log probabilities do not depend on what else is in the batch.
 _FLAGS += ("--dtype", "float32", "--cpu-kvcache-gib", "0.25", "--max-num-seqs", "64")
 _START_SECONDS = 120
+_CORE = "engine.engine_core"
 
 
 class StartError(RuntimeError):
@@ -67,10 +68,12 @@ class Server:
         return found
 
     def _core(self) -> int | None:
-        """The engine core's process id: the server's only child."""
-        listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True).stdout
-        children = [int(pid) for parent, pid in map(str.split, listed.splitlines()) if int(parent) == self.process.pid]
-        return children[0] if len(children) == 1 else None
+        """The engine core's process id; None if there is no core, or several."""
+        command = ["ps", "-A", "-ww", "-o", "ppid=,pid=,args="]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        rows = [row.split(None, 2) for row in listed.splitlines()]
+        cores = [int(pid) for parent, pid, *args in rows if int(parent) == self.process.pid and _CORE in args[0]]
+        return cores[0] if len(cores) == 1 else None
 
 
 def _is_server_error(line: str) -> bool:
