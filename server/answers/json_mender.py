@@ -33,7 +33,19 @@ def mend(text: str) -> str | None:
 class JsonMender:
     """Reads one value, from its first character. Depth is bounded by memory only, and every character is read once."""
 
-    __slots__ = ("_digits", "_digits_of", "_held", "_is_key", "_out", "_quote", "_stack", "_state", "done", "failed")
+    __slots__ = (
+        "_digits",
+        "_digits_of",
+        "_held",
+        "_is_key",
+        "_out",
+        "_quote",
+        "_stack",
+        "_state",
+        "_word_pieces",
+        "done",
+        "failed",
+    )
 
     def __init__(self) -> None:
         self.done = False
@@ -42,7 +54,8 @@ class JsonMender:
         """The next character cannot go on the value."""
         self._out: list[str] = []
         self._held: list[str] = []
-        """Read but not passed on: a comma that may be trailing, or a word that may go on."""
+        """Read but not passed on before the next value begins: a comma that may be trailing, a key, a colon."""
+        self._word_pieces: list[str] = []
         self._stack: list[str] = []
         self._quote = '"'
         self._is_key = False
@@ -73,16 +86,20 @@ class JsonMender:
     def unread(self) -> str:
         """What was read and not passed on, as it was written."""
         if self._state == self._escape:
-            return "\\"
+            return "".join((*self._held, "\\"))
         if self._state == self._hex:
-            return "".join(("\\", self._digits_of, *self._digits))
-        return "".join(self._held)
+            return "".join((*self._held, "\\", self._digits_of, *self._digits))
+        return "".join((*self._held, *self._word_pieces))
 
     def closers(self) -> str:
         """What closes the value where it stands; empty inside a string, a key or a word."""
-        if self._state == self._after or (self._state in (self._key, self._value) and self._held[:1] == [","]):
-            return "".join(_CLOSING[opening] for opening in reversed(self._stack))
+        if self._state == self._after or (self._state in (self._key, self._value) and self._trailing_comma()):
+            return self.brackets()
         return ""
+
+    def brackets(self) -> str:
+        """What closes the value that failed, so that what was passed on of it is JSON."""
+        return "".join(_CLOSING[opening] for opening in reversed(self._stack))
 
     # -- states: each reads a character or more, or hands over to another ---------------------------------------
 
@@ -121,17 +138,17 @@ class JsonMender:
 
     def _scalar(self, character: str, at: int, is_key: bool) -> int:
         if character in _PLAIN:
-            self._release()
+            if not is_key:
+                self._release()
             self._is_key = is_key
             self._quote = character
-            self._out.append('"')
+            self._put('"')
             self._state = self._string
             return at + 1
-        if self._held and character == _CLOSING[self._stack[-1]]:
+        if self._trailing_comma() and character == _CLOSING[self._stack[-1]]:
             self._held.clear()
             return self._close(at)
         if _WORD.fullmatch(character):
-            self._release()
             self._is_key = is_key
             self._state = self._word
         else:
@@ -145,7 +162,7 @@ class JsonMender:
         if text[at] != ":":
             self.failed = True
             return at
-        self._out.append(":")
+        self._held.append(":")
         self._state = self._value
         return at + 1
 
@@ -166,25 +183,25 @@ class JsonMender:
         match = _PLAIN[self._quote].match(text, at)
         assert match is not None
         if match.end() > at:
-            self._out.append(text[at : match.end()])
+            self._put(text[at : match.end()])
             at = match.end()
             if at == len(text):
                 return at
         character = text[at]
         if character == self._quote:
-            self._out.append('"')
+            self._put('"')
             self._end_scalar()
         elif character == "\\":
             self._state = self._escape
         else:
-            self._out.append(json.dumps(character)[1:-1])
+            self._put(json.dumps(character)[1:-1])
         return at + 1
 
     def _escape(self, text: str, at: int) -> int:
         character = text[at]
         self._state = self._string
         if character in _ESCAPES:
-            self._out.append("\\" + character)
+            self._put("\\" + character)
             return at + 1
         if character in _HEX_DIGITS:
             self._digits_of = character
@@ -192,9 +209,9 @@ class JsonMender:
             self._state = self._hex
             return at + 1
         if character == "'":
-            self._out.append("'")
+            self._put("'")
             return at + 1
-        self._out.append("\\\\")
+        self._put("\\\\")
         return at
 
     def _hex(self, text: str, at: int) -> int:
@@ -206,11 +223,11 @@ class JsonMender:
             digits = "".join(self._digits)
             code = int(digits, 16)
             if code < 0x110000:
-                self._out.append("\\u" + digits if wanted == 4 else json.dumps(chr(code))[1:-1])
+                self._put("\\u" + digits if wanted == 4 else json.dumps(chr(code))[1:-1])
                 self._state = self._string
                 return at + 1
             self._digits.pop()
-        self._out.append("".join(("\\\\", self._digits_of, *self._digits)))
+        self._put("".join(("\\\\", self._digits_of, *self._digits)))
         self._state = self._string
         return at
 
@@ -218,12 +235,19 @@ class JsonMender:
         match = _WORD.match(text, at)
         assert match is not None
         if match.end() > at:
-            self._held.append(text[at : match.end()])
+            self._word_pieces.append(text[at : match.end()])
         if match.end() < len(text):
             self._end_word()
         return match.end()
 
     # -- steps --------------------------------------------------------------------------------------------------
+
+    def _put(self, text: str) -> None:
+        """Pass on a piece of a string, or hold it if that is a key: its value may never come."""
+        (self._held if self._is_key else self._out).append(text)
+
+    def _trailing_comma(self) -> bool:
+        return self._held[:1] == [","] and not "".join(self._held[1:]).strip()
 
     def _release(self) -> None:
         if self._held:
@@ -249,13 +273,15 @@ class JsonMender:
             self.done = True
 
     def _end_word(self) -> None:
-        word = "".join(self._held)
+        word = "".join(self._word_pieces)
         mended = json.dumps(word) if self._is_key else _word_value(word)
         if mended is None:
             self.failed = True
             return
-        self._held.clear()
-        self._out.append(mended)
+        self._word_pieces.clear()
+        if not self._is_key:
+            self._release()
+        self._put(mended)
         self._end_scalar()
 
 

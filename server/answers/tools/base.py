@@ -131,6 +131,7 @@ class ToolCallParser(FedParser):
                 if end_marker and (closers := mender.closers()) and (yield from self._comes(end_marker)):
                     self._argue(closers)
                     return True
+                self._argue(mender.brackets())
                 self._say(mender.unread())
                 return False
             if not (yield from feed.more()):
