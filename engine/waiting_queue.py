@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,8 @@ class WaitingQueue:
         self._aging_seconds = aging_seconds
         self._front: deque[Sequence] = deque()
         self._heap: list[tuple[float, int, Sequence]] = []
+        self._latest: dict[int, float] = {}
+        """By priority, where the sequence added last stands."""
         self._count = itertools.count()
 
     def __len__(self) -> int:
@@ -41,7 +44,9 @@ class WaitingQueue:
     def append(self, seq: Sequence) -> None:
         """Add a sequence that arrived."""
         priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))
-        due = seq.arrive_time + priority * self._aging_seconds
+        # Not before the one of its priority that was added before it, whatever their clocks say.
+        due = max(seq.arrive_time + priority * self._aging_seconds, self._latest.get(priority, -math.inf))
+        self._latest[priority] = due
         heapq.heappush(self._heap, (due, next(self._count), seq))
 
     def appendleft(self, seq: Sequence) -> None:

@@ -63,7 +63,7 @@ class Server:
         text = self._log.read_text(encoding="utf-8", errors="replace")
         lines = text[self._read :].splitlines()
         self._read = len(text)
-        found += [f"answered {line}" for line in lines if _is_server_error(line)]
+        found += [f"answered {line}" for line in lines if is_server_error(line)]
         found += [f"logged {line}" for line in lines if line.startswith("Traceback")]
         return found
 
@@ -76,7 +76,7 @@ class Server:
         return cores[0] if len(cores) == 1 else None
 
 
-def _is_server_error(line: str) -> bool:
+def is_server_error(line: str) -> bool:
     """Whether a line of the log tells of a request that was answered 5xx."""
     try:
         entry = json.loads(line)

@@ -50,10 +50,10 @@ async def test_a_tool_loop_of_two_turns(served: Model) -> None:
     first = await Runner.run(agent, "What is the weather in Paris?")
     assert first.final_output == "The weather in Paris is sunny."
     assert len(first.raw_responses) == 2
-    turn = [*first.to_input_list(), {"role": "user", "content": "What is the weather in London?"}]
+    turn = [*first.to_input_list(), {"role": "user", "content": "Thank you!"}]
     second = await Runner.run(agent, turn)
-    assert second.final_output == "The weather in London is sunny."
-    assert asked == ["Paris", "London"]
+    assert second.final_output == "You are welcome!"
+    assert asked == ["Paris"]
 
 
 async def test_a_streamed_tool_loop(served: Model) -> None:

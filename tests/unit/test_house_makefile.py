@@ -141,6 +141,11 @@ def test_test_installs_what_tests_need_and_that_is_enough_to_serve(clone: Clone)
     assert clone.done() == ["kaon serve"]
 
 
+def test_conformance_needs_no_more_than_serving_and_passes_its_suites_on(clone: Clone) -> None:
+    assert clone.make("conformance", "ARGS=openai -k chat").returncode == 0
+    assert clone.done()[1:] == [pip_install(), "-m tests.conformance.run openai -k chat"]
+
+
 def test_the_named_python_is_used(clone: Clone) -> None:
     named = clone.add_python("my-python")
     (clone.bin / "python3").unlink()
@@ -197,5 +202,5 @@ def test_a_python_that_cannot_make_environments_is_told_with_the_remedy(clone: C
 def test_help_tells_every_target_that_is_for_people(clone: Clone) -> None:
     os.symlink(shutil.which("awk") or "awk", clone.bin / "awk")
     listed = clone.make().stdout
-    for target in ("install", "serve", "chat", "test", "lint", "bench", "demo-model", "clean"):
+    for target in ("install", "serve", "chat", "test", "conformance", "lint", "bench", "demo-model", "clean"):
         assert f"make {target} " in listed

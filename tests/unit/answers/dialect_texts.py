@@ -188,7 +188,17 @@ _MENDED = [
     Written(
         "hermes",
         '<tool_call>{"name": "now", "arguments": {"a": [1}}</tool_call>',
-        _answer("}}</tool_call>", ("now", '{"a": [1')),
+        _answer("}}</tool_call>", ("now", '{"a": [1]}')),
+    ),
+    Written(
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {"a": "Rome", "Italy"}}</tool_call>',
+        _answer(', "Italy"}}</tool_call>', ("now", '{"a": "Rome"}')),
+    ),
+    Written(
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": {"a": 1, "b": maybe}}</tool_call>',
+        _answer(', "b": maybe}}</tool_call>', ("now", '{"a": 1}')),
     ),
     Written(
         "hermes",
