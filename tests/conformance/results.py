@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,9 +50,15 @@ class Result:
             self.notes += [each.get("value", "") for each in case.iter("property") if each.get("name") == "note"]
 
 
+def _counted(names: list[str]) -> str:
+    """Each name once, and how often it comes."""
+    counts = Counter(name.partition("[")[0] for name in names)
+    return ", ".join(f"`{name}`" + (f" ({count} times)" if count > 1 else "") for name, count in counts.items())
+
+
 def _reason(skipped: ElementTree.Element) -> str:
     reason = skipped.get("message") or skipped.text or "no reason given"
-    return " ".join(reason.removeprefix("Skipped: ").split())
+    return " ".join(reason.removeprefix("Skipped: ").split()).rstrip(".")
 
 
 def version_of(suite: Suite, package: str) -> str:
@@ -80,8 +87,7 @@ def write(results: Iterable[Result]) -> None:
         lines += ["", "Excluded, with the reason:", ""]
         for result in results:
             for reason, names in sorted(result.excluded.items()):
-                tests = ", ".join(f"`{name}`" for name in names)
-                lines.append(f"- **{result.suite.packages[0]}**: {reason}: {tests}")
+                lines.append(f"- **{result.suite.packages[0]}**, {reason}: {_counted(names)}")
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(_BEGIN)
     after = rest.partition(_END)[2]

@@ -34,7 +34,7 @@ SUITES = (
             "test_openai_models.py",
             "test_openai_responses.py",
         ),
-        "every method of the official client that maps to this server, plain, streamed, raw and async",
+        "the official client: every method that maps to this server, plain, streamed, raw and async",
     ),
     Suite(
         "node",

@@ -80,7 +80,7 @@ def test_scores_agree_with_transformers(
     model_args = f"model={model},base_url={base_url}/completions,tokenizer={CHECKPOINT},max_retries=1,{args}"
     scores = score(tmp_path, "local-completions", model_args, "--seed", "1234")
     found = difference(scores, reference)
-    record_property("note", f"{args}: largest difference of a log-likelihood {found:.1e}.")
+    record_property("note", f"`{args}`: largest difference of a log-likelihood {found:.1e}.")
     assert scores.metrics == reference.metrics
     assert found < LARGEST_DIFFERENCE
     assert scores.greedy == reference.greedy

@@ -60,8 +60,11 @@ def test_a_body_over_the_limit_is_refused(client: openai.OpenAI, model: str) -> 
         lambda client: client.embeddings.create(model="kaon-demo", input="Hello"),
         lambda client: client.moderations.create(input="Hello"),
         lambda client: client.files.list(),
+        lambda client: client.chat.completions.retrieve("chatcmpl-1"),
+        lambda client: client.conversations.create(),
+        lambda client: client.batches.list(),
     ],
-    ids=["embeddings", "moderations", "files"],
+    ids=["embeddings", "moderations", "files", "stored chat completions", "conversations", "batches"],
 )
 def test_an_endpoint_that_is_not_there_is_not_found(client: openai.OpenAI, call: Callable[[Any], object]) -> None:
     with pytest.raises(openai.NotFoundError) as raised:

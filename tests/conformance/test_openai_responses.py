@@ -154,6 +154,14 @@ def test_a_response_that_was_not_to_be_stored_is_not(client: openai.OpenAI, mode
         client.responses.retrieve(response.id)
 
 
+def test_an_inputs_tokens_are_counted(client: openai.OpenAI, model: str) -> None:
+    response = respond(client, model, "What is 2 + 3?")
+    assert response.usage is not None
+    assert client.responses.input_tokens.count(model=model, input="What is 2 + 3?").input_tokens == (
+        response.usage.input_tokens
+    )
+
+
 def test_an_unknown_previous_response_is_refused(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.APIStatusError) as raised:
         respond(client, model, "Hello", previous_response_id="resp_none")

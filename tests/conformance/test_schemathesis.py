@@ -54,4 +54,4 @@ def test_every_phase_passes(api_key: str, tmp_path: Path, record_property: Any) 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-30_000:] + done.stderr[-4_000:]
     if found := re.search(r"^.*\bgenerated\b.*$", done.stdout, re.MULTILINE):
-        record_property("note", found[0].strip() + ".")
+        record_property("note", f"Seed {SEED}, requests: {found[0].strip()}.")
