@@ -21,12 +21,6 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-FIFTY = {
-    "type": "object",
-    "properties": {f"field_{i}": {"type": ["string", "integer", "boolean"][i % 3]} for i in range(50)},
-    "required": [f"field_{i}" for i in range(50)],
-    "additionalProperties": False,
-}
 
 
 def complete(client: OpenAI, **extra: Any) -> Any:
