@@ -69,7 +69,7 @@ class CoreSockets:
             for frame in frames:
                 try:
                     self._accept(decoder.decode(frame))
-                except ValueError as error:
+                except BaseException as error:  # noqa: BLE001 - logged, and told; a native panic is no `Exception`
                     self._refuse(frame, error)
 
     def process_output_sockets(self) -> None:
@@ -115,12 +115,13 @@ class CoreSockets:
         """Answer a sequence that cannot be queued."""
         self.output_queue.put(StepOutputs([error_output(seq.id, error, bad_request)]))
 
-    def _refuse(self, frame: bytes, error: ValueError) -> None:
-        """Log a message that makes no sense; answer it where it names the request that it was to add."""
-        logger.error("a message to the engine core was refused: %s", error)
+    def _refuse(self, frame: bytes, error: BaseException) -> None:
+        """Log a message that cannot be taken in; answer it where it names the request that it was to add."""
+        fault = not isinstance(error, ValueError)
+        logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
         request_id = _request_id(frame)
         if request_id is not None:
-            self.output_queue.put(StepOutputs([error_output(request_id, str(error))]))
+            self.output_queue.put(StepOutputs([error_output(request_id, str(error) or type(error).__name__)]))
 
 
 def error_output(request_id: int, error: str, bad_request: bool = False) -> RequestOutput:

@@ -21,6 +21,7 @@ class IncrementalDetokenizer:
         "_exempt",
         "_held",
         "_include_stop",
+        "_markers",
         "_min_tokens",
         "_openings",
         "_stops",
@@ -38,10 +39,12 @@ class IncrementalDetokenizer:
     ) -> None:
         """Behind a prompt with text, the completion continues it: its first word keeps its leading space.
 
-        `visible_token_ids` are shown even if they are special and the parameters skip special tokens.
+        `visible_token_ids` are shown even if they are special and the parameters skip special tokens. No stop string
+        is looked for in those: they are for a parser, and no text that the client sees.
         """
         at_start = all(token_id in tokenizer.special_ids for token_id in prompt_token_ids)
         self._stream = tokenizer.stream(params.skip_special_tokens, at_start, visible_token_ids)
+        self._markers = visible_token_ids if params.skip_special_tokens else frozenset[int]()
         self._stops = params.stop_strings or ()
         self._openings = frozenset(stop[0] for stop in self._stops)
         self._include_stop = params.include_stop_str_in_output
@@ -64,7 +67,11 @@ class IncrementalDetokenizer:
             if self.stopped is not None:
                 return shown
             self.num_tokens += 1
-            shown += self._advance(self._stream.step((token_id,)))
+            if token_id in self._markers:
+                shown += self._held + self._stream.step((token_id,))
+                self._held, self._exempt = "", 0
+            else:
+                shown += self._advance(self._stream.step((token_id,)))
         if finished and self.stopped is None:
             shown += self._advance(self._stream.step((), final=True)) + self._held
             self._held = ""

@@ -5,8 +5,10 @@ Started by `CoreManager` through `engine.core_process`. Sockets are `engine.core
 
 import gc
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from queue import Empty
@@ -126,14 +128,14 @@ class EngineCore:
         batch, seqs = scheduled
         try:
             output = self.runner.forward(batch)
-        except Exception as error:
+        except BaseException as error:  # a panic of native code is no `Exception`
             logger.exception("a step of %d sequences failed", len(seqs))
             self._fail_step(list(seqs.values()), error)
         else:
             self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
         return batch.kind
 
-    def _fail_step(self, seqs: list[Sequence], error: Exception) -> None:
+    def _fail_step(self, seqs: list[Sequence], error: BaseException) -> None:
         """End the sequences of a step that raised; the others go on."""
         sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
         self._outputs.put_nowait(self.scheduler.fail(seqs, sentence))
@@ -168,6 +170,7 @@ def main() -> int:
     lifeline = take_lifeline()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
+    threading.excepthook = _end_process
     end_with_parent(lifeline, launch.directory)
     config = Config.model_validate_json(launch.config)
     logging.basicConfig(
@@ -179,6 +182,13 @@ def main() -> int:
         sockets.output_queue.put(failure)
     sockets.close()
     return 0 if failure is None else 1
+
+
+def _end_process(end: threading.ExceptHookArgs) -> None:
+    """End this process with a thread that raised: without one of them, requests would wait for ever."""
+    name = end.thread.name if end.thread is not None else "?"
+    logger.critical("the engine core ends, as its thread %s did", name, exc_info=end.exc_value)
+    os._exit(1)
 
 
 def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
@@ -202,7 +212,7 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:
         core.busy_loop()
-    except Exception as error:
+    except BaseException as error:
         logger.exception("the busy loop ended")
         return Failed(f"the engine core failed: {type(error).__name__}: {error}")
     return None

@@ -29,6 +29,13 @@ class RequestDelta(msgspec.Struct, gc=False):
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens behind the first; once, if the request asked for them."""
+    merged: list[tuple[str, int]] | None = None
+    """Where this is several deltas in one: the text and the number of tokens of each."""
+
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        """The text and the number of tokens that each engine step brought."""
+        return [(self.text, len(self.token_ids))] if self.merged is None else self.merged
 
 
 class RequestResult(TypedDict):

@@ -25,6 +25,11 @@ COMMANDS = """\
 /help   show this
 """
 
+_FOR_OTHERS = frozenset(
+    f"KAON_{name}" for name in ("API_KEY", "API_KEY_FILE", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_CA_CERTS", "ROOT_PATH")
+)
+"""Variables that guard a server which others reach; one of our own serves this chat alone."""
+
 _STOP_SECONDS = 10.0
 """From SIGTERM to SIGKILL for the server of one's own."""
 
@@ -199,13 +204,14 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
         [sys.executable, "-P", "-m", "server", "serve", *model, *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name not in _FOR_OTHERS},
         text=True,
         process_group=0,
         preexec_fn=end_with_parent_even_if_stuck,
     )
     assert process.stdout is not None
     try:
-        announced = re.search(r" on (https?://\S+)", process.stdout.readline())
+        announced = re.search(r" on (http://\S+)", process.stdout.readline())
         if announced is None:
             raise ChatError("the server did not start; it said why above")
         yield announced[1]

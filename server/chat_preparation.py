@@ -11,9 +11,10 @@ import msgspec
 
 from engine.io_processor import InvalidRequest
 from engine.messages import AddRequest
+from engine.structured.spec import CheckUnavailable
 from server.answers.parts import AnswerParser
 from server.answers.tool_grammar import tool_grammar
-from server.errors import BadRequest, refusal
+from server.errors import BadRequest, NotReady, refusal
 from server.frontend import Frontend
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.common import INT31
@@ -35,17 +36,22 @@ class PreparedChat(NamedTuple):
 
 
 async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> PreparedChat:
-    """Render, tokenise and check a chat, in a thread: others' streams go on. Raises `BadRequest`."""
+    """Render, tokenise and check a chat, in a thread: others' streams go on. Raises `BadRequest` and `NotReady`."""
     try:
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
     form = await grammar_of(request, frontend)
-    return await asyncio.to_thread(_prepare, request, use, form, frontend)
+    prepared, tail = await asyncio.to_thread(_prepare, request, use, frontend)
+    grammar = await _grammar(use, form, tail, frontend)
+    if grammar is None:
+        return prepared
+    params = msgspec.structs.replace(prepared.request.sampling_params, grammar=grammar)
+    return prepared._replace(request=msgspec.structs.replace(prepared.request, sampling_params=params))
 
 
-def _prepare(request: ChatCompletionRequest, use: ToolUse, form: str | None, frontend: Frontend) -> PreparedChat:
-    """`form` is the grammar that the request wants its content to follow."""
+def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -> tuple[PreparedChat, str]:
+    """The chat but for its grammar, and the end of its prompt."""
     processor, answer_format = frontend.processor, frontend.answer_format
     try:
         prompt = render_prompt(request, frontend)
@@ -56,7 +62,7 @@ def _prepare(request: ChatCompletionRequest, use: ToolUse, form: str | None, fro
             processor.tokenize(
                 prompt, request.add_special_tokens, request.keep_last(processor, request.token_limit or 1)
             ),
-            msgspec.structs.replace(params, grammar=_grammar(use, form, tail, frontend)),
+            params,
             request_id=0,
             cache_salt=request.salt_key,
             clip_max_tokens=request.token_limit is None,
@@ -64,17 +70,22 @@ def _prepare(request: ChatCompletionRequest, use: ToolUse, form: str | None, fro
         )
     except InvalidRequest as error:
         raise _in_chat_terms(error, request) from error
-    return PreparedChat(
+    prepared = PreparedChat(
         add_request,
         lambda: answer_format.parser(use, prompt_tail=tail),
-        answer_format.visible_token_ids,
+        answer_format.visible_token_ids(use),
     )
+    return prepared, tail
 
 
-def _grammar(use: ToolUse, form: str | None, prompt_tail: str, frontend: Frontend) -> str | None:
+async def _grammar(use: ToolUse, form: str | None, prompt_tail: str, frontend: Frontend) -> str | None:
     """What the whole answer must follow: calls that are promised, and the content's `form` where it is none."""
     try:
-        return tool_grammar(frontend.answer_format, use, form, prompt_tail=prompt_tail, compiler=frontend.grammars)
+        return await tool_grammar(
+            frontend.answer_format, use, form, prompt_tail=prompt_tail, compiler=frontend.grammars
+        )
+    except CheckUnavailable as error:
+        raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
     except ValueError as error:
         raise BadRequest(str(error), param="tools" if use.tools else "response_format") from error
 

@@ -113,6 +113,8 @@ class Frontend:
     @property
     def grammars(self) -> GrammarCompiler:
         """Checks the grammars of requests. Raises `NotReady` unless requests can be served."""
+        if self._closing:
+            raise NotReady("the server is shutting down; send the request again later")
         if self._grammars is None:
             raise NotReady("the model is still loading; try again in a moment")
         return self._grammars

@@ -170,7 +170,7 @@ class Generation:
     def _end(self, id: str) -> None:
         """Abort what still runs, and log the request."""
         self._hub.cancel(self._states)
-        _log.info(
+        _log.debug(
             "%s: %d choices, %d tokens, %s, %.3f s",
             id,
             len(self._states),

@@ -172,6 +172,7 @@ def _merge(first: RequestDelta, second: RequestDelta) -> RequestDelta:
         second.stop_reason,
         second.error,
         first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        [*first.steps, *second.steps],
     )
 
 

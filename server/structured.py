@@ -3,8 +3,8 @@
 Called by the preparation of completions and chats.
 """
 
-from engine.structured.spec import GrammarKind, GrammarSpec, InvalidGrammar
-from server.errors import BadRequest
+from engine.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
+from server.errors import BadRequest, NotReady
 from server.frontend import Frontend
 from server.protocol.common import SamplingFields
 from server.protocol.structured import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
@@ -18,7 +18,7 @@ _GUIDED: dict[str, GrammarKind] = {
 
 
 async def grammar_of(request: SamplingFields, frontend: Frontend) -> str | None:
-    """The grammar of a request's answers; None: they are free. Raises `BadRequest` that names the field."""
+    """The grammar of a request's answers; None: they are free. Raises `BadRequest`, with the field, and `NotReady`."""
     asked = forms(request)
     if not asked:
         return None
@@ -30,6 +30,8 @@ async def grammar_of(request: SamplingFields, frontend: Frontend) -> str | None:
         return await frontend.grammars.compile_async(spec)
     except InvalidGrammar as error:
         raise refused(field, error) from error
+    except CheckUnavailable as error:
+        raise NotReady(f"{field} cannot be checked now: {error}") from error
 
 
 def refused(field: str, error: InvalidGrammar) -> BadRequest:

@@ -79,7 +79,7 @@ class GrammarAdmission:
             seq.matcher = self._matchers.matcher(seq.sampling_params.grammar)
         except InvalidGrammar as error:
             return str(error), True
-        except Exception as error:
+        except BaseException as error:  # a panic of the native library is no `Exception`, and must end no thread
             logger.exception("a grammar cannot be compiled")
-            return str(error), False
+            return f"the grammar of this request cannot be compiled: {error}", False
         return None

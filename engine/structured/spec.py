@@ -31,6 +31,10 @@ class InvalidGrammar(ValueError):
     """A grammar that is wrong, not supported or too costly: one sentence, whose subject is the grammar."""
 
 
+class CheckUnavailable(RuntimeError):
+    """Whether a grammar can be followed cannot be found out now; nothing is known to be wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """A form for the answer. `value` by `kind`:

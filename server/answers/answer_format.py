@@ -41,8 +41,8 @@ class AnswerFormat:
         self._tools: ToolDialect | None = tool_registry.DIALECTS.get(self.tool_parser)
         self._reasoning: type[TaggedReasoning] | None = reasoning_registry.DIALECTS.get(self.reasoning_parser)
         self._special = {marker: special[marker] for marker in self.markers if marker in special} if special else {}
-        self.visible_token_ids = frozenset(self._special.values())
-        """Special tokens that must stay in the text, because the parsers look for them."""
+        calls = () if self._harmony or self._tools is None else self._tools.markers
+        self._call_token_ids = frozenset(self._special[marker] for marker in calls if marker in self._special)
 
     @staticmethod
     def check_names(tool_parser: str, reasoning_parser: str) -> None:
@@ -96,6 +96,11 @@ class AnswerFormat:
             return harmony.MARKERS
         tags = (self._reasoning.open_tag, self._reasoning.close_tag) if self._reasoning is not None else ()
         return (*tags, *(self._tools.markers if self._tools is not None else ()))
+
+    def visible_token_ids(self, use: ToolUse) -> frozenset[int]:
+        """Special tokens that must stay in the text, because the parser of `use` looks for them."""
+        ids = frozenset(self._special.values())
+        return ids if use.tools else ids - self._call_token_ids
 
     def parser(self, use: ToolUse, *, prompt_tail: str) -> AnswerParser | None:
         """What takes one choice apart; None: its text is its content.

@@ -1,13 +1,34 @@
 """`AnswerInParts`: one choice's answer as its parser takes it apart, counted and put together.
 
-Used by the renderers of chat completions.
+Used by the renderers of chat completions; `ReasoningTokens` by those of responses too.
 """
+
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from engine.request_state import RequestState
 from server.answers.parts import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
 from server.protocol.chat import AnsweredToolCall, AssistantMessage, CalledFunction
+
+
+class ReasoningTokens:
+    """Counts the tokens that wrote reasoning; those of text that is held back count once it turns out to be some."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._inside = False
+        self._waiting = 0
+
+    def add(self, parts: Sequence[Part], num_tokens: int) -> None:
+        """Take a step of `num_tokens` tokens, which brought `parts`."""
+        if parts:
+            if isinstance(parts[0], ReasoningPart):
+                self.count += self._waiting + num_tokens
+            self._inside = isinstance(parts[-1], ReasoningPart)
+            self._waiting = 0
+        elif self._inside:
+            self._waiting += num_tokens
 
 
 class AnswerInParts:
@@ -19,14 +40,24 @@ class AnswerInParts:
         self._reasoning: list[str] = []
         self.calls: list[tuple[ToolCallPart, list[str]]] = []
         """The calls so far, each with the pieces of its arguments."""
-        self.reasoning_tokens = 0
-        """Tokens of the reasoning: those that came while the latest part was one."""
+        self._reasoning_tokens = ReasoningTokens()
 
-    def push(self, text: str, num_tokens: int, *, last: bool = False) -> list[Part]:
-        """The parts that `text`, which `num_tokens` tokens wrote, brings; with `last`, all that is left."""
-        parts = self._parser.push(text)
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return self._reasoning_tokens.count
+
+    def push(self, steps: Iterable[tuple[str, int]], *, last: bool = False) -> list[Part]:
+        """The parts that steps, each a text and the number of its tokens, bring; with `last`, all that is left."""
+        parts: list[Part] = []
+        for text, num_tokens in steps:
+            brought = self._parser.push(text)
+            self._reasoning_tokens.add(brought, num_tokens)
+            parts += brought
         if last:
-            parts = [*parts, *self._parser.finish()]
+            left = self._parser.finish()
+            self._reasoning_tokens.add(left, 0)
+            parts += left
         for part in parts:
             match part:
                 case TextPart():
@@ -37,15 +68,11 @@ class AnswerInParts:
                     self.calls.append((part, []))
                 case ArgumentsPart():
                     self.calls[part.index][1].append(part.json)
-        if self._reasoning and not self._text and not self.calls:
-            self.reasoning_tokens += num_tokens
         return parts
 
     def push_all(self, state: RequestState) -> None:
         """All that a finished sequence wrote, step by step, so that the counts are those of a stream."""
-        for text, num_tokens in state.steps:
-            self.push(text, num_tokens)
-        self.push("", 0, last=True)
+        self.push(state.steps, last=True)
 
     def message(self, echo: str) -> AssistantMessage:
         """The answer as a whole; `echo` begins its content."""

@@ -186,6 +186,8 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    """The stop string, or the id of the stop token, that ended the text."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 

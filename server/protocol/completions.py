@@ -116,6 +116,8 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    """The stop string, or the id of the stop token, that ended the text."""
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

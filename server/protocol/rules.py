@@ -47,7 +47,10 @@ class Between:
     low_open: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+        schema = handler(source)
+        if source is int:
+            schema = core_schema.no_info_before_validator_function(_whole, schema)
+        return core_schema.no_info_after_validator_function(self._check, schema)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: JsonSchemaHandler) -> dict[str, Any]:
         lower = "exclusiveMinimum" if self.low_open else "minimum"
@@ -59,6 +62,11 @@ class Between:
         if self.low_open:
             raise rule(f"it must be above {self.low} and at most {self.high}")
         raise rule(f"it must be between {self.low} and {self.high}")
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows no integers but numbers: some clients write 16 as 16.0."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def rule(predicate: str) -> PydanticCustomError:

@@ -57,11 +57,12 @@ class ChatRenderer(Renderer):
         members = b',"token_ids":' + encode(delta.token_ids) if self._request.return_token_ids else b""
         answer = self._answers[index]
         if answer is None:
-            return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members)
-        parts = answer.push(delta.text, len(delta.token_ids), last=delta.finished)
+            return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
+        parts = answer.push(delta.steps, last=delta.finished)
         events = self._frames.parts(index, parts, logprobs, members)
         if delta.finish_reason is not None:
-            events += self._frames.end(index, self._finish_reason(delta.finish_reason, answer))
+            reason = self._finish_reason(delta.finish_reason, answer)
+            events += self._frames.end(index, reason, delta.stop_reason)
         return events
 
     def closing(self, usage: Usage) -> bytes:
@@ -79,14 +80,17 @@ class ChatRenderer(Renderer):
         return completion
 
     def _choice(self, index: int, state: RequestState) -> ChatChoice:
-        logprobs = self._logprobs(state.logprobs)
-        answer = self._answers[index]
+        answer, reason = self._answers[index], state.finish_reason
+        assert reason is not None
         if answer is None:
-            return ChatChoice(index, AssistantMessage(content=self._echo + state.text), logprobs, state.finish_reason)
-        answer.push_all(state)
-        assert state.finish_reason is not None
-        finish_reason = self._finish_reason(state.finish_reason, answer)
-        return ChatChoice(index, answer.message(self._echo), logprobs, finish_reason)
+            message = AssistantMessage(content=self._echo + state.text)
+        else:
+            answer.push_all(state)
+            message, reason = answer.message(self._echo), self._finish_reason(reason, answer)
+        choice = ChatChoice(index, message, self._logprobs(state.logprobs), reason)
+        if state.stop_reason is not None:
+            choice.stop_reason = state.stop_reason
+        return choice
 
     def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
         """OpenAI says `stop`, not `tool_calls`, of a call that the request asked for by name."""

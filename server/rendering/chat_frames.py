@@ -27,6 +27,7 @@ class ChatFrames(PreparedFrames):
         logprobs: msgspec.Struct | None,
         finish_reason: str | None,
         members: bytes = b"",
+        stop_reason: int | str | None = None,
     ) -> bytes:
         """The events that tell what choice `index` gained, if all that it writes is its content.
 
@@ -39,7 +40,7 @@ class ChatFrames(PreparedFrames):
         if text or logprobs is not None or members:
             events.append(self._event(index, b'"content":' + encode(text), logprobs, members))
         if finish_reason is not None:
-            events.append(self.end(index, finish_reason))
+            events.append(self.end(index, finish_reason, stop_reason))
         return b"".join(events)
 
     def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b"") -> bytes:
@@ -61,10 +62,11 @@ class ChatFrames(PreparedFrames):
         self._open[index] = opening = self._head + b'{"index":%d,"delta":{' % index
         return b"".join((opening, b'"role":"assistant","content":', content, b',"refusal":null', self._plain_end))
 
-    def end(self, index: int, finish_reason: str) -> bytes:
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None = None) -> bytes:
         """A choice's last event."""
+        stopped = b"" if stop_reason is None else b',"stop_reason":' + encode(stop_reason)
         begun = b"" if index in self._open else self.begin(index, b'""')
-        return b"".join((begun, self._open[index], b"}", ending(None, finish_reason), self._close))
+        return b"".join((begun, self._open[index], b"}", stopped, ending(None, finish_reason), self._close))
 
     def of_prompt(self, members: bytes) -> bytes:
         """An event without choices, whose `members` tell of the prompt."""

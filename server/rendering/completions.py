@@ -51,7 +51,7 @@ class CompletionRenderer(Renderer):
         return b"".join(self._open_choices(number, []) for number in shown)
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
-        if self._text_only:
+        if self._text_only and delta.stop_reason is None:
             return self._frames.delta(index, delta.text, None, delta.finish_reason)
         number = index // self._request.n
         held = self._held.get(number)
@@ -93,6 +93,8 @@ class CompletionRenderer(Renderer):
         asked = request.logprobs is not None and delta.logprobs
         logprobs = self._logprobs[index].write(delta.logprobs or ()) if asked else None
         members = b',"token_ids":' + encode(delta.token_ids) if request.return_token_ids else b""
+        if delta.stop_reason is not None:
+            members += b',"stop_reason":' + encode(delta.stop_reason)
         return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members)
 
     def _choice(self, index: int, state: RequestState) -> CompletionChoice:
@@ -102,6 +104,8 @@ class CompletionRenderer(Renderer):
             logprobs = self._echoed(index, state.prompt_logprobs or [])
             logprobs = _joined(logprobs, self._logprobs[index].write(state.logprobs or ()))
         choice = CompletionChoice(index, prompt.echo + state.text, logprobs, state.finish_reason)
+        if state.stop_reason is not None:
+            choice.stop_reason = state.stop_reason
         if request.prompt_logprobs is not None:
             choice.prompt_logprobs = self._of_prompt(state.prompt_logprobs or [])
         if request.return_token_ids:

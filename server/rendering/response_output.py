@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from server.answers.assembly import ReasoningTokens
 from server.answers.parts import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
 from server.protocol.chat import TokenLogprob
 from server.protocol.responses_items import ItemStatus, OutputItem
@@ -19,22 +20,29 @@ class ResponseOutput:
         self._closed: list[OutputItem] = []
         self._logprobs: list[TokenLogprob] = []
         """Of tokens whose text the parser holds back."""
-        self.reasoning_tokens = 0
-        """Tokens of the reasoning: those that came while the latest item was one."""
+        self._reasoning_tokens = ReasoningTokens()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return self._reasoning_tokens.count
 
     def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         """The events of `text`, which `num_tokens` tokens wrote."""
         if self._parser is None:
             return self._add_text(text, logprobs) if text or logprobs else b""
         self._logprobs += logprobs
-        events = self._take(self._parser.push(text))
-        if isinstance(self._open, OpenReasoning) and len(self._closed) == 0:
-            self.reasoning_tokens += num_tokens
-        return events
+        parts = self._parser.push(text)
+        self._reasoning_tokens.add(parts, num_tokens)
+        return self._take(parts)
 
     def finish(self, status: ItemStatus) -> bytes:
         """The events behind the last text. An answer without any item has a message without text."""
-        events = b"" if self._parser is None else self._take(self._parser.finish())
+        events = b""
+        if self._parser is not None:
+            left = self._parser.finish()
+            self._reasoning_tokens.add(left, 0)
+            events = self._take(left)
         if self._open is None and not self._closed:
             events += self._begin(OpenMessage(self._writer, 0))
         return events + self._close(status)

@@ -1,7 +1,7 @@
 """Answers of `/v1/responses`, whole and as typed events. Made by its route."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -72,7 +72,7 @@ class ResponsesRenderer(Renderer):
             self._response.status = "in_progress"
             begun = self._event("response.in_progress")
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else ()
-        events = self._output.push(delta.text, len(delta.token_ids), logprobs)
+        events = self._push(delta.steps, logprobs)
         if delta.finished:
             events += self._finish(delta.finish_reason)
         return begun + events
@@ -96,13 +96,18 @@ class ResponsesRenderer(Renderer):
     def whole(self, states: Sequence[RequestState], usage: Usage) -> ResponseObject:
         (state,) = states
         logprobs = [] if state.logprobs is None else self._logprobs(state.logprobs)
-        told = 0
-        for text, num_tokens in state.steps:
-            self._output.push(text, num_tokens, logprobs[told : told + num_tokens])
-            told += num_tokens
+        self._push(state.steps, logprobs)
         self._finish(state.finish_reason)
         self._complete(usage)
         return self._response
+
+    def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
+        """The events of steps, each a text and the number of its tokens."""
+        told, events = 0, b""
+        for text, num_tokens in steps:
+            events += self._output.push(text, num_tokens, logprobs[told : told + num_tokens])
+            told += num_tokens
+        return events
 
     def _finish(self, reason: str | None) -> bytes:
         """The end of the text."""

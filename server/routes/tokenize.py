@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from engine.io_processor import InvalidRequest
 from server import frontend as frontends
 from server.chat_preparation import render_prompt
-from server.errors import BadRequest
+from server.errors import refusal
 from server.frontend import Frontend
 from server.json_answer import as_json
 from server.openapi import answers, reads
@@ -48,7 +48,7 @@ def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:
     try:
         tokens = processor.tokenize(text, special)
     except InvalidRequest as error:
-        raise BadRequest(str(error), param="messages" if is_chat else "prompt") from error
+        raise refusal(error, param="messages" if is_chat else "prompt") from error
     spelled = [processor.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
     assert frontend.max_model_len is not None
     return TokenizeAnswer(len(tokens), frontend.max_model_len, tokens, spelled)

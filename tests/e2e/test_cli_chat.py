@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.client_left = threading.Event()
 
     @property
@@ -45,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(request)
+        self.server.keys.append(self.headers["Authorization"])
         text = request["messages"][-1]["content"]
         if text == "refuse":
             return self.answer(400, {"error": {"message": "temperature is 9; it must be at most 2"}})
@@ -52,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(500, {"error": {"message": "the server failed on this request"}})
         self.send_response(200)
         self.end_headers()
+        if text == "think":
+            self.chunk({"choices": [{"index": 0, "delta": {"reasoning_content": "Hm."}, "finish_reason": None}]})
+            text = "so"
         for word in text.split(" "):
             self.chunk({"choices": [{"index": 0, "delta": {"content": word + " "}, "finish_reason": None}]})
         if text == "endless":
@@ -146,6 +151,18 @@ def test_flags_reach_the_request(parrot: Server) -> None:
     request = parrot.requests[0]
     assert (request["model"], request["temperature"], request["max_tokens"]) == ("cockatoo", 0, 9)
     assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_the_key_comes_from_the_flag_or_the_environment(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    piped(parrot.url, "hello")
+    piped(parrot.url, "hello", "--api-key", "k1")
+    monkeypatch.setenv("KAON_API_KEY", "k2,k3")
+    piped(parrot.url, "hello")
+    assert parrot.keys == [None, "Bearer k1", "Bearer k2"]
+
+
+def test_reasoning_is_for_terminals(parrot: Server) -> None:
+    assert piped(parrot.url, "think").stdout == "so \n"
 
 
 def test_the_first_model_that_the_server_lists_is_asked(parrot: Server) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 KAON = [sys.executable, "-m", "server"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "KAON_DTYPE": "float32", "KAON_CPU_KVCACHE_GIB": "0.25"}
@@ -44,7 +45,12 @@ def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> 
     assert done.stderr.count("\n") == 1
 
 
-def test_chat_with_a_server_of_its_own_answers_and_ends_it() -> None:
+def test_chat_with_a_server_of_its_own_answers_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What guards a server that others reach is not for this one.
+    for name in ("KAON_API_KEY_FILE", "KAON_SSL_CERTFILE", "KAON_SSL_KEYFILE", "KAON_SSL_CA_CERTS"):
+        monkeypatch.setitem(ENVIRONMENT, name, "/nowhere")
+    monkeypatch.setitem(ENVIRONMENT, "KAON_API_KEY", "k")
+    monkeypatch.setitem(ENVIRONMENT, "KAON_ROOT_PATH", "/prefix")
     done = kaon("chat", EMBEDDED, "--temperature", "0", "--max-tokens", "20", input="hello\n")
     # The server holds this stderr too: its end of file tells that the server has ended.
     assert (done.returncode, done.stderr) == (0, "")

@@ -147,3 +147,26 @@ def test_sampling_fields_left_out_follow_the_generation_config(
     assert plain["usage"]["completion_tokens"] == 3 * 7
     assert len({choice["text"] for choice in hot["choices"]}) == 3
     assert hot["usage"]["completion_tokens"] == 3 * 20
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_stopped_the_text_is_told(server: KaonServer, path: str, stream: bool) -> None:
+    asked: dict[str, Any] = (
+        {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    )
+    asked |= {"model": MODEL, "max_tokens": 20, "temperature": 0, "stream": stream, "stop": [" ", "e", "o"]}
+    with server.http() as http:
+        text = http.post(f"/v1/{path}", json=asked).text
+    answers = [json.loads(block[6:]) for block in text.split("\n\n")[:-2]] if stream else [json.loads(text)]
+    told = [choice["stop_reason"] for answer in answers for choice in answer["choices"] if "stop_reason" in choice]
+    assert told in ([" "], ["e"], ["o"])
+    assert answers[-1]["choices"][0]["stop_reason"] == told[0]
+
+
+def test_integers_may_be_written_as_whole_floats(server: KaonServer) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3.0, "n": 2.0, "temperature": 0, "ignore_eos": True}
+    with server.http() as http:
+        answer = http.post("/v1/completions", json=body).json()
+    assert len(answer["choices"]) == 2
+    assert answer["usage"]["completion_tokens"] == 6

@@ -39,7 +39,9 @@ def test_a_prompt_that_is_somewhat_too_long_is_counted_and_a_hopeless_one_refuse
     counted = http.post("/tokenize", json={"prompt": "a b " * (context // 2 + 8)})
     assert counted.status_code == 200
     assert counted.json()["count"] > context
-    assert http.post("/tokenize", json={"prompt": "x" * 5_000_000}).status_code == 400
+    refused = http.post("/tokenize", json={"prompt": "x" * 5_000_000})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def chunks(of: ChatRenderer, steps: Sequence[str] = STEPS, reason: str = "stop",
 
 def whole(of: ChatRenderer, steps: Sequence[str] = STEPS, reason: str = "stop") -> dict[str, Any]:
     state = SimpleNamespace(
-        steps=[(text, 1) for text in steps], text="".join(steps), logprobs=None, finish_reason=reason
+        steps=[(text, 1) for text in steps], text="".join(steps), logprobs=None, finish_reason=reason, stop_reason=None
     )
     answer = of.whole([cast(RequestState, state)], USAGE)
     return cast(dict[str, Any], msgspec.to_builtins(answer))
@@ -155,6 +155,29 @@ def test_an_echo_begins_each_choice_and_the_whole() -> None:
     fields: dict[str, Any] = {"messages": [last], "continue_final_message": True, "echo": True, "n": 2}
     of = renderer(None, **fields)
     assert of.opening().count(b'"content":"One, two"') == 2
-    state = SimpleNamespace(text=", three", logprobs=None, finish_reason="stop")
+    state = SimpleNamespace(text=", three", logprobs=None, finish_reason="stop", stop_reason=None)
     answer = renderer(None, **fields).whole([cast(RequestState, state)], USAGE)
     assert answer.choices[0].message.content == "One, two, three"
+
+
+HELD: dict[str, list[Part]] = {
+    "so": [ReasoningPart("so")],
+    " then": [ReasoningPart("<| then")],
+    "Hi": [TextPart("<|Hi")],
+}
+
+
+def test_tokens_of_text_that_is_held_back_count_as_what_it_turns_out_to_be() -> None:
+    steps = ["<think>", "so", "<|", " then", "</think>", "<|", "Hi", "<|"]
+    assert whole(renderer(HELD), steps)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    held_to_the_end = whole(renderer({**HELD, "finish": [TextPart("<|")]}), ["so", "</think>", "<|"])
+    assert held_to_the_end["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_a_client_that_lags_is_told_the_same_count() -> None:
+    steps = [("<think>", 1), ("so", 1), ("<|", 1), (" then", 1), ("</think>", 1), ("Hi", 1)]
+    delta = RequestDelta("".join(text for text, _ in steps), [1] * 6, None, True, "stop", merged=steps)
+    of = renderer(HELD, stream=True, stream_options={"include_usage": True})
+    stream = of.opening() + of.chunk(0, delta) + of.closing(USAGE)
+    usage = json.loads(stream.removesuffix(DONE).decode().split("\n\n")[-2].removeprefix("data: "))["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}

@@ -94,3 +94,22 @@ def test_everything_queued_before_close_is_sent(wire: SimpleNamespace) -> None:
     wire.core.close()
     assert [wire.receive() for _ in steps] == steps
     assert wire.receive() == Stopped()
+
+
+def test_a_request_that_cannot_be_taken_in_is_answered_and_the_next_one_is_taken(
+    wire: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Faulty(BaseException):
+        """As panics of native code are: no `Exception`."""
+
+    def fail(*_: object, id: int, **fields: object) -> Sequence:
+        if id == 5:
+            raise Faulty("out of order")
+        return Sequence([1], 16, id=id)
+
+    monkeypatch.setattr("engine.core_io.Sequence", fail)
+    wire.send(encode(AddRequest(5, [1], SamplingParams())), encode(AddRequest(6, [1], SamplingParams())))
+    (output,) = wire.receive().outputs
+    assert (output.request_id, output.finish_reason, output.error) == (5, "error", "out of order")
+    assert wire.take().id == 6
+    assert "Traceback" in caplog.text

@@ -160,7 +160,7 @@ async def test_tokens_that_show_nothing_yet_wake_nobody_and_come_with_the_next_t
     stream.put(1, RequestDelta("c", [other]))
     assert (await waiting).keys() == {1}
     stream.put(0, RequestDelta("ab", [second]))
-    assert (await stream.take())[0] == RequestDelta("ab", [first, second])
+    assert (await stream.take())[0] == RequestDelta("ab", [first, second], merged=[("", 1), ("ab", 1)])
 
 
 async def test_log_probabilities_of_a_prompt_wake_the_reader_and_survive_merging(

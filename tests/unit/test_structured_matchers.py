@@ -194,6 +194,29 @@ def test_a_vocabulary_that_cannot_be_read_fails_requests_as_the_engine_s_fault()
     assert "tokenizer.json is damaged" in error
 
 
+def test_a_panic_of_the_library_fails_its_request_and_those_behind_it_are_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Panic(BaseException):
+        """As a panic of native code is: no `Exception`."""
+
+    def matcher(grammar: str) -> Matcher:
+        if grammar == "panic":
+            raise Panic("index out of bounds")
+        return compile_grammar(grammar)
+
+    matchers = make_matchers()
+    compile_grammar = matchers.matcher
+    monkeypatch.setattr(matchers, "matcher", matcher)
+    admitted = Admitted(matchers)
+    admitted.add(1, "panic")
+    admitted.add(2, regex("ab"))
+    seq_id, error, bad_request = admitted.refused.get(timeout=WAIT_SECONDS)
+    assert (seq_id, bad_request) == (1, False)
+    assert "index out of bounds" in error
+    assert admitted.queue.get(timeout=WAIT_SECONDS).id == 2
+
+
 def test_an_aborted_sequence_is_taken_back_while_its_grammar_is_compiled_and_only_then() -> None:
     may_load = threading.Event()
 

@@ -151,6 +151,7 @@ class ToolCallParser(FedParser):
             closed = yield from feed.take_until(end, pieces)
             text = "".join(pieces)
             if not closed:
+                text = text[: len(text) - end.held(text, 0)]
                 self._argue(text if "string" not in types else _quoted(text)[:-1])
                 return False
             text = text.removesuffix(trim)

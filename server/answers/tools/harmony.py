@@ -62,8 +62,10 @@ class HarmonyParser(ToolCallParser):
             if len(feed.text) - feed.at >= _LONGEST_HEADER:
                 return self._no_call()
             if not (yield from feed.more()):
+                # A header is nothing that the answer says, also where it is cut off.
                 feed.take_all()
-                return self._no_call()
+                feed.forget()
+                return None
 
     def _read_body(self, header: str) -> Waiting[None]:
         recipient = _RECIPIENT.search(header)

@@ -11,6 +11,8 @@ from engine.tokenizer import Tokenizer
 from server.answers.answer_format import AnswerFormat
 from server.answers.reasoning import registry as reasoning_registry
 from server.answers.tools import registry as tool_registry
+from server.protocol.tools import ToolUse
+from tests.unit.answers.dialect_texts import USE
 
 TOOLS = "{% if tools %}{{ tools }}{% endif %}"
 
@@ -66,7 +68,7 @@ def test_the_embedded_model_writes_hermes_calls_and_no_reasoning() -> None:
     tokenizer, template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
     answer_format = AnswerFormat.of_model(tokenizer, template, "Qwen3ForCausalLM")
     assert (answer_format.tool_parser, answer_format.reasoning_parser) == ("hermes", "none")
-    assert answer_format.visible_token_ids == frozenset()
+    assert answer_format.visible_token_ids(USE) == frozenset()
 
 
 def test_gpt_oss_speaks_harmony_whatever_its_template() -> None:
@@ -81,9 +83,12 @@ def test_a_named_dialect_wins_and_what_does_not_go_with_it_is_left_out() -> None
     assert made(TOOLS, tool="openai").tool_parser == "harmony"
 
 
-def test_markers_that_are_special_tokens_stay_visible() -> None:
+def test_markers_that_are_special_tokens_stay_visible_to_parsers_that_look_for_them() -> None:
     answer_format = made(TOOLS, "<|python_tag|>", "<|eot_id|>", "<tool_call>")
-    assert answer_format.visible_token_ids == {100}
+    assert answer_format.visible_token_ids(USE) == {100}
+    assert answer_format.visible_token_ids(ToolUse(())) == frozenset()
+    harmony = made(TOOLS + "<|channel|> <|message|>", "<|channel|>", "<|message|>")
+    assert harmony.visible_token_ids(USE) == harmony.visible_token_ids(ToolUse(())) == {100, 101}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The grammars that force calls: what they accept, what they refuse, and that the parsers read all that they allow."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -183,22 +184,23 @@ def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
 ) -> None:
     use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
-        tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler)
+        asyncio.run(tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compiler: GrammarCompiler) -> None:
     answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "think")
     for use in (ToolUse.of([tool("f", RICH), *TOOLS], "required"), ToolUse.of(STRICT, "auto")):
-        text = tool_grammar(answer_format, use, None, prompt_tail="", compiler=compiler)
+        text = asyncio.run(tool_grammar(answer_format, use, None, prompt_tail="", compiler=compiler))
         assert text is not None
         assert text.startswith(grammar(answer_format, use))
-    assert compiler.check(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail=""))
+    assert asyncio.run(compiler.check_async(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail="")))
 
 
 def test_what_is_free_needs_no_check(compiler: GrammarCompiler) -> None:
     use = ToolUse.of(TOOLS, "auto")
-    assert tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler) is None
+    nothing = tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler)
+    assert asyncio.run(nothing) is None
 
 
 def test_forcing_a_call_of_a_model_without_a_known_dialect_says_what_to_do() -> None:

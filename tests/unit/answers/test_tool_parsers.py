@@ -135,3 +135,15 @@ def seconds_to_parse(dialect: str, text: str) -> float:
         made.push(text[at : at + 4])
     made.finish()
     return time.process_time() - started
+
+
+@pytest.mark.parametrize("header", ["<|start|>", "<|channel|>commentary to=f", "<|channel|>final"])
+def test_a_harmony_header_that_is_cut_off_is_no_content(header: str) -> None:
+    assert parsed(parser("harmony"), f"<|channel|>final<|message|>Hi<|end|>{header}").content == "Hi"
+
+
+@pytest.mark.parametrize("cut", ["<", "</arg_va", "</arg_value"])
+def test_a_value_that_is_cut_off_in_its_end_marker_has_none_of_it(cut: str) -> None:
+    text = f"<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>5{cut}"
+    ((_, arguments),) = parsed(parser("glm45"), text).calls
+    assert arguments == '{"days": 5'

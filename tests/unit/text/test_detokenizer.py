@@ -159,3 +159,18 @@ def test_special_tokens_are_hidden_or_shown_in_the_stream(byte_level: Tokenizer)
     ids = byte_level.encode("fox<|im_end|>")
     assert run(byte_level, [ids])[0] == "fox"
     assert run(byte_level, [ids], skip_special_tokens=False)[0] == "fox<|im_end|>"
+
+
+def test_no_stop_string_is_found_in_a_marker_that_only_a_parser_sees(byte_level: Tokenizer) -> None:
+    marker = byte_level.token_id("<|im_start|>")
+    assert marker is not None
+    ids = [*byte_level.encode("a "), marker, *byte_level.encode("im, star")]
+    params = SamplingParams(stop_strings=["<|", "im_", " <|im", "star"])
+    for groups in groupings(ids):
+        detokenizer = IncrementalDetokenizer(byte_level, params, (), frozenset((marker,)))
+        text = "".join(map(detokenizer.push, groups)) + detokenizer.push([], finished=True)
+        assert (text, detokenizer.stopped) == ("a <|im_start|>im, ", "star")
+    shown = IncrementalDetokenizer(
+        byte_level, SamplingParams(stop_strings=["im_"], skip_special_tokens=False), (), frozenset((marker,))
+    )
+    assert shown.push(ids) == "a <|"
