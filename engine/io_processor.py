@@ -199,7 +199,8 @@ class InputOutputProcessor:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
             raise InvalidRequest(
-                f"{field} holds token id {wrong}; this model's token ids are between 0 and {self._vocab_size - 1}",
+                f"{field} holds token id {wrong}; this model's token ids are between 0 and {self._vocab_size - 1}, "
+                f"its vocabulary's size is {self._vocab_size}",
                 field,
             )
 

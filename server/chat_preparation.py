@@ -5,7 +5,9 @@ Called by the routes of chat completions and responses.
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,6 +25,11 @@ from server.structured import grammar_of
 
 _TAIL_CHARACTERS = 256
 """How much of the prompt's end tells whether its template opened the reasoning."""
+
+_UNTRUSTED = ThreadPoolExecutor(max_workers=2, thread_name_prefix="templates")
+"""For chats that bring a template: seconds of waiting for those take no thread from the chats of others."""
+
+Result = TypeVar("Result")
 
 
 class PreparedChat(NamedTuple):
@@ -42,12 +49,19 @@ async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> Pr
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
     form = await grammar_of(request, frontend)
-    prepared, tail = await asyncio.to_thread(_prepare, request, use, frontend)
+    prepared, tail = await in_thread(request.chat_template, lambda: _prepare(request, use, frontend))
     grammar = await _grammar(use, form, tail, frontend)
     if grammar is None:
         return prepared
     params = msgspec.structs.replace(prepared.request.sampling_params, grammar=grammar)
     return prepared._replace(request=msgspec.structs.replace(prepared.request, sampling_params=params))
+
+
+async def in_thread(template: str | None, work: Callable[[], Result]) -> Result:
+    """Do the work on a request in a thread; `template` is the one it brings, if any."""
+    if template is None:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_UNTRUSTED, copy_context().run, work)
 
 
 def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -> tuple[PreparedChat, str]:

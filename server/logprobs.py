@@ -17,8 +17,10 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class CompletionLogprobsWriter:
     """Log probabilities of one completion, as it grows: `text_offset` counts on from call to call."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, as_ids: bool = False) -> None:
+        """With `as_ids`, tokens are spelled by their ids."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
         self._at_start = False
@@ -65,6 +67,8 @@ class CompletionLogprobsWriter:
 
     def _name(self, token_id: int) -> str:
         """The token's text; one that is no whole characters is spelled by its bytes, so that names differ."""
+        if self._as_ids:
+            return _by_id(token_id)
         spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()
@@ -87,20 +91,25 @@ def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> di
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs]) -> ChatLogprobs:
-    """Log probabilities of a chat answer's tokens."""
-    return ChatLogprobs([_chat_token(tokenizer, position) for position in positions])
+def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
+    """Log probabilities of a chat answer's tokens; with `as_ids`, these are spelled by their ids."""
+    return ChatLogprobs([_chat_token(tokenizer, position, as_ids) for position in positions])
 
 
-def _chat_token(tokenizer: Tokenizer, position: TokenLogprobs) -> TokenLogprob:
+def _chat_token(tokenizer: Tokenizer, position: TokenLogprobs, as_ids: bool) -> TokenLogprob:
     alternatives = _alternatives(position, len(position.top_ids))
-    top = [TopLogprob(*_spelled(tokenizer, id, logprob)) for id, logprob in alternatives]
-    return TokenLogprob(*_spelled(tokenizer, position.token_id, position.logprob), top)
+    top = [TopLogprob(*_spelled(tokenizer, id, logprob, as_ids)) for id, logprob in alternatives]
+    return TokenLogprob(*_spelled(tokenizer, position.token_id, position.logprob, as_ids), top)
 
 
-def _spelled(tokenizer: Tokenizer, token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+def _spelled(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> tuple[str, float, list[int]]:
     spelled = tokenizer.token_bytes(token_id)
-    return spelled.decode(errors="replace"), max(logprob, _LOWEST), list(spelled)
+    name = _by_id(token_id) if as_ids else spelled.decode(errors="replace")
+    return name, max(logprob, _LOWEST), list(spelled)
+
+
+def _by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _alternatives(position: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:

@@ -27,6 +27,8 @@ _NOUNS = {
     "string_type": "a string",
 }
 _SHOWN_CHARACTERS = 60
+_MAX_CONTAINERS = 2**17
+"""Most lists and objects in a body. Megabytes of empty ones take no room on the wire, and seconds to make."""
 _JSON = "application/json"
 
 
@@ -67,6 +69,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """`body` as a JSON object. Raises `BadRequest`."""
     if not body.strip():
         raise BadRequest("the request body is empty; send a JSON object")
+    _check_containers(body)
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -74,6 +77,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequest(f"the request body is {_shown(parsed)}; it must be a JSON object")
     return parsed
+
+
+def _check_containers(body: bytes) -> None:
+    """Raise if `body` opens too many lists and objects; brackets in strings do not count."""
+    if body.count(b"[") + body.count(b"{") <= _MAX_CONTAINERS:
+        return
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    containers = outside.count(b"[") + outside.count(b"{")
+    if containers > _MAX_CONTAINERS:
+        raise BadRequest(
+            f"the request body holds {containers} lists and objects; it may hold at most {_MAX_CONTAINERS}"
+        )
 
 
 def _why_not_json(body: bytes) -> str:

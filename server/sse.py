@@ -48,17 +48,23 @@ class PreparedFrames:
     """The end of a choice that has nothing but its text."""
 
     def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        """With `counted_from`, the prompts' tokens, each chunk tells the usage so far, which `count` keeps."""
+        """With `counted_from`, the prompts' tokens, each chunk tells the usage so far, which `count` keeps.
+
+        Of chunks with choices, each then tells more tokens than the one before, wherever the choice's text allows it:
+        clients take the difference for the chunk's own.
+        """
         self._head = b"data: " + encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
         self._include_usage = include_usage
         self._prompt_tokens = counted_from
         self._completion_tokens = 0
         self._close_with(b'],"usage":null' if include_usage else b"]")
         self.count(0)
+        self._plain_before = self._plain_end
 
     def count(self, completion_tokens: int) -> None:
         """The chunks to come tell of so many more tokens, where they tell the usage."""
         if self._prompt_tokens is not None:
+            self._plain_before = self._plain_end
             self._completion_tokens += completion_tokens
             told = (self._prompt_tokens, self._completion_tokens, self._prompt_tokens + self._completion_tokens)
             self._close_with(b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % told)

@@ -46,8 +46,12 @@ class Matcher:
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False, with `error` set, if the grammar does not allow it or cannot be followed."""
-        if self._matcher.consume_token(token_id):
-            return True
+        try:
+            if self._matcher.consume_token(token_id):
+                return True
+        except BaseException as error:  # noqa: BLE001 - a panic of the native library fails this request, no other
+            self.error = f"the grammar of this request cannot be followed: {error}"
+            return False
         self._note_error()
         return False
 

@@ -98,7 +98,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _logprobs_on(self) -> "ChatCompletionRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise sentence(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
         return self
 

@@ -50,7 +50,7 @@ class StreamOptions(RequestModel):
     """End the stream with a chunk that has no choices and the request's usage."""
 
     continuous_usage_stats: bool = False
-    """Tell in each chunk what the request has used so far."""
+    """With `include_usage`: tell in each chunk what the request has used so far."""
 
     include_obfuscation: bool = False
     """Accepted; changes nothing here."""
@@ -147,6 +147,9 @@ class SamplingFields(RequestModel):
     return_token_ids: bool = False
     """Report the token ids of prompt and answer too."""
 
+    return_tokens_as_token_ids: bool = False
+    """Spell each token in log probabilities as `token_id:` and its id."""
+
     priority: Annotated[int, Between(-INT31 - 1, INT31)] = 0
     """Lower is served first, equal ones in order of arrival; beyond -100 and 100 it counts as these."""
 
@@ -166,7 +169,7 @@ class SamplingFields(RequestModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def sequences_per_prompt(self) -> int:

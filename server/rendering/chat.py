@@ -102,7 +102,9 @@ class ChatRenderer(Renderer):
         return prompt_logprobs(self._tokenizer, positions, self._request.prompt_logprobs or 0)
 
     def _logprobs(self, positions: list[TokenLogprobs] | None) -> ChatLogprobs | None:
-        return None if positions is None else chat_logprobs(self._tokenizer, positions)
+        if positions is None:
+            return None
+        return chat_logprobs(self._tokenizer, positions, as_ids=self._request.return_tokens_as_token_ids)
 
     def _with_reasoning(self, usage: Usage) -> Usage:
         """`usage`, which also counts the reasoning's tokens where the answers are taken apart."""

@@ -35,7 +35,8 @@ class CompletionRenderer(Renderer):
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._logprobs = [
-            CompletionLogprobsWriter(tokenizer, request.skip_special_tokens) for _ in range(len(prompts) * request.n)
+            CompletionLogprobsWriter(tokenizer, request.skip_special_tokens, request.return_tokens_as_token_ids)
+            for _ in range(len(prompts) * request.n)
         ]
         counted_from = sum(len(prompt.token_ids) for prompt in prompts) if request.continuous_usage else None
         self._frames = CompletionFrames(self.head, include_usage=request.include_usage, counted_from=counted_from)

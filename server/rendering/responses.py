@@ -46,6 +46,7 @@ class ResponsesRenderer(Renderer):
         self._response = new_response(request, params, new_id("resp"), int(time.time()))
         self.head = AnswerHead(self._response.id, self._response.created_at, request.model, fingerprint)
         self._tokenizer = tokenizer
+        self._tokens_as_ids = request.return_tokens_as_token_ids
         self._on_end = on_end
         self._writer = EventWriter()
         self._output = ResponseOutput(self._writer, parser)
@@ -138,4 +139,4 @@ class ResponsesRenderer(Renderer):
         return self._writer.write(kind, {"response": self._response})
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
-        return chat_logprobs(self._tokenizer, positions).content
+        return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content

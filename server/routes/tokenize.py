@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from engine.io_processor import InvalidRequest
 from server import frontend as frontends
-from server.chat_preparation import render_prompt
+from server.chat_preparation import in_thread, render_prompt
 from server.errors import refusal
 from server.frontend import Frontend
 from server.json_answer import as_json
@@ -26,7 +26,7 @@ async def tokenize(http: Request) -> Response:
     request = await read_request(http, TokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
-    return as_json(await asyncio.to_thread(_tokenize, request, frontend))
+    return as_json(await in_thread(request.chat_template, lambda: _tokenize(request, frontend)))
 
 
 @router.post("/detokenize", **answers(DetokenizeAnswer), **reads(DetokenizeRequest))

@@ -13,7 +13,8 @@ FIELDS: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "return_token_ids":
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_shows_its_tokens_on_request(server: KaonServer, stream: bool) -> None:
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}} if stream else {}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    options = {"stream": True, "stream_options": usage} if stream else {}
     with server.http() as http:
         text = http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, **FIELDS, **options}).text
     answers = [json.loads(block[6:]) for block in text.split("\n\n")[:-2]] if stream else [json.loads(text)]

@@ -110,6 +110,24 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole_answer() -> None:
     assert usage.usage.completion_tokens_details.reasoning_tokens == 1
 
 
+def test_each_chunk_of_a_text_tells_more_tokens_where_it_tells_the_usage() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *streamed, last = chunks(renderer(None, stream=True, stream_options=options), ["a", "b", "c"], "length")
+    told = [chunk.usage and chunk.usage.completion_tokens for chunk in streamed]
+    assert told == [0, 1, 2, 3]
+    assert [chunk.choices[0].delta.content for chunk in streamed] == ["", "a", "b", "c"]
+    assert [chunk.choices[0].finish_reason for chunk in streamed] == [None, None, None, "length"]
+    assert last.choices == []
+
+
+def test_tokens_can_be_spelled_by_their_ids() -> None:
+    of = renderer(None, logprobs=True, return_tokens_as_token_ids=True, stream=True)
+    raw = of.chunk(0, RequestDelta("a", [9], [TokenLogprobs(9, -0.5, [7], [-1.5], 1)]))
+    (token,) = json.loads(raw.decode().split("\n\n")[1].removeprefix("data: "))["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["bytes"]) == ("token_id:9", [97])
+    assert [top["token"] for top in token["top_logprobs"]] == ["token_id:7"]
+
+
 def test_an_answer_of_calls_alone_has_no_content() -> None:
     message = whole(renderer(), ["<call>", "{}</call>"])["choices"][0]["message"]
     assert message["content"] is None

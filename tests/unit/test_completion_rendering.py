@@ -89,7 +89,7 @@ def test_minus_infinity_is_told_as_a_number(tokenizer: Tokenizer) -> None:
 
 
 def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokenizer) -> None:
-    options = {"continuous_usage_stats": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     counting = renderer(tokenizer, [ShownPrompt([5, 6], ""), ShownPrompt([7], "")], stream_options=options)
     raw = counting.chunk(0, RequestDelta("a", [1, 2])) + counting.chunk(1, RequestDelta("b", [1], None, True, "stop"))
     told = [json.loads(block.removeprefix("data: "))["usage"] for block in raw.decode().split("\n\n")[:-1]]
@@ -97,4 +97,15 @@ def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokeni
         {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
         {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
     ]
-    assert counting.closing(USAGE) == b"data: [DONE]\n\n"
+
+
+def test_usage_in_each_chunk_needs_usage_at_the_end(tokenizer: Tokenizer) -> None:
+    plain = renderer(tokenizer, [ShownPrompt([5], "")], stream_options={"continuous_usage_stats": True})
+    assert b"usage" not in plain.chunk(0, RequestDelta("a", [1])) + plain.closing(USAGE)
+
+
+def test_tokens_can_be_spelled_by_their_ids(tokenizer: Tokenizer) -> None:
+    asking = renderer(tokenizer, [ShownPrompt([5], "")], logprobs=2, return_tokens_as_token_ids=True)
+    (choice,) = choices(asking.chunk(0, RequestDelta("a", [9], positions([9]))))
+    assert choice["logprobs"]["tokens"] == ["token_id:9"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:9": -0.5, "token_id:7": -1.5}]

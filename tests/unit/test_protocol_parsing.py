@@ -35,6 +35,18 @@ def test_a_body_that_is_no_json_object_is_refused_with_its_reason(body: bytes, s
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("item", ["[]", "{}", '{"a": {}}', r'"\\\"[", []'])
+def test_a_body_of_very_many_lists_and_objects_is_refused_before_they_are_made(item: str) -> None:
+    body = '{"x": [' + ",".join([item] * 140_000) + "]}"
+    with pytest.raises(BadRequest, match=r"body holds \d+ lists and objects; it may hold at most 131072$"):
+        parse_object(body.encode())
+
+
+@pytest.mark.parametrize("text", ["[{", r"\"[{", r"\\[", r"\\\"[{"])
+def test_brackets_in_strings_are_no_lists_or_objects(text: str) -> None:
+    assert len(parse_object(f'{{"prompt": "{text * 140_000}", "x": [[], "{text}"]}}'.encode())["x"]) == 2
+
+
 def test_whole_surrogate_pairs_and_any_other_unicode_are_accepted() -> None:
     assert parse_object(b'{"prompt": "\\ud83d\\ude00 \xe6\xbc\xa2"}') == {"prompt": "😀 漢"}
 

@@ -211,6 +211,11 @@ def test_null_means_absent() -> None:
     assert not completion(stream_options=nothing).include_usage
 
 
+def test_no_alternatives_need_no_log_probabilities() -> None:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": False, "top_logprobs": 0}
+    assert validate(asked, ChatCompletionRequest, allow_unknown=False).alternatives is None
+
+
 def test_what_clients_send_for_nothing_is_accepted() -> None:
     request = completion(stop=[], suffix="", user="", logit_bias={}, stream_options={}, bad_words=[], cache_salt="")
     assert request.sampling_params(16, None, PROCESSOR) == SamplingParams(max_tokens=16)

@@ -144,6 +144,15 @@ def test_log_probabilities_go_with_the_text_that_their_tokens_wrote() -> None:
         assert [each.top_logprobs[0].logprob for each in logprobs] == [-0.25, -0.25]
 
 
+def test_tokens_can_be_spelled_by_their_ids() -> None:
+    include = ["message.output_text.logprobs"]
+    renderer = renderer_of(None, include=include, top_logprobs=1, return_tokens_as_token_ids=True)
+    delta = RequestDelta("x", [5], [TokenLogprobs(5, -0.5, [9], [-0.25])], True, "stop")
+    told = events_of(renderer.opening() + renderer.chunk(0, delta) + renderer.closing(USAGE))
+    (token,) = told[-1].response.output[-1].content[0].logprobs
+    assert (token.token, token.top_logprobs[0].token) == ("token_id:5", "token_id:9")
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_failure_ends_the_stream_with_an_event_that_says_why(begun: bool) -> None:
     ended: list[ResponseObject] = []

@@ -31,6 +31,8 @@ class ToolCallParser(FedParser):
         super().__init__()
         self._schemas = {tool.function.name: tool.function.parameters or {} for tool in use.tools}
         self._calls = 0
+        self._argued = False
+        """Some arguments of the last call came."""
         self._said = False
         """Some content came."""
         self._after_call = False
@@ -109,22 +111,33 @@ class ToolCallParser(FedParser):
         self._after_call = True
         self._parts.append(ToolCallPart(self._calls, self.new_id(), name))
         self._calls += 1
+        self._argued = False
 
     def _argue(self, fragment: str) -> None:
         """More of the arguments of the call that began last."""
         if fragment:
+            self._argued = True
             self._parts.append(ArgumentsPart(self._calls - 1, fragment))
 
-    def _stream_object(self, end_marker: str = "") -> Waiting[bool]:
+    def _close_arguments(self) -> None:
+        """Close the object that was opened member by member."""
+        self._argue("}" if self._argued else "{}")
+
+    def _stream_object(self, end_marker: str = "", before: str = "", spelled: str = "") -> Waiting[bool]:
         """Pass the JSON value that comes next on as arguments; whether it was complete.
 
-        Missing brackets are mended where `end_marker`, the dialect's end of a call, comes instead.
+        Missing brackets are mended where `end_marker`, the dialect's end of a call, comes instead. `before` goes with
+        the value into arguments that are written member by member: where it turns wrong they are closed. Where no
+        value comes, `spelled`, which the text has for `before`, is content.
         """
         feed = self._feed
         mender = JsonMender()
+        is_member = bool(before)
         while True:
             feed.at = mender.read(feed.text, feed.at)
-            self._argue(mender.take())
+            if taken := mender.take():
+                self._argue(before + taken)
+                before = spelled = ""
             if mender.done:
                 return True
             if mender.failed:
@@ -132,10 +145,12 @@ class ToolCallParser(FedParser):
                     self._argue(closers)
                     return True
                 self._argue(mender.brackets())
-                self._say(mender.unread())
+                if is_member:
+                    self._close_arguments()
+                self._say(spelled + mender.unread())
                 return False
             if not (yield from feed.more()):
-                self._argue(mender.unread())
+                self._argue(before + mender.unread())
                 return False
 
     def _stream_typed(self, types: frozenset[str], end: Markers, trim: str = "") -> Waiting[bool]:

@@ -43,10 +43,13 @@ class GlmParser(ToolCallParser):
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(END)):
                 feed.forget()
-                return self._argue("}" if opening == ", " else "{}")
+                return self._close_arguments()
             key = yield from self._read_key()
             if key is None:
-                return None if (yield from self._cut_off(END, KEY_BEGIN, VALUE_BEGIN)) else self._no_call()
+                if not (yield from self._cut_off(END, KEY_BEGIN, VALUE_BEGIN)):
+                    self._close_arguments()
+                    self._no_call()
+                return None
             feed.forget()
             self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "

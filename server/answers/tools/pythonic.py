@@ -67,6 +67,8 @@ class PythonicParser(ToolCallParser):
             if not character:
                 break
             if not key or character != "=":
+                if begun:
+                    self._close_arguments()
                 self._no_call()
                 return False
             feed.take(1)
@@ -74,15 +76,16 @@ class PythonicParser(ToolCallParser):
             if not begun:
                 self._begin_call(name)
             feed.forget()
-            self._argue(f"{', ' if begun else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            before = f"{', ' if begun else '{'}{json.dumps(key, ensure_ascii=False)}: "
             begun = True
-            if not (yield from self._stream_object()):
+            if not (yield from self._stream_object(before=before, spelled=f"{key}=")):
                 return False
             feed.keep()
             character = yield from feed.skip_whitespace()
             if character == ",":
                 feed.take(1)
             elif character not in ("", ")"):
+                self._close_arguments()
                 self._no_call()
                 return False
         if not begun:
@@ -91,7 +94,7 @@ class PythonicParser(ToolCallParser):
         if not character:
             return False
         feed.take(1)
-        self._argue("}" if begun else "{}")
+        self._close_arguments()
         return True
 
 

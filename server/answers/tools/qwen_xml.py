@@ -53,12 +53,13 @@ class QwenXmlParser(ToolCallParser):
             yield from feed.skip_whitespace()
             if (yield from feed.take_marker(FUNCTION_END)):
                 feed.forget()
-                self._argue("}" if opening == ", " else "{}")
+                self._close_arguments()
                 return True
             known = yield from feed.take_marker(PARAMETER)
             key = (yield from feed.take_word(_NAME)) if known else ""
             if not key or not (yield from feed.take_marker(">")):
                 if not (yield from self._cut_off(FUNCTION_END, PARAMETER)):
+                    self._close_arguments()
                     self._no_call()
                 return False
             feed.forget()

@@ -264,6 +264,32 @@ _NO_CALLS += [
     )
 ]
 
+BROKEN = [
+    Written("pythonic", text, _answer(content, ("get_weather", arguments)))
+    for text, content, arguments in (
+        ("[get_weather(city='a', 3)]", ", 3)]", '{"city": "a"}'),
+        ("[get_weather(city=elsewhere)]", "city=elsewhere)]", "{}"),
+        ("[get_weather(city='a', days=later)]", "days=later)]", '{"city": "a"}'),
+        ("[get_weather(places=[1 2])]", "2])]", '{"places": [1 ]}'),
+        ("[get_weather(city='a' days=3)]", " days=3)]", '{"city": "a"}'),
+    )
+]
+BROKEN += [
+    Written("glm45", f"{text}\nNo.", _answer(f"{content}\nNo.", ("get_weather", arguments)))
+    for text, content, arguments in (
+        ("<tool_call>get_weather\n<arg_key>days</arg_key>3", "<arg_key>days</arg_key>3", "{}"),
+        (_GLM.replace("</tool_call>", "3 days"), "3 days", json.dumps(PARIS)),
+    )
+]
+BROKEN += [
+    Written("qwen3_coder", f"{text}\nNo.", _answer(f"{content}\nNo.", ("get_weather", arguments)))
+    for text, content, arguments in (
+        ("<tool_call>\n<function=get_weather>\nParis", "Paris", "{}"),
+        (_XML.replace("</function>\n</tool_call>", "3 days"), "3 days", json.dumps(PARIS)),
+    )
+]
+"""Calls whose arguments turn wrong."""
+
 CUT_OFF = [
     Written(
         "hermes",
@@ -317,4 +343,4 @@ CUT_OFF = [
 ]
 """Texts that end within a call."""
 
-TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *CUT_OFF]
+TEXTS = [*WHOLE, *_AROUND, *_MENDED, *_NO_CALLS, *BROKEN, *CUT_OFF]

@@ -9,7 +9,7 @@ import pytest
 from server.answers.answer_format import AnswerFormat
 from server.answers.parts import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
 from server.protocol.tools import ToolUse
-from tests.unit.answers.dialect_texts import CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
+from tests.unit.answers.dialect_texts import BROKEN, CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
 
 LONGEST_MARKER = 12
 DIALECTS = sorted({written.dialect for written in TEXTS})
@@ -40,6 +40,14 @@ def test_two_cuts_within_a_markers_length_change_nothing(written: Written) -> No
     for first in range(1, len(text) - 1, 2):
         for second in range(first + 1, min(first + LONGEST_MARKER, len(text))):
             assert parsed(parser(written.dialect), text[:first], text[first:second], text[second:]) == whole
+
+
+@pytest.mark.parametrize("written", BROKEN, ids=ids)
+def test_arguments_that_turn_wrong_are_closed_before_what_follows_them(written: Written) -> None:
+    parts = parser(written.dialect).push(written.text + " And so on.")
+    arguments = [place for place, part in enumerate(parts) if isinstance(part, ArgumentsPart)]
+    texts = [place for place, part in enumerate(parts) if isinstance(part, TextPart)]
+    assert max(arguments) < min(texts)
 
 
 FINISHED = [

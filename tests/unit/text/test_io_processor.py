@@ -86,7 +86,10 @@ def test_a_token_id_outside_the_vocabulary_is_refused(
         "logit_bias": {"logit_bias": {0: 1.0, token_id: 1.0}},
     }
     sentence, param = refusal(processor, [0, token_id] if field == "prompt" else [0], **params.get(field, {}))
-    assert sentence == f"{field} holds token id {token_id}; this model's token ids are between 0 and {size - 1}"
+    assert sentence == (
+        f"{field} holds token id {token_id}; this model's token ids are between 0 and {size - 1}, "
+        f"its vocabulary's size is {size}"
+    )
     assert param == field
 
 
