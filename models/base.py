@@ -1,19 +1,57 @@
-"""What the model runner needs of any model."""
+"""What the model runner needs of any model, and how a layer declares what it keeps between steps."""
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 
 class KVCacheSpec(NamedTuple):
-    """One attention layer's part of the KV cache on this rank."""
+    """An attention layer's paged keys and values on this rank."""
 
     name: str
     """`model.layers.N.self_attn`: the layer's key in `ForwardContext.kv_cache_data`."""
     num_kv_heads: int
     head_dim: int
+    sliding_window: int | None = None
+    """Tokens that a query sees, its own included; None: all before it."""
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of K and V together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+class VectorCacheSpec(NamedTuple):
+    """One paged vector a token, the same on every rank: a compressed latent, or an indexer's key."""
+
+    name: str
+    dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of the vector."""
+        return self.dim
+
+
+class StateCacheSpec(NamedTuple):
+    """A recurrent layer's state of each running sequence, which no other sequence can share."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the state's tensors, for one sequence."""
+    dtypes: tuple[torch.dtype | None, ...]
+    """Of each; None: the model's."""
+
+    @property
+    def elements_per_sequence(self) -> int:
+        """Elements of all its tensors."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+CacheSpec: TypeAlias = KVCacheSpec | VectorCacheSpec | StateCacheSpec
 
 
 class CausalLM(Protocol):
@@ -25,8 +63,8 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
 
-    def kv_cache_layers(self) -> list[KVCacheSpec]:
-        """The attention layers, first to last."""
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """What the layers keep, first to last."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every weight once."""

@@ -31,6 +31,11 @@ class Fields:
             raise CheckpointError(f"{path} holds {_kind(values)}; it must hold a JSON object")
         return cls(values, str(path))
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same object, with these fields where it leaves them out."""
+        missing = {name: value for name, value in defaults.items() if not self.has(name)}
+        return Fields({**self.values, **missing}, self.where)
+
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
@@ -65,6 +70,13 @@ class Fields:
         if not isinstance(value, str):
             raise self.invalid(name, "a string")
         return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty where the field is missing."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.invalid(name, "a list of strings")
+        return tuple(value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """One token id or a list of them; empty where the field is missing."""

@@ -7,7 +7,7 @@ arguments keeps the model's signature fixed, which captured graphs rely on.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -23,7 +23,24 @@ class KVCacheTensor:
     v_cache: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class VectorCache:
+    """One layer's paged vectors."""
+
+    vectors: torch.Tensor  # [num_blocks, block_size, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """One recurrent layer's state, a row a slot of the worker."""
+
+    tensors: tuple[torch.Tensor, ...]  # each [max_num_seqs, ...]
+
+
+LayerCache: TypeAlias = KVCacheTensor | VectorCache | StateCache
+
+
+@dataclass(slots=True, kw_only=True)
 class AttentionMetaData:
     """A step as every layer's attention sees it: B rows, decodes first, of T tokens together."""
 
@@ -34,6 +51,7 @@ class AttentionMetaData:
     slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
     num_decodes: int
     """Leading rows of one token each."""
+    slots: torch.Tensor | None = None  # [B] int64, each row's place in the layers' `StateCache`
 
 
 @dataclass(slots=True)
@@ -77,15 +95,15 @@ class ForwardContext:
     context: Context
     dp_metadata: DPMetadata | None = None
     spec_decode_metadata: SpecDecodeMetadata | None = None
-    kv_cache_data: dict[str, KVCacheTensor] = field(default_factory=dict)
+    kv_cache_data: dict[str, LayerCache] = field(default_factory=dict)
     """By layer name, `model.layers.N.self_attn`."""
 
 
 _current: ForwardContext | None = None
-_kv_cache_data: dict[str, KVCacheTensor] = {}
+_kv_cache_data: dict[str, LayerCache] = {}
 
 
-def set_kv_cache_data(kv_cache_data: dict[str, KVCacheTensor]) -> None:
+def set_kv_cache_data(kv_cache_data: dict[str, LayerCache]) -> None:
     """Register the cache that every later context refers to."""
     global _kv_cache_data
     _kv_cache_data = kv_cache_data

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from models.base import KVCacheSpec
+from models.base import CacheSpec
 from models.layers.activation import swiglu
 from models.layers.attention import Attention
 from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -19,7 +19,10 @@ from models.parallel import SINGLE_RANK, TensorParallel
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: ModelConfig, layer_name: str, parallel: TensorParallel) -> None:
+    has_output_bias: ClassVar[bool] = True
+    """Where the projections have biases, whether the output's has one too."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.qkv_proj = QKVParallelLinear(
@@ -33,11 +36,16 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
-            bias=config.attention_bias,
+            bias=config.attention_bias and self.has_output_bias,
             parallel=parallel,
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.attn = Attention(layer_name, num_kv_heads=self.num_kv_heads, head_dim=config.head_dim)
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn",
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            sliding_window=config.sliding_windows[layer],
+        )
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
@@ -73,10 +81,10 @@ class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(
-        self, config: ModelConfig, layer_name: str, attention: type[LlamaAttention], parallel: TensorParallel
+        self, config: ModelConfig, layer: int, attention: type[LlamaAttention], parallel: TensorParallel
     ) -> None:
         super().__init__()
-        self.self_attn = attention(config, f"{layer_name}.self_attn", parallel)
+        self.self_attn = attention(config, layer, parallel)
         self.mlp = LlamaMLP(config, parallel)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -103,8 +111,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, f"model.layers.{index}", attention, parallel)
-            for index in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, attention, parallel) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -147,6 +154,6 @@ class LlamaForCausalLM(nn.Module):
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
-    def kv_cache_layers(self) -> list[KVCacheSpec]:
+    def kv_cache_layers(self) -> list[CacheSpec]:
         """The attention layers, first to last."""
         return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]

@@ -1,15 +1,15 @@
 """`ModelConfig`: what config.json and generation_config.json say of a model, checked. Needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.config_fields import Fields
 from models.errors import CheckpointError
-from models.registry import SUPPORTED_ARCHITECTURES
+from models.registry import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture
 from models.rope_config import RopeConfig, parse_rope
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DTYPES = ("float32", "bfloat16", "float16")
-_QWEN3_DEFAULT_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +37,28 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
+    sliding_windows: tuple[int | None, ...]
+    """By layer, tokens that a query sees, its own included; None: all before it."""
+    fields: Fields = field(repr=False, compare=False)
+    """config.json, for what only one architecture has."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> "ModelConfig":
         """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value."""
         config = _read_config(path)
+        architecture = _architecture(config)
+        written = ARCHITECTURES[architecture]
+        config = config.with_defaults(written.defaults)
         generation_path = path / "generation_config.json"
         generation = Fields.from_file(generation_path) if generation_path.exists() else Fields({}, "")
-        architecture = _architecture(config)
         _refuse_what_would_be_computed_wrong(config)
         hidden_size = config.integer("hidden_size")
+        num_layers = config.integer("num_hidden_layers")
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise config.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        head_dim = _head_dim(config, architecture, hidden_size, heads)
+        head_dim = _head_dim(config, written, hidden_size, heads)
         # A prompt's token and a generated one.
         max_position_embeddings = config.integer("max_position_embeddings", minimum=2)
         rope = parse_rope(config, head_dim=head_dim, max_position_embeddings=max_position_embeddings)
@@ -61,7 +68,7 @@ class ModelConfig:
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
-            num_hidden_layers=config.integer("num_hidden_layers"),
+            num_hidden_layers=num_layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
@@ -74,6 +81,8 @@ class ModelConfig:
             dtype=_dtype(config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
+            sliding_windows=_sliding_windows(config, written, num_layers),
+            fields=config,
         )
 
 
@@ -101,29 +110,36 @@ def _refuse_what_would_be_computed_wrong(config: Fields) -> None:
             f"quantization_config of {config.where} asks for the {method} method, but this release runs unquantised "
             "checkpoints only; use the model's original checkpoint"
         )
-    sliding = config.boolean("use_sliding_window", False)
-    layer_types = config.values.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise config.invalid("layer_types", "a list")
-    if sliding or any(kind != "full_attention" for kind in layer_types):
-        field = "use_sliding_window" if sliding else "layer_types"
-        raise CheckpointError(
-            f"{field} of {config.where} asks for attention that does not see the whole context, which this release "
-            "does not compute; use a checkpoint with full attention"
-        )
     activation = config.string("hidden_act", "silu")
     if activation != "silu":
         raise config.invalid("hidden_act", '"silu"')
 
 
-def _head_dim(config: Fields, architecture: str, hidden_size: int, heads: int) -> int:
-    if config.has("head_dim"):
-        return config.integer("head_dim")
-    if architecture == "Qwen3ForCausalLM":
-        return _QWEN3_DEFAULT_HEAD_DIM
+def _head_dim(config: Fields, written: Architecture, hidden_size: int, heads: int) -> int:
+    if config.has(written.head_dim_field):
+        return config.integer(written.head_dim_field)
     if hidden_size % heads:
         raise config.invalid("num_attention_heads", f"a divisor of hidden_size, {hidden_size}, or head_dim given")
     return hidden_size // heads
+
+
+def _sliding_windows(config: Fields, written: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """By layer: as `layer_types` says, or `use_sliding_window`, or a bare `sliding_window` where that is enough."""
+    kinds = config.strings("layer_types")
+    if kinds:
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING}:
+            raise config.invalid("layer_types", f"a list of {num_layers} names, each {_FULL} or {_SLIDING}")
+        windowed = [kind == _SLIDING for kind in kinds]
+    elif config.has("use_sliding_window"):
+        used = config.boolean("use_sliding_window", False)
+        first = config.integer("max_window_layers", num_layers, minimum=0)
+        windowed = [used and layer >= first for layer in range(num_layers)]
+    else:
+        windowed = [written.is_windowed and config.has("sliding_window")] * num_layers
+    if not any(windowed):
+        return (None,) * num_layers
+    window = config.integer("sliding_window")
+    return tuple(window if here else None for here in windowed)
 
 
 def _dtype(config: Fields) -> str:

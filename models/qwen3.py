@@ -14,8 +14,8 @@ from models.parallel import TensorParallel
 class Qwen3Attention(LlamaAttention):
     """Grouped-query attention that normalises queries and keys before it rotates them."""
 
-    def __init__(self, config: ModelConfig, layer_name: str, parallel: TensorParallel) -> None:
-        super().__init__(config, layer_name, parallel)
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 

@@ -25,6 +25,7 @@ class StepInputs:
     seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
     block_tables: npt.NDArray[np.int32]  # [B, blocks of the longest row]
     num_decodes: int
+    slots: npt.NDArray[np.int64]  # [B]
     sampled_rows: npt.NDArray[np.int64]  # [S], those whose last known token is computed in this step
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
@@ -80,6 +81,7 @@ class InputBatch:
             seq_lens=seq_lens,
             block_tables=self._block_table[:, : -(-int(seq_lens.max()) // self.block_size)][slots],
             num_decodes=batch.total_seqs_num_decode,
+            slots=slots,
             sampled_rows=sampled,
             sampled_slots=slots[sampled],
             last_tokens=ends[sampled] - 1,

@@ -4,7 +4,6 @@ Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cach
 """
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 
@@ -16,13 +15,14 @@ from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from engine.worker.control_groups import available_cores
 from engine.worker.input_batch import InputBatch, StepInputs
-from engine.worker.kv_memory import TorchDeviceMemory, zeros
+from engine.worker.kv_memory import TorchDeviceMemory
+from engine.worker.layer_caches import LayerCaches
 from engine.worker.memory import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import Sampler
 from models.attention import select_backend
 from models.base import CausalLM
-from models.forward_context import AttentionMetaData, Context, KVCacheTensor, forward_context, set_kv_cache_data
+from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
 from models.loader import load_model
 from models.model_config import ModelConfig
 
@@ -31,6 +31,7 @@ class ModelRunner:
     """The model, its KV cache, and the rows of the running sequences on one device."""
 
     model: CausalLM
+    caches: LayerCaches
 
     def __init__(
         self,
@@ -63,13 +64,20 @@ class ModelRunner:
         # Rope types that depend on the context's length depend on the length that is served.
         served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
         self.model = load_model(self.model_path, served, dtype=self.dtype, device=self.device, progress=progress)
+        self.caches = LayerCaches(
+            self.model.kv_cache_layers(),
+            self.backend,
+            block_size=self.config.kv_cache_block_size,
+            num_slots=self.config.max_num_seqs,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
-        block_bytes = sum(2 * math.prod(shape) * self.dtype.itemsize for shape in self._cache_shapes(1).values())
         return kv_cache_size(
             self.config,
-            block_bytes=block_bytes,
+            block_bytes=self.caches.block_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
                 cpu_budget(self.config)
@@ -79,15 +87,8 @@ class ModelRunner:
         )
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make each layer's K and V, and register them with the forward context."""
-        set_kv_cache_data(
-            {
-                layer: KVCacheTensor(
-                    k_cache=zeros(shape, self.dtype, self.device), v_cache=zeros(shape, self.dtype, self.device)
-                )
-                for layer, shape in self._cache_shapes(num_blocks).items()
-            }
-        )
+        """Make what the layers keep, and register it with the forward context."""
+        set_kv_cache_data(self.caches.allocate(num_blocks))
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
@@ -112,6 +113,7 @@ class ModelRunner:
             block_tables=inputs.block_tables,
             slot_mapping=inputs.slot_mapping,
             num_decodes=inputs.num_decodes,
+            slots=inputs.slots if self.caches.have_states else None,
         )
         return inputs, metadata
 
@@ -153,15 +155,6 @@ class ModelRunner:
         return ScheduledBatchOutput(
             token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None
         )
-
-    def _cache_shapes(self, num_blocks: int) -> dict[str, tuple[int, ...]]:
-        """Shape of K, and of V, by layer."""
-        return {
-            layer.name: self.backend.kv_cache_shape(
-                num_blocks, self.config.kv_cache_block_size, layer.num_kv_heads, layer.head_dim
-            )
-            for layer in self.model.kv_cache_layers()
-        }
 
     def worst_case_step(self) -> None:
         """The step that takes most memory: all the tokens that one may have, in as many rows as may run."""

@@ -1,6 +1,7 @@
 """`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,6 +9,18 @@ import numpy.typing as npt
 import torch
 
 from models.forward_context import AttentionMetaData, KVCacheTensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How one layer attends."""
+
+    scale: float
+    """Of the scores."""
+    sliding_window: int | None = None
+    """Tokens that a query sees, its own included; None: all before it."""
+    soft_cap: float | None = None
+    """Scores become `soft_cap * tanh(score / soft_cap)`."""
 
 
 class AttentionBackend(Protocol):
@@ -32,11 +45,13 @@ class AttentionBackend(Protocol):
         block_tables: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
+        slots: npt.NDArray[np.int64] | None = None,
     ) -> AttentionMetaData:
         """Everything that a step's layers share. B rows, `num_decodes` of one token first, then spans; T tokens.
 
         `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
         [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
+        `slots` [B]: each row's place in the layers' states, where they keep any.
         """
 
     def forward(
@@ -46,9 +61,13 @@ class AttentionBackend(Protocol):
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        scale: float,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
+
+        `sinks` [Hq] are logits beside the scores: they take probability and add no value.
+        """
 
     def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
         """Allocate the buffers of decode graphs of up to `max_batch_size` rows of `max_blocks` blocks."""

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
+from models.attention.base import AttentionOptions
+from models.attention.cpu_attend import Attend
 from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan, StepPlan
 from models.forward_context import AttentionMetaData, KVCacheTensor
 
@@ -36,6 +37,7 @@ class CPUAttentionBackend:
         block_tables: npt.NDArray[np.int32],
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
+        slots: npt.NDArray[np.int64] | None = None,
     ) -> CPUAttentionMetaData:
         """See `AttentionBackend`."""
         queries = np.asarray(query_lens, dtype=np.int64)
@@ -47,6 +49,7 @@ class CPUAttentionBackend:
             block_tables=torch.from_numpy(block_tables),
             slot_mapping=torch.from_numpy(slot_mapping),
             num_decodes=num_decodes,
+            slots=None if slots is None else torch.from_numpy(slots),
             query_lens=queries,
             context_lens=contexts,
             host_block_tables=block_tables,
@@ -60,23 +63,25 @@ class CPUAttentionBackend:
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        scale: float,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
+        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
         assert isinstance(metadata, CPUAttentionMetaData)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
-        plan = metadata.plan(num_kv_heads, block_size)
+        plan = metadata.plan(num_kv_heads, block_size, options.sliding_window)
         _write(k, v, cache, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
+        attend = Attend(options, None if sinks is None else sinks.view(num_kv_heads, -1))
         out = torch.empty_like(grouped)
         decodes = metadata.num_decodes
         for bucket in plan.buckets:
-            _decode(grouped[:decodes], out[:decodes], cache, bucket, scale, self._scratch)
+            _decode(grouped[:decodes], out[:decodes], cache, bucket, attend, self._scratch)
         for span in plan.spans:
             if span.pages:
-                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, scale, self._scratch)
+                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, attend, self._scratch)
             else:
-                _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], scale)
+                _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attend)
         return out.view(q.shape)
 
     def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
@@ -105,27 +110,26 @@ def _decode(
     out: torch.Tensor,
     cache: KVCacheTensor,
     bucket: DecodeBucket,
-    scale: float,
+    attend: Attend,
     scratch: "_Scratch",
 ) -> None:
     """One token a row. # q and out [decodes, Hkv, group, D]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
         k, v = scratch.gather(cache, pages.rows, bucket.batch, bucket.length)
-        attended = F.scaled_dot_product_attention(queries[:, pages.heads], k, v, bucket.mask, scale=scale)
+        attended = attend.grouped_rows(queries[:, pages.heads], k, v, bucket.mask, pages.heads)
         if bucket.rows is None:
             out[:, pages.heads] = attended
         else:
             out[bucket.rows, pages.heads] = attended
 
 
-def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend) -> None:
     """A span that is its own whole context. # q and out [n, Hkv, group, D], k and v [n, Hkv, D]"""
     queries = q.permute(1, 2, 0, 3)
     keys = k.transpose(0, 1)[:, None].expand_as(queries)
     values = v.transpose(0, 1)[:, None].expand_as(queries)
-    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-    out.copy_(attended.permute(2, 0, 1, 3))
+    out.copy_(attend.grouped_heads(queries, keys, values, None, slice(None)).permute(2, 0, 1, 3))
 
 
 def _extend(
@@ -134,7 +138,7 @@ def _extend(
     cache: KVCacheTensor,
     span: PrefillSpan,
     mask: torch.Tensor | None,
-    scale: float,
+    attend: Attend,
     scratch: "_Scratch",
 ) -> None:
     """A span after cached context, in chunks of queries that each attend no further than they see. # q as above"""
@@ -144,17 +148,19 @@ def _extend(
     for pages in span.pages:
         k, v = (
             side[0, :, None] for side in scratch.gather(cache, pages.rows, 1, span.padded)
-        )  # [heads, 1, padded, D]
+        )  # [heads, 1, padded, D], from the span's first page on
         for first in range(0, span.num_tokens, chunk):
             last = min(first + chunk, span.num_tokens)
-            seen = span.length - span.num_tokens + last
+            end = span.length - span.num_tokens + last
+            begin = max(span.first_key, attend.first_key(end - (last - first)))
             some = queries[pages.heads, :, first:last]
-            attended = F.scaled_dot_product_attention(
+            seen = slice(begin - span.first_key, end - span.first_key)
+            attended = attend.grouped_heads(
                 some,
-                k[..., :seen, :].expand(-1, some.shape[1], -1, -1),
-                v[..., :seen, :].expand(-1, some.shape[1], -1, -1),
-                mask[chunk - (last - first) :, longest - seen :],
-                scale=scale,
+                k[..., seen, :].expand(-1, some.shape[1], -1, -1),
+                v[..., seen, :].expand(-1, some.shape[1], -1, -1),
+                mask[chunk - (last - first) :, longest - (end - begin) :],
+                pages.heads,
             )
             out[first:last, pages.heads] = attended.permute(2, 0, 1, 3)
 

@@ -49,9 +49,11 @@ class PrefillSpan:
     tokens: slice
     num_tokens: int
     length: int
-    """Tokens that the last one attends to."""
+    """Tokens up to the last one, it included."""
+    first_key: int
+    """Position of the first token in the pages: later than 0 where none of the span's sees so far back."""
     padded: int
-    """`length` in whole blocks."""
+    """Tokens in the pages."""
     pages: list[Pages]
 
 
@@ -68,7 +70,7 @@ class StepPlan:
     """For the last `chunk` tokens of the longest context; any other chunk's mask is its bottom right corner."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CPUAttentionMetaData(AttentionMetaData):
     """A step, and its plan once the first layer has shown the shape of the cache."""
 
@@ -76,17 +78,17 @@ class CPUAttentionMetaData(AttentionMetaData):
     context_lens: Lengths  # [B], `seq_lens` on the host
     host_block_tables: Tables  # [B, max_blocks]
     host_slot_mapping: Lengths  # [T]
-    plans: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int | None], StepPlan] = field(default_factory=dict)
 
-    def plan(self, num_kv_heads: int, block_size: int) -> StepPlan:
-        """The plan for caches of this shape."""
-        shape = num_kv_heads, block_size
+    def plan(self, num_kv_heads: int, block_size: int, window: int | None = None) -> StepPlan:
+        """The plan for caches of this shape, of layers whose queries see `window` tokens."""
+        shape = num_kv_heads, block_size, window
         if shape not in self.plans:
             self.plans[shape] = self._make_plan(*shape)
         return self.plans[shape]
 
-    def _make_plan(self, num_kv_heads: int, block_size: int) -> StepPlan:
-        pager = _Pager(num_kv_heads, block_size)
+    def _make_plan(self, num_kv_heads: int, block_size: int, window: int | None) -> StepPlan:
+        pager = _Pager(num_kv_heads, block_size, window)
         decodes, spans = slice(0, self.num_decodes), slice(self.num_decodes, None)
         prefills, mask = _prefill_spans(
             pager,
@@ -119,17 +121,25 @@ class _Pager:
 
     num_kv_heads: int
     block_size: int
+    window: int | None
 
-    def pages(self, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
-        """The pages of some rows, and the length to which they are padded.
+    def first_block(self, positions: Lengths) -> Lengths:
+        """The block of the first token that a query at each of these positions sees."""
+        if self.window is None:
+            return np.zeros_like(positions)
+        return np.maximum(positions - self.window + 1, 0) // self.block_size
 
-        A shorter row is padded with its own first block: masked values must still be finite, for attention multiplies
+    def pages(self, first_blocks: Lengths, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
+        """The pages of some rows from a block on, and the length to which they are padded.
+
+        A shorter row is padded with the first of its own: masked values must still be finite, for attention multiplies
         them by 0, and another sequence's may not be.
         """
-        num_blocks = -(-seq_lens // self.block_size)
+        num_blocks = -(-seq_lens // self.block_size) - first_blocks
         width = int(num_blocks.max())
-        padding: npt.NDArray[np.bool_] = np.arange(width) >= num_blocks[:, None]
-        tables: Tables = np.where(padding, block_tables[:, :1], block_tables[:, :width])
+        columns = np.arange(width)
+        wanted = np.where(columns >= num_blocks[:, None], 0, columns) + first_blocks[:, None]
+        tables: Tables = np.take_along_axis(block_tables, wanted, axis=1)
         first_rows = tables[:, None].astype(np.int64) * self.num_kv_heads
         step = max(1, MAX_GATHERED_VECTORS // (tables.size * self.block_size))
         groups = []
@@ -142,15 +152,21 @@ class _Pager:
 
 def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> list[DecodeBucket]:
     """Rows by length, the longest of a bucket at most twice as long as its shortest, within the gather's bound."""
-    order = np.argsort(-seq_lens, kind="stable")
+    first_blocks = pager.first_block(seq_lens - 1)
+    starts = first_blocks * pager.block_size
+    gathered = seq_lens - starts
+    order = np.argsort(-gathered, kind="stable")
     buckets = []
     while len(order):
-        longest = int(seq_lens[order[0]])
-        alike = int(np.count_nonzero(seq_lens[order] * 2 >= longest)) if longest > _ALIKE_LENGTH else len(order)
+        longest = int(gathered[order[0]])
+        alike = int(np.count_nonzero(gathered[order] * 2 >= longest)) if longest > _ALIKE_LENGTH else len(order)
         count = max(1, min(alike, MAX_GATHERED_VECTORS // (longest * pager.num_kv_heads)))
         rows, order = np.sort(order[:count]), order[count:]
-        pages, length = pager.pages(seq_lens[rows], block_tables[rows])
-        hidden = np.arange(length) >= seq_lens[rows][:, None, None, None]
+        pages, length = pager.pages(first_blocks[rows], seq_lens[rows], block_tables[rows])
+        keys = np.arange(length)
+        hidden = keys >= gathered[rows][:, None, None, None]
+        if pager.window is not None:
+            hidden |= keys < np.maximum(gathered[rows] - pager.window, 0)[:, None, None, None]
         mask = torch.from_numpy(np.where(hidden, _HIDDEN, _SEEN))
         which = None if count == len(seq_lens) else torch.from_numpy(rows)
         buckets.append(DecodeBucket(which, count, length, pages, mask))
@@ -160,20 +176,26 @@ def _decode_buckets(pager: _Pager, seq_lens: Lengths, block_tables: Tables) -> l
 def _prefill_spans(
     pager: _Pager, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, *, first_token: int
 ) -> tuple[list[PrefillSpan], torch.Tensor | None]:
-    """The spans, whose tokens begin at `first_token`, and the mask that those with context share."""
+    """The spans, whose tokens begin at `first_token`, and the mask that those with pages share."""
     spans = []
     chunk = longest = 0
+    first_blocks = pager.first_block(seq_lens - query_lens)
     for row, (query_len, seq_len) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True)):
         tokens = slice(first_token, first_token + query_len)
         first_token += query_len
         pages: list[Pages] = []
-        padded = 0
-        if query_len < seq_len:
-            pages, padded = pager.pages(seq_lens[row : row + 1], block_tables[row : row + 1])
-            chunk, longest = max(chunk, query_len), max(longest, seq_len)
-        spans.append(PrefillSpan(tokens, query_len, seq_len, padded, pages))
+        first_key = padded = 0
+        if query_len < seq_len or (pager.window is not None and query_len > pager.window):
+            of_row = slice(row, row + 1)
+            pages, padded = pager.pages(first_blocks[of_row], seq_lens[of_row], block_tables[of_row])
+            first_key = int(first_blocks[row]) * pager.block_size
+            chunk, longest = max(chunk, query_len), max(longest, seq_len - first_key)
+        spans.append(PrefillSpan(tokens, query_len, seq_len, first_key, padded, pages))
     if longest == 0:
         return spans, None
     chunk = min(chunk, max(1, MAX_MASK_ELEMENTS // longest))
     mask = torch.full((chunk, longest), -torch.inf, dtype=torch.float32)
-    return spans, mask.triu_(longest - chunk + 1)
+    mask.triu_(longest - chunk + 1)
+    if pager.window is not None:
+        mask += torch.full_like(mask, -torch.inf).tril_(longest - chunk - pager.window)
+    return spans, mask

@@ -3,22 +3,43 @@
 import torch
 from torch import nn
 
+from models.attention.base import AttentionOptions
 from models.base import KVCacheSpec
-from models.forward_context import get_forward_context
+from models.forward_context import KVCacheTensor, get_forward_context
 
 
 class Attention(nn.Module):
     """Causal attention over the sequences of the current step, by the backend that made the step's metadata."""
 
-    def __init__(self, layer_name: str, *, num_kv_heads: int, head_dim: int) -> None:
-        """`layer_name` finds the layer's cache in the forward context. Heads are this rank's."""
-        super().__init__()
-        self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim)
-        self.layer_name = layer_name
-        self.scale = head_dim**-0.5
+    def __init__(
+        self,
+        layer_name: str,
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> None:
+        """`layer_name` finds the layer's cache in the forward context. Heads are this rank's.
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """# [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]"""
+        `scale` of the scores is `head_dim ** -0.5` by default. With `sliding_window`, a query sees so many tokens,
+        its own included. With `soft_cap`, scores are squeezed into that range by tanh.
+        """
+        super().__init__()
+        self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window)
+        self.layer_name = layer_name
+        self.options = AttentionOptions(head_dim**-0.5 if scale is None else scale, sliding_window, soft_cap)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend. `sinks` are logits that take probability, a head each, and add no value.
+
+        # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
+        """
         context = get_forward_context()
         metadata = context.attn_metadata
-        return metadata.backend.forward(q, k, v, context.kv_cache_data[self.layer_name], metadata, self.scale)
+        cache = context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, KVCacheTensor)
+        return metadata.backend.forward(q, k, v, cache, metadata, self.options, sinks)

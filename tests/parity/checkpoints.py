@@ -1,25 +1,45 @@
 """Small, seeded, complete Hugging Face checkpoints with random weights, for any test that needs a model to load."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_CLASSES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+class Family(NamedTuple):
+    """A model of transformers that checkpoints are made of."""
+
+    config_class: type[PreTrainedConfig]
+    model_class: type[PreTrainedModel]
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    """Fields of its config, before a checkpoint's own."""
+
+
+_FAMILIES = {"llama": Family(LlamaConfig, LlamaForCausalLM), "qwen3": Family(Qwen3Config, Qwen3ForCausalLM)}
 _TEXT = ["The quick brown fox jumps over the lazy dog.", "A lazy dog sleeps; the fox and the dog are friends."]
 
 
 def make_checkpoint(
     directory: Path,
-    family: Literal["llama", "qwen3"] = "llama",
+    family: Literal["llama", "qwen3"] | Family = "llama",
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
@@ -31,7 +51,8 @@ def make_checkpoint(
     `overrides` are fields of the transformers config; `vocab_size` must be at least 259. Weights are drawn so that
     attention is far from uniform and every bias and norm matters.
     """
-    config_class, model_class = _CLASSES[family]
+    if isinstance(family, str):
+        family = _FAMILIES[family]
     fields = {
         "vocab_size": 307,
         "hidden_size": 64,
@@ -44,9 +65,10 @@ def make_checkpoint(
         "bos_token_id": None,
         "eos_token_id": 2,
         "pad_token_id": 0,
+        **family.defaults,
         **overrides,
     }
-    model = model_class(config_class(**fields))
+    model = family.model_class(family.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,12 +7,22 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.worker.layer_caches import LayerCaches
 from models.attention import select_backend
-from models.forward_context import Context, KVCacheTensor, forward_context, set_kv_cache_data
+from models.forward_context import (
+    Context,
+    KVCacheTensor,
+    LayerCache,
+    StateCache,
+    VectorCache,
+    forward_context,
+    set_kv_cache_data,
+)
 from models.loader import load_model
 from models.model_config import ModelConfig
 
 CPU = torch.device("cpu")
+NUM_SLOTS = 8
 
 
 @dataclass
@@ -22,6 +32,7 @@ class Row:
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    slot: int = 0
 
 
 class PagedModel:
@@ -42,11 +53,18 @@ class PagedModel:
         self.backend = select_backend(CPU)
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
-        self.cache = {}
-        for layer in self.model.kv_cache_layers():
-            shape = self.backend.kv_cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            k, v = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-            self.cache[layer.name] = KVCacheTensor(k, v)
+        caches = LayerCaches(
+            self.model.kv_cache_layers(),
+            self.backend,
+            block_size=block_size,
+            num_slots=NUM_SLOTS,
+            dtype=dtype,
+            device=CPU,
+        )
+        self.cache = caches.allocate(num_blocks)
+        for layer in self.cache.values():
+            for tensor in tensors_of(layer):
+                tensor.fill_(torch.nan)
 
     def step(self, spans: list[tuple[Row, int]], *, num_decodes: int = 0) -> list[torch.Tensor]:
         """Compute the next `n` tokens of each row; the logits of all of them, by row. # [n, V]"""
@@ -70,6 +88,7 @@ class PagedModel:
             block_tables=tables,
             slot_mapping=np.concatenate(slots).astype(np.int64),
             num_decodes=num_decodes,
+            slots=np.array([row.slot for row, _ in spans], dtype=np.int64),
         )
         at = torch.from_numpy(np.concatenate(positions))
         set_kv_cache_data(self.cache)
@@ -99,16 +118,28 @@ class PagedModel:
     def release(self, row: Row) -> None:
         """Give a row's blocks back, poisoned."""
         for layer in self.cache.values():
-            layer.k_cache[row.blocks] = torch.nan
-            layer.v_cache[row.blocks] = torch.nan
+            place = row.slot if isinstance(layer, StateCache) else row.blocks
+            for tensor in tensors_of(layer):
+                tensor[place] = torch.nan
         self.free += row.blocks
 
 
-class Reference:
-    """transformers' own model of a checkpoint, in float32."""
+def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, ...]:
+    """All that a layer keeps."""
+    match cache:
+        case KVCacheTensor():
+            return cache.k_cache, cache.v_cache
+        case VectorCache():
+            return (cache.vectors,)
+        case StateCache():
+            return cache.tensors
 
-    def __init__(self, path: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+class Reference:
+    """transformers' own model of a checkpoint."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """# [len(tokens), V]"""

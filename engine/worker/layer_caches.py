@@ -1,0 +1,61 @@
+"""`LayerCaches`: sizes and makes what a model's layers declare that they keep. Used by the model runner."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.worker.kv_memory import zeros
+from models.attention.base import AttentionBackend
+from models.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
+from models.forward_context import KVCacheTensor, LayerCache, StateCache, VectorCache
+
+
+class LayerCaches:
+    """Paged caches, whose blocks sequences share out, and states, one a slot of the worker."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheSpec],
+        backend: AttentionBackend,
+        *,
+        block_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._specs = specs
+        self._backend = backend
+        self._block_size = block_size
+        self._num_slots = num_slots
+        self._dtype = dtype
+        self._device = device
+
+    @property
+    def have_states(self) -> bool:
+        """Whether a layer keeps more than paged vectors."""
+        return any(isinstance(spec, StateCacheSpec) for spec in self._specs)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers."""
+        elements = sum(spec.elements_per_token for spec in self._specs if not isinstance(spec, StateCacheSpec))
+        return elements * self._block_size * self._dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> dict[str, LayerCache]:
+        """Zeros, by layer name."""
+        return {spec.name: self._allocate(spec, num_blocks) for spec in self._specs}
+
+    def _allocate(self, spec: CacheSpec, num_blocks: int) -> LayerCache:
+        match spec:
+            case KVCacheSpec():
+                shape = self._backend.kv_cache_shape(num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim)
+                return KVCacheTensor(*(zeros(shape, self._dtype, self._device) for _ in range(2)))
+            case VectorCacheSpec():
+                return VectorCache(zeros((num_blocks, self._block_size, spec.dim), self._dtype, self._device))
+            case StateCacheSpec():
+                return StateCache(
+                    tuple(
+                        zeros((self._num_slots, *shape), dtype or self._dtype, self._device)
+                        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+                    )
+                )

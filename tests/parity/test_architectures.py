@@ -1,0 +1,99 @@
+"""Each architecture computes what transformers computes, alone and in the company that a server gives it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.worker.model_runner import ModelRunner
+from models.registry import ARCHITECTURES
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
+from tests.parity.test_worker_model_runner import runner_for
+from tests.parity.variants import Variant, all_variants
+
+VARIANTS = all_variants()
+GREEDY_TOKENS = 64
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant.architecture}, {variant.name}")
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # More than one file, as large checkpoints have.
+    return make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), variant.family, max_shard_size="80KB", **variant.overrides
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint)
+
+
+def test_every_architecture_has_three_variants() -> None:
+    counts = {name: sum(variant.architecture == name for variant in VARIANTS) for name in ARCHITECTURES}
+    assert {name: count for name, count in counts.items() if count < 3} == {}
+
+
+def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, reference: Reference) -> None:
+    model = PagedModel(checkpoint)
+    for length in (1, 37, 90):
+        tokens = prompt(length, seed=length)
+        assert_same_distribution(model.logits(tokens), reference.logits(tokens))
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint: Path, reference: Reference) -> None:
+    """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
+    shared = prompt(40, seed=5)
+    prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
+    expected = [reference.greedy(tokens, GREEDY_TOKENS) for tokens in prompts]
+    model = PagedModel(checkpoint)
+    assert model.greedy(prompts[0], GREEDY_TOKENS) == expected[0]
+    runner = runner_for(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
+    assert generate(runner, prompts) == expected
+
+
+def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
+    tokens = prompt(60, seed=3)
+    exact = reference.logits(tokens).log_softmax(-1)
+    theirs = (Reference(checkpoint, dtype=torch.bfloat16).logits(tokens).float().log_softmax(-1) - exact).abs()
+    ours = (PagedModel(checkpoint, dtype=torch.bfloat16).logits(tokens).log_softmax(-1) - exact).abs()
+    assert ours.mean() < 1.25 * theirs.mean()
+    assert ours.quantile(0.99) < 1.5 * theirs.quantile(0.99)
+
+
+class Ignored:
+    """Where the scheduler's outputs go: the sequences hold their tokens."""
+
+    def put_nowait(self, _outputs: object) -> None:
+        pass
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy completions of the prompts, which arrive two by two; all that run are preempted once."""
+    scheduler = Scheduler(runner.config)
+    params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
+    size = runner.config.kv_cache_block_size
+    seqs = [Sequence(list(tokens), size, params, id=number) for number, tokens in enumerate(prompts)]
+    arrivals = {0: seqs[:2], 6: seqs[2:]}
+    hits = step = 0
+    while True:
+        scheduler.extend(arrivals.pop(step, []))
+        if (scheduled := scheduler.schedule()) is None:
+            break
+        batch, running = scheduled
+        hits += sum(batch.num_cached_tokens)
+        scheduler.postprocess(list(running.values()), runner.forward(batch), Ignored())  # type: ignore[arg-type]
+        step += 1
+        if step == 20:
+            for seq in list(scheduler.running):
+                scheduler.preempt(seq)
+    assert hits > 0 or not runner.config.enable_prefix_caching
+    return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]

@@ -1,0 +1,28 @@
+"""Every architecture that has a model here, in the shapes and options that its checkpoints come in.
+
+A module a family, each with `VARIANTS`; `test_architectures` proves them all, and docs/models.md lists them.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
+
+from tests.parity.checkpoints import Family
+
+
+class Variant(NamedTuple):
+    """One checkpoint to be: a family's model with some fields of its config set."""
+
+    architecture: str
+    name: str
+    family: Family
+    overrides: dict[str, Any]
+
+
+def all_variants() -> list[Variant]:
+    """Of every family."""
+    return [
+        variant
+        for module in sorted(module.name for module in iter_modules(__path__))
+        for variant in import_module(f"{__name__}.{module}").VARIANTS
+    ]
