@@ -4,9 +4,12 @@ Section fields are spelled flat outside Python (`--port`, `KAON_PORT`, `port:`),
 across sections; `server.settings` checks that when it builds the command line.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+EMBEDDED_MODEL_NAME = "kaon-demo"
 
 
 class Section(BaseModel):
@@ -48,10 +51,15 @@ class SpeculativeConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Weight quantisation."""
+    """How weights and the KV cache are stored."""
 
-    quantization: Literal["none"] = "none"
-    """Weight format; this release runs unquantised checkpoints only."""
+    quantization: Literal[
+        "auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "quark", "awq", "gptq", "modelopt"
+    ] = "auto"
+    """How the checkpoint must be quantised, if it must be anything: `auto` takes what it says of itself."""
+
+    kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
+    """Type of cached keys and values; `auto` is the model's, `fp8` halves bfloat16's memory and rounds more."""
 
 
 class ServerConfig(Section):
@@ -174,6 +182,9 @@ class Config(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are computed in; `auto` takes the checkpoint's."""
 
+    model_impl: Literal["auto", "kaon", "transformers"] = "auto"
+    """Whose model code runs: `kaon`'s, transformers' own, or by default Kaon's where it has the architecture."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
 
@@ -225,6 +236,9 @@ class Config(Section):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Further tokens that end a completion; default: the rest of the generation config's EOS list."""
 
+    lora: tuple[str, ...] = ()
+    """LoRA adapters to serve beside the model, each NAME=DIRECTORY; requests choose one by its name as `model`."""
+
     parallel_config: ParallelConfig = ParallelConfig()
     compilation_config: CompilationConfig = CompilationConfig()
     speculative_config: SpeculativeConfig | None = None
@@ -237,3 +251,32 @@ class Config(Section):
         if value != 1 and (value < 16 or value % 16):
             raise ValueError(f"kv_cache_block_size is {value}; it must be 1 or a multiple of 16")
         return value
+
+    @field_validator("lora")
+    @classmethod
+    def _adapters_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for item in value:
+            name, _, path = item.partition("=")
+            if not name or not path:
+                raise ValueError(f"lora is {item!r}; each item must be NAME=DIRECTORY")
+            if sum(other.partition("=")[0] == name for other in value) > 1:
+                raise ValueError(f"lora names two adapters {name}; each needs a name of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_are_not_named_like_the_model(self) -> Self:
+        for name in self.lora_paths:
+            if name in self.model_names:
+                raise ValueError(f"lora names an adapter {name}, which is the model's own name; choose another")
+        return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that the model itself is served by, the main one first."""
+        return self.server_config.served_model_name or (self.model or EMBEDDED_MODEL_NAME,)
+
+    @property
+    def lora_paths(self) -> dict[str, Path]:
+        """Directory of each adapter by its name; adapters are numbered from 1 in this order."""
+        parts = (item.partition("=") for item in self.lora)
+        return {name: Path(path) for name, _, path in parts}

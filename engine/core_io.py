@@ -96,6 +96,7 @@ class CoreSockets:
                 id=message.request_id,
                 cache_salt=message.cache_salt,
                 priority=message.priority,
+                adapter=message.adapter,
             )
             if seq.sampling_params.grammar is None:
                 self.input_queue.put(seq)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from engine.tokenizer import Tokenizer
     from engine.worker.model_runner import ModelRunner
-    from models.model_config import ModelConfig
+    from models.checkpoint_config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class LoadedModel(NamedTuple):
     config: Config
     info: ModelInfo
     load_tokenizer: "Callable[[], Tokenizer]"
+    window: int | None = None
+    """Tokens that a query sees in the widest layer, its own included; None: all before it."""
 
 
 def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
@@ -54,24 +56,30 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     import torch
 
     from engine.worker.model_runner import ModelRunner
-    from models.model_config import ModelConfig
+    from models.model_config import read_checkpoint_config
 
     phases.end("import")
     path = resolve_checkpoint(config.model)
-    model_config = ModelConfig.from_checkpoint(path)
+    _require_quantization(config.quantization_config.quantization, path)
+    model_config = read_checkpoint_config(path, config.model_impl)
+    logger.info("%s runs by %s", model_config.architecture, model_config.runs_by)
     config = _with_checkpoint(config, model_config)
     device = _resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     runner = ModelRunner(config, path, model_config, device, dtype)
     runner.load(progress=sys.stderr.isatty())
     phases.end("load")
+    if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
+        logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
+        config = config.model_copy(update={"enable_prefix_caching": False})
     size = runner.kv_cache_size()
     logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
     config = _with_blocks(config, size.num_blocks)
     runner.allocate_kv_cache(size.num_blocks)
     phases.end("kv-cache")
     runner.warm_up()
-    return LoadedModel(runner, config, _model_info(config, model_config, runner), lambda: _load_tokenizer(path))
+    info = _model_info(config, model_config, runner)
+    return LoadedModel(runner, config, info, lambda: _load_tokenizer(path), window=runner.window)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":
@@ -83,6 +91,21 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 def _refuse_unsupported(config: Config) -> None:
     if config.speculative_config is not None:
         raise ValueError("num_speculative_tokens is set, but this release has no draft proposer; leave it out")
+
+
+def _require_quantization(wanted: str, path: "Path") -> None:
+    """Raise `ValueError` where the checkpoint is not quantised as the user says."""
+    from models.config_fields import Fields
+    from models.quantization import parse_quantization
+
+    if wanted == "auto":
+        return
+    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
+    found = "none" if quantization is None else quantization.quant_method
+    if wanted != found:
+        raise ValueError(
+            f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"
+        )
 
 
 def _resolve_device(wanted: str) -> "torch.device":
@@ -102,7 +125,7 @@ def _resolve_device(wanted: str) -> "torch.device":
     return device
 
 
-def _with_checkpoint(config: Config, model: "ModelConfig") -> Config:
+def _with_checkpoint(config: Config, model: "CheckpointConfig") -> Config:
     """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ValueError(
@@ -131,7 +154,7 @@ def _with_blocks(config: Config, num_blocks: int) -> Config:
     )
 
 
-def _model_info(config: Config, model: "ModelConfig", runner: "ModelRunner") -> ModelInfo:
+def _model_info(config: Config, model: "CheckpointConfig", runner: "ModelRunner") -> ModelInfo:
     assert config.max_model_len is not None
     assert config.num_kvcache_blocks is not None
     return ModelInfo(

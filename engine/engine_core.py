@@ -46,8 +46,17 @@ class EngineCore:
     Every sequence taken in ends in exactly one terminal output. `config` has its `num_kvcache_blocks` filled in.
     """
 
-    def __init__(self, config: Config, runner: Runner, input_queue: InputQueue, output_queue: OutputQueue) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        input_queue: InputQueue,
+        output_queue: OutputQueue,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """`window`: tokens that a query of the model sees, where all its layers have one."""
+        self.scheduler = Scheduler(config, window=window)
         self.runner = runner
         self.input_queue = input_queue
         self.output_queue = output_queue
@@ -196,7 +205,9 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     phases = PhaseClock(started)
     try:
         loaded = load_model(config, phases)
-        core = EngineCore(loaded.config, loaded.runner, sockets.input_queue, sockets.output_queue)
+        core = EngineCore(
+            loaded.config, loaded.runner, sockets.input_queue, sockets.output_queue, window=loaded.window
+        )
         core.produce_token()
     except (ValueError, MemoryError) as error:
         logger.debug("start-up failed", exc_info=True)

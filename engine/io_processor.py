@@ -67,6 +67,7 @@ class InputOutputProcessor:
         cache_salt: int | None = None,
         clip_max_tokens: bool = False,
         priority: int = 0,
+        adapter: int = 0,
     ) -> AddRequest:
         """The message that asks the core for one sequence. Raises `InvalidRequest`.
 
@@ -85,7 +86,7 @@ class InputOutputProcessor:
         for word in params.bad_words or ():
             self._check_token_ids(word, "bad_words")
         params = self._fit(params, len(token_ids), clip_max_tokens)
-        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority)
+        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority, adapter=adapter)
 
     def tokenize(self, text: str, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
         """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`.

@@ -52,6 +52,7 @@ class LLMEngine:
             self.close()
             raise
         self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)
+        self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
         """Requests added and not collected yet."""
@@ -66,23 +67,31 @@ class LLMEngine:
         prompts: Prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora: str | None = None,
     ) -> list[RequestResult]:
         """Complete every prompt; the results in their order.
 
-        `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. Raises
-        `InvalidRequest`, a `ValueError`, before anything is sent when one prompt cannot run, and `EngineDeadError`
-        when the core dies. A request that fails by itself has `finish_reason` "error" and a sentence in `error`.
-        Interrupted, for instance by Ctrl-C, it aborts what it sent and the engine stays usable.
+        `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. `lora`
+        is the name of one of `Config.lora`'s adapters. Raises `InvalidRequest`, a `ValueError`, before anything is
+        sent when one prompt cannot run, and `EngineDeadError` when the core dies. A request that fails by itself has
+        `finish_reason` "error" and a sentence in `error`. Interrupted, for instance by Ctrl-C, it aborts what it sent
+        and the engine stays usable.
         """
-        return self.collect(self.add_request(prompts, sampling_params), use_tqdm)
+        return self.collect(self.add_request(prompts, sampling_params, lora=lora), use_tqdm)
 
     def add_request(
-        self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        lora: str | None = None,
     ) -> list[int]:
         """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order."""
         if not isinstance(prompts, str | Iterable):
             raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
         texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        adapter = self._adapter(lora)
         if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(texts_or_ids):
                 raise ValueError(
@@ -95,7 +104,11 @@ class LLMEngine:
             params = [common] * len(texts_or_ids)
         requests = [
             self.io_processor.preprocess(
-                prompt, each, request_id=next(self._ids), clip_max_tokens=sampling_params is None
+                prompt,
+                each,
+                request_id=next(self._ids),
+                clip_max_tokens=sampling_params is None,
+                adapter=adapter,
             )
             for prompt, each in zip(texts_or_ids, params, strict=True)
         ]
@@ -142,6 +155,15 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _adapter(self, name: str | None) -> int:
+        """Number of the adapter of that name. Raises `ValueError` for an unknown one."""
+        if name is None:
+            return 0
+        if name not in self._adapters:
+            loaded = ", ".join(self._adapters) or "none"
+            raise ValueError(f"lora is {name!r}, but the engine's adapters are: {loaded}; name it in Config.lora")
+        return self._adapters[name]
 
     def _push(self, step: StepOutputs) -> set[int]:
         """Give each request what the step brought it; the ids of those that are complete now."""

@@ -65,6 +65,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
     priority: int = 0
     """Lower is served first."""
+    adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number of a LoRA adapter, from 1 in the order of `Config.lora`; 0: the base model alone."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

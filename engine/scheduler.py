@@ -43,13 +43,18 @@ class Scheduler:
     Constructed from any object with the specification's attributes; ours have defaults.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, window: int | None = None) -> None:
+        """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
+
+        With one, a sequence gives the blocks back that none of its later tokens sees.
+        """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.bos_token_id: int | None = getattr(config, "bos_token_id", None)
         self.eos_token_id: int | None = config.eos_token_id
         self.stop_token_ids: Collection[int] = config.stop_token_ids or ()
         self.block_manager = BlockManager(config)
+        self.window = window
         self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS))
         self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
@@ -297,6 +302,8 @@ class Scheduler:
             count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
             if count == 0:
                 return
+            if self.window is not None:
+                self.block_manager.release_unseen(seq, seq.num_computed_tokens - self.window + 1)
             self.block_manager.publish(seq, seq.num_computed_tokens + count)
             self._add_prefill(step, seq, count)
         while may_admit and self.waiting and self._free_slots and step.budget > 0:
@@ -319,6 +326,8 @@ class Scheduler:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
         self._prefix_queried_tokens += seq.num_tokens
         self.block_manager.allocate(seq, start + count)
+        if self.window is not None:
+            self.block_manager.release_unseen(seq, start - self.window + 1)
         self._prefix_hit_tokens += seq.num_cached_tokens
         seq.slot = self._free_slots.pop()
         seq.status = SequenceStatus.RUNNING
@@ -347,6 +356,10 @@ class Scheduler:
         rows = self._decode_rows
         if rows is None or len(rows.seqs) + len(self._prefilling) != len(self.running):
             rows = self._decode_rows = DecodeRows(seq for seq in self.running if seq not in self._prefilling)
+            if self.window is not None:
+                # A prompt just computed would hold all its blocks until the sequence needs another.
+                for seq in rows.seqs:
+                    self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
         # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
         size, k = self.block_manager.block_size, self.mtp_k
@@ -362,6 +375,8 @@ class Scheduler:
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
+        if self.window is not None:
+            self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
             victim = self.running[-1]
             self.preempt(victim)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
+from kvcache.hashing import chain_salt
 
 if TYPE_CHECKING:
     from engine.structured.matchers import Matcher
@@ -55,6 +56,7 @@ class Sequence:
         id: int | None = None,
         cache_salt: int | None = None,
         priority: int = 0,
+        adapter: int = 0,
     ) -> None:
         if not token_ids:
             raise ValueError("a sequence needs at least 1 prompt token")
@@ -66,12 +68,17 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
+        self.num_released_blocks = 0
+        """Leading entries of the block table whose blocks were given back: no later token sees them."""
         self.block_hashes: list[int] = []
         """Chain of digests of the leading full blocks, extended as blocks fill and never recomputed."""
         self.num_published_blocks = 0
         self.published_uid = -1
         """Where the block manager goes on publishing this sequence's chain."""
-        self.cache_salt = cache_salt
+        self.adapter = adapter
+        """Number of the LoRA adapter it is computed with, 0: the base model alone."""
+        self.cache_salt = chain_salt(cache_salt, adapter)
+        """Start of its prefix-hash chain: the caller's salt and the adapter together."""
         self.priority = priority
         self.slot = -1
         """Row in the scheduler's and the worker's columns while running, else -1."""

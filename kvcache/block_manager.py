@@ -9,9 +9,12 @@ from typing import Any, Protocol
 
 from kvcache.block import Block
 from kvcache.block_pool import BlockPool, FreeBlocks
-from kvcache.hashing import NO_HASH, compute_hash
+from kvcache.hashing import NO_HASH, compute_hash, first_parent
 
-__all__ = ["Block", "BlockManager", "BlockOwner"]
+__all__ = ["RELEASED", "Block", "BlockManager", "BlockOwner"]
+
+RELEASED = -1
+"""Stands in a block table for a block that the sequence gave back, because none of its later tokens sees it."""
 
 
 class BlockOwner(Protocol):
@@ -24,6 +27,7 @@ class BlockOwner(Protocol):
     block_hashes: list[int]
     published_uid: int
     num_published_blocks: int
+    num_released_blocks: int
 
     @property
     def cache_salt(self) -> int | None: ...
@@ -96,6 +100,7 @@ class BlockManager:
         seq.published_uid = self.pool.blocks[prefix[-1]].uid if prefix else _chain_root(seq)
         table += [self.pool.take().block_id for _ in range(seq.num_blocks - len(prefix))]
         seq.block_table = table
+        seq.num_released_blocks = 0
         self.publish(seq, seq.num_tokens if num_computed is None else num_computed)
 
     def publish(self, seq: BlockOwner, num_computed: int) -> None:
@@ -128,26 +133,55 @@ class BlockManager:
         self.publish(seq, len(seq.token_ids))
         return added
 
+    def release_unseen(self, seq: BlockOwner, num_unseen: int) -> None:
+        """Take the blocks back that hold nothing but a sequence's first `num_unseen` tokens.
+
+        Those tokens are computed, and no later step of the sequence reads them: its model attends in a window. What
+        was published stays findable until the block is taken for something else.
+        """
+        last = num_unseen // self.block_size
+        if last <= seq.num_released_blocks:
+            return
+        self.publish(seq, num_unseen)
+        self._release(seq.block_table[seq.num_released_blocks : last])
+        # A scheduled batch may refer to the old table.
+        seq.block_table = [RELEASED] * last + seq.block_table[last:]
+        seq.num_released_blocks = last
+
     def deallocate(self, seq: BlockOwner) -> None:
         """Take a sequence's blocks back, tail first, so that the head of its prefix stays cached longest."""
-        for block_id in reversed(seq.block_table):
-            self.pool.release(block_id)
+        self._release(seq.block_table[seq.num_released_blocks :])
         seq.block_table = []
         seq.num_cached_tokens = 0
         seq.num_published_blocks = 0
+        seq.num_released_blocks = 0
 
     def forget(self, seq: BlockOwner) -> None:
         """Share this sequence's blocks with nobody further: a step that should have filled them may not have."""
-        for block_id in seq.block_table:
+        released = seq.num_released_blocks
+        for block_id in seq.block_table[released:]:
             self.pool.unpublish(self.pool.blocks[block_id])
+        for index, digest in enumerate(seq.block_hashes[:released]):
+            block_id = self.pool.hash_to_block_id.get(digest, RELEASED)
+            if block_id != RELEASED and self.pool.blocks[block_id].token_ids == seq.block(index):
+                self.pool.unpublish(self.pool.blocks[block_id])
 
     def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
         """Raise `AssertionError` unless the blocks' state equals what these sequences' block tables say.
 
         `sequences` are all that hold blocks.
         """
-        tables = [seq.block_table for seq in sequences]
-        self.pool.check_integrity(Counter(block_id for table in tables for block_id in table))
+        held: Counter[int] = Counter()
+        for seq in sequences:
+            released = seq.num_released_blocks
+            if seq.block_table[:released] != [RELEASED] * released or RELEASED in seq.block_table[released:]:
+                raise AssertionError(f"{released} leading blocks should be released: {seq.block_table}")
+            held.update(seq.block_table[released:])
+        self.pool.check_integrity(held)
+
+    def _release(self, block_ids: list[int]) -> None:
+        for block_id in reversed(block_ids):
+            self.pool.release(block_id)
 
     def _missing_blocks(self, seq: BlockOwner, num_new_tokens: int) -> int:
         beyond = seq.num_tokens - 1 + num_new_tokens - len(seq.block_table) * self.block_size
@@ -175,8 +209,8 @@ class BlockManager:
 def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
     """Digest of a sequence's block, which holds `tokens`; computed at most once in the sequence's life."""
     if index == len(seq.block_hashes):
-        prefix = seq.block_hashes[-1] if index else seq.cache_salt
-        seq.block_hashes.append(compute_hash(tokens, NO_HASH if prefix is None else prefix))
+        prefix = seq.block_hashes[-1] if index else first_parent(seq.cache_salt)
+        seq.block_hashes.append(compute_hash(tokens, prefix))
     return seq.block_hashes[index]
 
 

@@ -8,6 +8,25 @@ import xxhash
 NO_HASH = -1
 """Digest of a block that has none, and the parent of a chain's first block."""
 
+_DIGESTS = 2**64
+
+
+def chain_salt(cache_salt: int | None, adapter: int) -> int | None:
+    """What a chain starts from: one number for each pair of a caller's salt (64 bits) and a LoRA adapter (0: none).
+
+    Without an adapter it is the salt itself, None where there is neither.
+    """
+    if adapter == 0:
+        return cache_salt
+    return 2 * adapter * _DIGESTS + (0 if cache_salt is None else _DIGESTS + cache_salt)
+
+
+def first_parent(salt: int | None) -> int:
+    """The digest that a chain's first block is chained to, of its `chain_salt`."""
+    if salt is None or salt < _DIGESTS:
+        return NO_HASH if salt is None else salt
+    return xxhash.xxh64_intdigest(salt.to_bytes(16, "little"))
+
 
 def compute_hash(token_ids: Sequence[int], prefix: int = NO_HASH) -> int:
     """xxhash64 of a block's tokens, chained to `prefix`, the digest of the block before (specification §4.1).

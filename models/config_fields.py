@@ -59,6 +59,16 @@ class Fields:
             raise self.invalid(name, f"a list of {length} numbers above 0 and at most {_LARGEST_NUMBER:g}")
         return tuple(float(item) for item in value)
 
+    def integers(self, name: str, *, minimum: int = 0) -> tuple[int, ...]:
+        """A list of integers; empty where the field is missing."""
+        values = self._get(name, [])
+        if not isinstance(values, list) or any(
+            isinstance(item, bool) or not isinstance(item, int) or not minimum <= item <= _LARGEST_INTEGER
+            for item in values
+        ):
+            raise self.invalid(name, f"a list of integers from {minimum} to {_LARGEST_INTEGER}")
+        return tuple(values)
+
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):

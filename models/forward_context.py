@@ -7,7 +7,7 @@ arguments keeps the model's signature fixed, which captured graphs rely on.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -87,6 +87,13 @@ class SpecDecodeMetadata:
     bonus_logits_indices: torch.Tensor  # [rows] int64, the logits after a row's last draft
 
 
+class LoRATokens(NamedTuple):
+    """The tokens of a step that use one LoRA adapter."""
+
+    adapter: int
+    tokens: slice | torch.Tensor  # [n] int64, their places among the step's
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Everything about the current step that is not an activation."""
@@ -97,6 +104,8 @@ class ForwardContext:
     spec_decode_metadata: SpecDecodeMetadata | None = None
     kv_cache_data: dict[str, LayerCache] = field(default_factory=dict)
     """By layer name, `model.layers.N.self_attn`."""
+    lora: tuple[LoRATokens, ...] | None = None
+    """The tokens by adapter; None where no token of the step uses one."""
 
 
 _current: ForwardContext | None = None
@@ -114,10 +123,11 @@ def set_forward_context(
     context: Context,
     dp_metadata: DPMetadata | None = None,
     spec_decode_metadata: SpecDecodeMetadata | None = None,
+    lora: tuple[LoRATokens, ...] | None = None,
 ) -> None:
     """Begin a step."""
     global _current
-    _current = ForwardContext(attn_metadata, context, dp_metadata, spec_decode_metadata, _kv_cache_data)
+    _current = ForwardContext(attn_metadata, context, dp_metadata, spec_decode_metadata, _kv_cache_data, lora)
 
 
 def get_forward_context() -> ForwardContext:
@@ -139,9 +149,10 @@ def forward_context(
     context: Context,
     dp_metadata: DPMetadata | None = None,
     spec_decode_metadata: SpecDecodeMetadata | None = None,
+    lora: tuple[LoRATokens, ...] | None = None,
 ) -> Iterator[None]:
     """A step: the context is set inside, and gone afterwards whatever happens."""
-    set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata)
+    set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
-"""Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Qwen3 builds on it."""
+"""Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Other families build on it."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -62,30 +63,38 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """Gated feed-forward layer."""
+    """Gated feed-forward layer, of the config's intermediate size or of its own."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, *, intermediate_size: int | None = None) -> None:
         super().__init__()
+        size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, parallel=parallel
+            config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
         )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, parallel=parallel
-        )
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=config.mlp_bias, parallel=parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+
+
+FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
+"""Makes the feed-forward layer of a decoder layer, whose number it gets."""
 
 
 class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, attention: type[LlamaAttention], parallel: TensorParallel
+        self,
+        config: ModelConfig,
+        layer: int,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
     ) -> None:
         super().__init__()
         self.self_attn = attention(config, layer, parallel)
-        self.mlp = LlamaMLP(config, parallel)
+        self.mlp = feed_forward(config, layer, parallel)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -106,12 +115,19 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
-    def __init__(self, config: ModelConfig, attention: type[LlamaAttention], parallel: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, attention, parallel) for layer in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, attention, feed_forward, parallel)
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -137,14 +153,21 @@ class LlamaForCausalLM(nn.Module):
         "up_proj": ("gate_up_proj", 1),
     }
     """Module of the checkpoint -> module of the model that holds it, and which shard it is there."""
-    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention: ClassVar[type[nn.Module]] = LlamaAttention
+    """Called with config, layer and parallel."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.attention, parallel)
+        self.model = LlamaModel(config, self.attention, self.feed_forward, parallel)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """What follows the attention of that layer."""
+        del layer  # All are alike.
+        return LlamaMLP(config, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""

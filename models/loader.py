@@ -3,8 +3,9 @@
 Every parameter must be filled and every tensor used, or a `CheckpointError` names those that were not.
 """
 
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -15,15 +16,20 @@ from torch import nn
 from tqdm import tqdm
 
 from models.base import CausalLM
+from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.errors import CheckpointError
-from models.layers.parameter import WeightShapeError, weight_loader_of
+from models.layers.attention import Attention
+from models.layers.parameter import Shard, Spelling, WeightShapeError, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
+from models.quantization.dequantize import Dequantizer
 from models.registry import resolve_model_class
+from models.transformers_config import TransformersConfig
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NAMED_IN_ERRORS = 5
 _BAR_AFTER_SECONDS = 1.0
 """A load that is over sooner shows no bar."""
@@ -31,7 +37,7 @@ _BAR_AFTER_SECONDS = 1.0
 
 def load_model(
     path: Path,
-    config: ModelConfig,
+    config: CheckpointConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -43,6 +49,11 @@ def load_model(
     `progress` draws a bar of files on stderr. Raises `CheckpointError` for a checkpoint that is damaged, or is not
     the model that `config` describes.
     """
+    if isinstance(config, TransformersConfig):
+        from models.transformers_model import load_transformers_model
+
+        return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
+    assert isinstance(config, ModelConfig)
     files = _weight_files(path)
     model_class = resolve_model_class(config.architecture)
     try:
@@ -51,21 +62,28 @@ def load_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
     missing = _wanted_tensors(model)
+    ignored = _prediction_layers(config)
     left_over: list[str] = []
+    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__)
     bar = tqdm(
         files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
     )
     for file in bar:
-        for name, tensor in _tensors(file):
+        for name, tensor in dequantizer.dense(_tensors(file, ignored)):
             target = missing.pop(name, None)
             if target is not None:
                 _fill(target, tensor, name, file)
+                for rival in target.rivals:
+                    missing.pop(rival, None)
             elif not _is_harmless(name, config):
                 left_over.append(name)
-    if missing:
-        raise CheckpointError(f"{path} lacks {_some(missing)}, which {config.architecture} needs")
-    if left_over:
+    if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
+        raise CheckpointError(f"{path} lacks {_some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
+    if left_over := left_over + dequantizer.left_over():
         raise CheckpointError(f"{path} holds {_some(left_over)}, for which {config.architecture} has no place")
+    for module in model.modules():
+        if isinstance(module, Attention) and module.layer_name in dequantizer.kv_scales:
+            module.scale_cache(*dequantizer.kv_scales[module.layer_name])
     return cast(CausalLM, model.eval())
 
 
@@ -73,7 +91,14 @@ class _Target(NamedTuple):
     """Where a tensor of the checkpoint goes."""
 
     parameter: nn.Parameter
-    shard: str | int | None
+    shard: Shard
+    rivals: tuple[str, ...] = ()
+    """The parameter's tensors in other spellings, which this one's spelling replaces."""
+    is_first_spelling: bool = True
+
+    def is_alternative_to(self, missing: Mapping[str, "_Target"]) -> bool:
+        """Whether nothing of the parameter was found, and another spelling is the one to name."""
+        return not self.is_first_spelling and any(rival in missing for rival in self.rivals)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -100,24 +125,44 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
     parts: dict[str, list[tuple[str, str | int]]] = {}
     for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
         parts.setdefault(packed, []).append((source, shard))
-    wanted = {}
+    wanted: dict[str, _Target] = {}
     for name, parameter in model.named_parameters():
-        module, _, leaf = name.rpartition(".")
+        module, _, leaf = _checkpoint_name(name, model).rpartition(".")
         parent, _, kind = module.rpartition(".")
-        if kind in parts:
+        if spellings := sources_of(parameter):
+            wanted |= _in_any_spelling(parameter, parent, spellings)
+        elif kind in parts:
             for source, shard in parts[kind]:
                 wanted[f"{parent}.{source}.{leaf}"] = _Target(parameter, shard)
         else:
-            wanted[name] = _Target(parameter, None)
+            wanted[f"{module}.{leaf}"] = _Target(parameter, None)
     return wanted
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped into memory and read as it is copied."""
+def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spelling, ...]) -> dict[str, _Target]:
+    """By name in the checkpoint, each tensor that may fill a part of the parameter."""
+    named = [{f"{parent}.{name}": shard for name, shard in spelling.items()} for spelling in spellings]
+    targets = {}
+    for spelling in named:
+        rivals = tuple(name for other in named if other is not spelling for name in other)
+        for name, shard in spelling.items():
+            targets[name] = _Target(parameter, shard, rivals, spelling is named[0])
+    return targets
+
+
+def _checkpoint_name(name: str, model: nn.Module) -> str:
+    """A parameter's name with its modules as the checkpoint calls them."""
+    renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
+    return ".".join(renamed.get(part, part) for part in name.split("."))
+
+
+def _tensors(file: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored`."""
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, not a dict
-                yield name, tensors.get_tensor(name)
+                if not name.startswith(ignored):
+                    yield name, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated or is not a safetensors file ({error}); download it again"
@@ -127,8 +172,8 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise CheckpointError(
-            f"{name} in {file} is {tensor.dtype}, but this release runs unquantised checkpoints only; use the "
-            "model's original checkpoint"
+            f"{name} in {file} is {tensor.dtype}, but config.json names no quantisation of it; use a checkpoint whose "
+            "quantization_config says how its weights are stored"
         )
     try:
         weight_loader_of(target.parameter)(target.parameter, tensor, target.shard)
@@ -136,9 +181,23 @@ def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
         raise CheckpointError(f"{name} in {file} has {error} by config.json") from error
 
 
+def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
+    """What the tensors' names begin with of layers past the last one, which predict further tokens (DeepSeek-V3)."""
+    first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+
+
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    """Tensors that checkpoints carry beside the weights.
+
+    Computed ones, a copy of the tied embedding, and the layers past the last that predict further tokens (DeepSeek-V3,
+    section 2.2).
+    """
+    if name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return True
+    layer = _LAYER.match(name)
+    predicting = config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
+    return layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < predicting
 
 
 def _some(names: Iterable[str], noun: str = "tensor") -> str:

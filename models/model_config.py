@@ -2,43 +2,41 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
 
+from models.checkpoint_config import DTYPES, CheckpointConfig
 from models.config_fields import Fields
 from models.errors import CheckpointError
+from models.quantization import QuantizationConfig, parse_quantization
 from models.registry import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture
 from models.rope_config import RopeConfig, parse_rope
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_DTYPES = ("float32", "bfloat16", "float16")
+ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
+"""Whose model code runs; `auto`: ours where there is any of the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Architecture of one checkpoint; lengths in tokens, sizes in elements."""
+class ModelConfig(CheckpointConfig):
+    """Architecture of one checkpoint that has a model here; lengths in tokens, sizes in elements."""
 
-    architecture: str
-    vocab_size: int
+    runs_by: ClassVar[str] = "Kaon's own code"
+
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_model_len: int
-    """Longest context. The server that allows less may replace it before it loads the model: the `dynamic` and
-    `longrope` rotary embeddings fit themselves to it."""
     rms_norm_eps: float
     rope: RopeConfig
     attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
-    dtype: str
-    """`float32`, `bfloat16` or `float16`: what the checkpoint says that it is computed in."""
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
     sliding_windows: tuple[int | None, ...]
     """By layer, tokens that a query sees, its own included; None: all before it."""
+    quantization: QuantizationConfig | None
+    """How the checkpoint's weights are stored; None: dense."""
     fields: Fields = field(repr=False, compare=False)
     """config.json, for what only one architecture has."""
 
@@ -49,8 +47,7 @@ class ModelConfig:
         architecture = _architecture(config)
         written = ARCHITECTURES[architecture]
         config = config.with_defaults(written.defaults)
-        generation_path = path / "generation_config.json"
-        generation = Fields.from_file(generation_path) if generation_path.exists() else Fields({}, "")
+        generation = _read_generation_config(path)
         _refuse_what_would_be_computed_wrong(config)
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers")
@@ -82,8 +79,30 @@ class ModelConfig:
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
             sliding_windows=_sliding_windows(config, written, num_layers),
+            quantization=parse_quantization(config, path),
             fields=config,
         )
+
+
+def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> CheckpointConfig:
+    """Of the directory `path`: a `ModelConfig` where our code runs the model, else a `TransformersConfig`.
+
+    Raises `CheckpointError` naming file, field and value.
+    """
+    config = _read_config(path)
+    names = config.values.get("architectures")
+    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in SUPPORTED_ARCHITECTURES
+    if model_impl == "kaon" or (model_impl == "auto" and is_ours):
+        return ModelConfig.from_checkpoint(path)
+    from models.transformers_config import TransformersConfig
+
+    return TransformersConfig.from_checkpoint(path, config, _read_generation_config(path))
+
+
+def _read_generation_config(path: Path) -> Fields:
+    """Empty where there is none."""
+    file = path / "generation_config.json"
+    return Fields.from_file(file) if file.exists() else Fields({}, "")
 
 
 def _read_config(path: Path) -> Fields:
@@ -103,13 +122,6 @@ def _architecture(config: Fields) -> str:
 
 
 def _refuse_what_would_be_computed_wrong(config: Fields) -> None:
-    if config.has("quantization_config"):
-        quantization = config.section("quantization_config")
-        method = quantization.string("quant_method", "unnamed") if quantization else "unnamed"
-        raise CheckpointError(
-            f"quantization_config of {config.where} asks for the {method} method, but this release runs unquantised "
-            "checkpoints only; use the model's original checkpoint"
-        )
     activation = config.string("hidden_act", "silu")
     if activation != "silu":
         raise config.invalid("hidden_act", '"silu"')
@@ -127,9 +139,13 @@ def _sliding_windows(config: Fields, written: Architecture, num_layers: int) -> 
     """By layer: as `layer_types` says, or `use_sliding_window`, or a bare `sliding_window` where that is enough."""
     kinds = config.strings("layer_types")
     if kinds:
-        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING}:
-            raise config.invalid("layer_types", f"a list of {num_layers} names, each {_FULL} or {_SLIDING}")
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING} | written.layer_kinds:
+            known = " or ".join((_FULL, _SLIDING, *sorted(written.layer_kinds)))
+            raise config.invalid("layer_types", f"a list of {num_layers} names, each {known}")
         windowed = [kind == _SLIDING for kind in kinds]
+    elif written.full_attention_every is not None:
+        every = config.integer("sliding_window_pattern", written.full_attention_every)
+        windowed = [(layer + 1) % every != 0 for layer in range(num_layers)]
     elif config.has("use_sliding_window"):
         used = config.boolean("use_sliding_window", False)
         first = config.integer("max_window_layers", num_layers, minimum=0)
@@ -145,6 +161,6 @@ def _sliding_windows(config: Fields, written: Architecture, num_layers: int) -> 
 def _dtype(config: Fields) -> str:
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.string(name, "float32").removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise config.invalid(name, f"one of {', '.join(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise config.invalid(name, f"one of {', '.join(DTYPES)}")
     return dtype

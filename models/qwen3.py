@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from models.layers.norm import RMSNorm
 from models.layers.rotary import rotate
@@ -16,8 +17,8 @@ class Qwen3Attention(LlamaAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm: nn.Module = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys normalised, with their positions. # [tokens, heads + kv_heads, head_dim]"""

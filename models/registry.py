@@ -23,13 +23,63 @@ class Architecture(NamedTuple):
     """The field that holds how many dimensions of a head may be rotated."""
     is_windowed: bool = False
     """Whether every layer has a sliding window where its config.json names just that."""
+    layer_kinds: frozenset[str] = frozenset()
+    """Names in `layer_types` beside those of full and windowed attention."""
+    full_attention_every: int | None = None
+    """Every so manieth layer attends to all, the others in a window, where its config.json has no `layer_types`."""
 
 
 ARCHITECTURES = {
+    "GptOssForCausalLM": Architecture(
+        "models.gpt_oss",
+        "GptOssForCausalLM",
+        {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0},
+        full_attention_every=2,
+    ),
+    "DeepseekV2ForCausalLM": Architecture(
+        "models.deepseek_v2", "DeepseekV2ForCausalLM", head_dim_field="qk_rope_head_dim"
+    ),
+    "DeepseekV32ForCausalLM": Architecture(
+        "models.deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        head_dim_field="qk_rope_head_dim",
+        layer_kinds=frozenset({"indexed_attention"}),
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "models.deepseek_v2", "DeepseekV2ForCausalLM", head_dim_field="qk_rope_head_dim"
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "models.gemma3",
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            "vocab_size": 262208,
+        },
+        full_attention_every=6,
+    ),
+    "Phi3ForCausalLM": Architecture("models.phi3", "Phi3ForCausalLM", is_windowed=True),
     "LlamaForCausalLM": Architecture("models.llama", "LlamaForCausalLM"),
     "MistralForCausalLM": Architecture("models.llama", "LlamaForCausalLM", is_windowed=True),
     "Qwen2ForCausalLM": Architecture("models.qwen2", "Qwen2ForCausalLM", {"attention_bias": True}),
     "Qwen3ForCausalLM": Architecture("models.qwen3", "Qwen3ForCausalLM", {"head_dim": 128}),
+    "Qwen3MoeForCausalLM": Architecture(
+        "models.qwen3_moe", "Qwen3MoeForCausalLM", {"max_window_layers": 0, "sliding_window": 4096}
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        "models.qwen3_next",
+        "Qwen3NextForCausalLM",
+        {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
+        layer_kinds=frozenset({"linear_attention"}),
+    ),
+    "MixtralForCausalLM": Architecture("models.mixtral", "MixtralForCausalLM", is_windowed=True),
+    "Glm4MoeForCausalLM": Architecture("models.glm4_moe", "Glm4MoeForCausalLM", {"partial_rotary_factor": 0.5}),
 }
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 

@@ -43,9 +43,14 @@ class RopeConfig:
         return int(self.original_max_len * self.factor) if scaled else self.original_max_len
 
 
-def parse_rope(config: Fields, *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-    """The rotary embedding that config.json describes. Raises `CheckpointError` naming the field."""
-    fields = _rope_fields(config)
+def parse_rope(
+    config: Fields, *, head_dim: int, max_position_embeddings: int, parameters: Fields | None = None
+) -> RopeConfig:
+    """The rotary embedding that config.json describes. Raises `CheckpointError` naming the field.
+
+    `parameters` replaces the object of config.json that holds the rope's own: for layers that differ from the rest.
+    """
+    fields = _rope_fields(config) if parameters is None else parameters
     rope_type = _rope_type(fields)
     share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
@@ -112,7 +117,7 @@ def _rope_fields(config: Fields) -> Fields:
     fields = config.section("rope_parameters") or config.section("rope_scaling")
     if fields is None:
         return Fields({}, config.where)
-    # One entry a kind of layer: every layer here attends to the full context.
+    # One entry a kind of layer: a model whose kinds differ reads the others' itself.
     return fields.section("full_attention") or fields
 
 

@@ -81,6 +81,7 @@ def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -
             cache_salt=request.salt_key,
             clip_max_tokens=request.token_limit is None,
             priority=request.priority,
+            adapter=frontend.adapter_of(request.model),
         )
     except InvalidRequest as error:
         raise _in_chat_terms(error, request) from error

@@ -29,12 +29,15 @@ async def prepare_completion(request: CompletionRequest, frontend: Frontend) -> 
     processor = frontend.processor
     grammar = await grammar_of(request, frontend)
     characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
+    adapter = frontend.adapter_of(request.model)
     if characters > _LONG_CHARACTERS:
-        return await asyncio.to_thread(_prepare, request, grammar, processor)
-    return _prepare(request, grammar, processor)
+        return await asyncio.to_thread(_prepare, request, grammar, processor, adapter)
+    return _prepare(request, grammar, processor, adapter)
 
 
-def _prepare(request: CompletionRequest, grammar: str | None, processor: InputOutputProcessor) -> list[PreparedPrompt]:
+def _prepare(
+    request: CompletionRequest, grammar: str | None, processor: InputOutputProcessor, adapter: int
+) -> list[PreparedPrompt]:
     says_length = "max_tokens" in request.model_fields_set
     max_tokens = request.max_tokens
     if not says_length and processor.defaults.max_new_tokens is not None:
@@ -55,6 +58,7 @@ def _prepare(request: CompletionRequest, grammar: str | None, processor: InputOu
             cache_salt=request.salt_key,
             clip_max_tokens=not says_length,
             priority=request.priority,
+            adapter=adapter,
         )
         cut = keep_last is not None and len(token_ids) >= keep_last
         prepared.append(

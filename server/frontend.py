@@ -28,8 +28,6 @@ from server.streams import Hub
 
 _log = logging.getLogger(__name__)
 
-EMBEDDED_MODEL_NAME = "kaon-demo"
-
 
 class Frontend:
     """The API process's state: the core, the hub of live sequences, the metrics, and the loaded model's text side."""
@@ -38,7 +36,9 @@ class Frontend:
         self.config = config
         self.version = version("kaon")
         self.fingerprint = f"kaon-{self.version}"
-        self.model_names = config.server_config.served_model_name or (config.model or EMBEDDED_MODEL_NAME,)
+        self.model_names = (*config.model_names, *config.lora_paths)
+        """What requests may call for: the model, by each of its names, the main one first; then adapters."""
+        self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
         self.metrics = Metrics(self.version)
         self.hub = Hub(core, self.metrics)
@@ -131,6 +131,10 @@ class Frontend:
             raise ModelNotFound(
                 f"model is {name[:60]!r}, which this server does not serve; use {served}", param="model"
             )
+
+    def adapter_of(self, name: str) -> int:
+        """Number of the LoRA adapter that the model of that name is computed with; 0: none."""
+        return self._adapters.get(name, 0)
 
 
 def of(request: Request) -> Frontend:

@@ -30,6 +30,7 @@ class StepInputs:
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
     sampling: SamplingRows
+    adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None before any row had one
 
 
 class InputBatch:
@@ -51,6 +52,7 @@ class InputBatch:
                 f"{max_model_len} ({error}); lower one of the two"
             ) from error
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._adapters: npt.NDArray[np.int32] | None = None
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -86,6 +88,7 @@ class InputBatch:
             sampled_slots=slots[sampled],
             last_tokens=ends[sampled] - 1,
             sampling=self._sampling.rows(slots[sampled], num_tokens[sampled], self._tokens),
+            adapters=None if self._adapters is None else self._adapters[slots],
         )
 
     def append(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
@@ -98,4 +101,8 @@ class InputBatch:
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
         self._num_tokens[slot] = len(seq.token_ids)
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
+        if seq.adapter and self._adapters is None:
+            self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
+        if self._adapters is not None:
+            self._adapters[slot] = seq.adapter
         self._sampling.write(slot, seq)

@@ -9,6 +9,15 @@ from models.attention.base import AttentionBackend
 from models.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
 from models.forward_context import KVCacheTensor, LayerCache, StateCache, VectorCache
 
+KV_CACHE_DTYPES = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+"""By the words of `kv_cache_dtype`; None: the model's."""
+
 
 class LayerCaches:
     """Paged caches, whose blocks sequences share out, and states, one a slot of the worker."""
@@ -22,7 +31,10 @@ class LayerCaches:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype` is the model's, which states have; `kv_dtype` that of all paged caches, None: the same."""
+        self._kv_dtype = kv_dtype or dtype
         self._specs = specs
         self._backend = backend
         self._block_size = block_size
@@ -36,10 +48,18 @@ class LayerCaches:
         return any(isinstance(spec, StateCacheSpec) for spec in self._specs)
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a query sees in the widest of the paged layers; None where one of them shows it all."""
+        paged = [spec for spec in self._specs if not isinstance(spec, StateCacheSpec)]
+        windows = [spec.sliding_window for spec in paged if isinstance(spec, KVCacheSpec)]
+        known = [window for window in windows if window is not None]
+        return max(known) if known and len(known) == len(paged) else None
+
+    @property
     def block_bytes(self) -> int:
         """Of one block in all layers."""
-        elements = sum(spec.elements_per_token for spec in self._specs if not isinstance(spec, StateCacheSpec))
-        return elements * self._block_size * self._dtype.itemsize
+        paged = [spec for spec in self._specs if not isinstance(spec, StateCacheSpec)]
+        return self._block_size * sum(spec.elements_per_token * self._kv_dtype.itemsize for spec in paged)
 
     def allocate(self, num_blocks: int) -> dict[str, LayerCache]:
         """Zeros, by layer name."""
@@ -49,9 +69,9 @@ class LayerCaches:
         match spec:
             case KVCacheSpec():
                 shape = self._backend.kv_cache_shape(num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim)
-                return KVCacheTensor(*(zeros(shape, self._dtype, self._device) for _ in range(2)))
+                return KVCacheTensor(*(zeros(shape, self._kv_dtype, self._device) for _ in range(2)))
             case VectorCacheSpec():
-                return VectorCache(zeros((num_blocks, self._block_size, spec.dim), self._dtype, self._device))
+                return VectorCache(zeros((num_blocks, self._block_size, spec.dim), self._kv_dtype, self._device))
             case StateCacheSpec():
                 return StateCache(
                     tuple(

@@ -16,15 +16,17 @@ from engine.sequence import Sequence
 from engine.worker.control_groups import available_cores
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory
-from engine.worker.layer_caches import LayerCaches
+from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import Sampler
 from models.attention import select_backend
 from models.base import CausalLM
+from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
 from models.loader import load_model
-from models.model_config import ModelConfig
+from models.lora.tokens import group_by_adapter
+from models.lora.weights import load_adapters
 
 
 class ModelRunner:
@@ -37,7 +39,7 @@ class ModelRunner:
         self,
         config: Config,
         model_path: Path,
-        model_config: ModelConfig,
+        model_config: CheckpointConfig,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -64,6 +66,7 @@ class ModelRunner:
         # Rope types that depend on the context's length depend on the length that is served.
         served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
         self.model = load_model(self.model_path, served, dtype=self.dtype, device=self.device, progress=progress)
+        load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
         self.caches = LayerCaches(
             self.model.kv_cache_layers(),
             self.backend,
@@ -71,7 +74,16 @@ class ModelRunner:
             num_slots=self.config.max_num_seqs,
             dtype=self.dtype,
             device=self.device,
+            kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
         )
+        if self.caches.have_states and self.config.enable_prefix_caching:
+            # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
+            self.config = self.config.model_copy(update={"enable_prefix_caching": False})
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query of the loaded model sees, its own included; None: all before it."""
+        return self.caches.window
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
@@ -125,7 +137,10 @@ class ModelRunner:
         positions = torch.from_numpy(inputs.positions).to(self.device)
         num_rows = len(inputs.query_lens)
         context = Context(positions=positions, is_prefill=inputs.num_decodes < num_rows, batch_size=num_rows)
-        with forward_context(metadata, context):
+        lora = None
+        if inputs.adapters is not None:
+            lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
+        with forward_context(metadata, context, lora=lora):
             hidden = self.model(input_ids, positions)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:

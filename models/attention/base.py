@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.forward_context import AttentionMetaData, KVCacheTensor
+from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class AttentionOptions:
     """Tokens that a query sees, its own included; None: all before it."""
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`."""
+    k_scale: float = 1.0
+    """What keys in an 8-bit cache are multiplied by."""
+    v_scale: float = 1.0
+    """What values in it are multiplied by."""
 
 
 class AttentionBackend(Protocol):
@@ -67,6 +71,38 @@ class AttentionBackend(Protocol):
         """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
 
         `sinks` [Hq] are logits beside the scores: they take probability and add no value.
+        """
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        selected: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write latents to the cache, then attend to what they expand to. # -> [T, H, v]
+
+        `q` [T, H, nope + rope]: rotated. `latent` [T, rank + rope]: the normalised latent, then the rotated key that
+        all heads share. `kv_b` [H, nope + v, rank]: makes a head's key and value of a latent. `selected` [T, K]:
+        positions that each token attends to, -1 for none; None: all before it and itself.
+        """
+
+    def index_top_k(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        top_k: int,
+    ) -> torch.Tensor | None:
+        """Write index keys to the cache, then choose each token's `top_k` best. # -> [T, top_k] int64
+
+        A key's score is the sum over heads of `weights * relu(q . k)`. # q [T, H, D], weights [T, H] f32, k [T, D]
+        Positions are in no order, -1 where fewer are seen. None where no sequence is longer than `top_k`.
         """
 
     def init_capture(self, max_batch_size: int, max_blocks: int) -> None:

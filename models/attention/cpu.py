@@ -9,8 +9,12 @@ import torch
 
 from models.attention.base import AttentionOptions
 from models.attention.cpu_attend import Attend
-from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan, StepPlan
-from models.forward_context import AttentionMetaData, KVCacheTensor
+from models.attention.cpu_cache import PagedKV, Scratch
+from models.attention.cpu_index import index_top_k
+from models.attention.cpu_mla import LatentAttention
+from models.attention.cpu_pages import PageReader
+from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan
+from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
 
 
 class CPUAttentionBackend:
@@ -23,7 +27,8 @@ class CPUAttentionBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
+        self._pages = PageReader()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, kv_heads, block_size, head_dim]: one head's vectors in a block lie together."""
@@ -70,19 +75,47 @@ class CPUAttentionBackend:
         assert isinstance(metadata, CPUAttentionMetaData)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
         plan = metadata.plan(num_kv_heads, block_size, options.sliding_window)
-        _write(k, v, cache, plan)
+        paged = PagedKV(cache, options, q.dtype, self._scratch)
+        k, v = paged.write(k, v, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
         attend = Attend(options, None if sinks is None else sinks.view(num_kv_heads, -1))
         out = torch.empty_like(grouped)
         decodes = metadata.num_decodes
         for bucket in plan.buckets:
-            _decode(grouped[:decodes], out[:decodes], cache, bucket, attend, self._scratch)
+            _decode(grouped[:decodes], out[:decodes], paged, bucket, attend)
         for span in plan.spans:
             if span.pages:
-                _extend(grouped[span.tokens], out[span.tokens], cache, span, plan.mask, attend, self._scratch)
+                _extend(grouped[span.tokens], out[span.tokens], paged, span, plan.mask, attend)
             else:
                 _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attend)
         return out.view(q.shape)
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        selected: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
+        assert isinstance(metadata, CPUAttentionMetaData)
+        return LatentAttention(q, kv_b, cache, metadata, options, selected, self._pages).run(latent)
+
+    def index_top_k(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        top_k: int,
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
+        assert isinstance(metadata, CPUAttentionMetaData)
+        return index_top_k(q, weights, k, cache, metadata, top_k, self._pages)
 
     def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
         """Nothing: the CPU has no graphs."""
@@ -95,28 +128,17 @@ class CPUAttentionBackend:
         """Nothing: the CPU has no graphs."""
 
 
-def _write(k: torch.Tensor, v: torch.Tensor, cache: KVCacheTensor, plan: StepPlan) -> None:
-    """Put the step's K and V into their slots."""
-    if plan.opened_blocks is not None:
-        # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by 0.
-        cache.k_cache[plan.opened_blocks] = 0
-        cache.v_cache[plan.opened_blocks] = 0
-    cache.k_cache[plan.write_blocks, :, plan.write_offsets] = k
-    cache.v_cache[plan.write_blocks, :, plan.write_offsets] = v
-
-
 def _decode(
     q: torch.Tensor,
     out: torch.Tensor,
-    cache: KVCacheTensor,
+    paged: PagedKV,
     bucket: DecodeBucket,
     attend: Attend,
-    scratch: "_Scratch",
 ) -> None:
     """One token a row. # q and out [decodes, Hkv, group, D]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
-        k, v = scratch.gather(cache, pages.rows, bucket.batch, bucket.length)
+        k, v = paged.gather(pages.rows, bucket.batch, bucket.length)
         attended = attend.grouped_rows(queries[:, pages.heads], k, v, bucket.mask, pages.heads)
         if bucket.rows is None:
             out[:, pages.heads] = attended
@@ -135,11 +157,10 @@ def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 def _extend(
     q: torch.Tensor,
     out: torch.Tensor,
-    cache: KVCacheTensor,
+    paged: PagedKV,
     span: PrefillSpan,
     mask: torch.Tensor | None,
     attend: Attend,
-    scratch: "_Scratch",
 ) -> None:
     """A span after cached context, in chunks of queries that each attend no further than they see. # q as above"""
     assert mask is not None, "the plan has a mask for spans with context"
@@ -147,7 +168,7 @@ def _extend(
     queries = q.permute(1, 2, 0, 3)  # [Hkv, group, n, D]
     for pages in span.pages:
         k, v = (
-            side[0, :, None] for side in scratch.gather(cache, pages.rows, 1, span.padded)
+            side[0, :, None] for side in paged.gather(pages.rows, 1, span.padded)
         )  # [heads, 1, padded, D], from the span's first page on
         for first in range(0, span.num_tokens, chunk):
             last = min(first + chunk, span.num_tokens)
@@ -163,28 +184,3 @@ def _extend(
                 pages.heads,
             )
             out[first:last, pages.heads] = attended.permute(2, 0, 1, 3)
-
-
-class _Scratch:
-    """Where gathered pages go, kept between layers and steps: fresh memory would be faulted in page by page each time.
-
-    Grows to the largest gather so far, which the plan bounds.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0)
-
-    def gather(
-        self, cache: KVCacheTensor, rows: torch.Tensor, batch: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's pages, each head's vectors in a row; valid until the next call. # [batch, heads, length, D]"""
-        num_blocks, num_kv_heads, block_size, head_dim = cache.k_cache.shape
-        page = block_size * head_dim
-        size = len(rows) * page
-        if self._buffer.numel() < 2 * size or self._buffer.dtype != cache.k_cache.dtype:
-            self._buffer = torch.empty(2 * size, dtype=cache.k_cache.dtype)
-        k, v = (self._buffer[at : at + size].view(len(rows), page) for at in (0, size))
-        torch.index_select(cache.k_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=k)
-        torch.index_select(cache.v_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=v)
-        shape = batch, -1, length, head_dim
-        return k.view(shape), v.view(shape)

@@ -8,3 +8,19 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of the two side by side, clamped to `limit` first (gpt-oss).
+
+    # [tokens, 2 * features] -> [tokens, features]
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

@@ -1,5 +1,7 @@
 """`Attention`: where a model meets the attention backend and its layer's KV cache."""
 
+import dataclasses
+
 import torch
 from torch import nn
 
@@ -30,6 +32,10 @@ class Attention(nn.Module):
         self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window)
         self.layer_name = layer_name
         self.options = AttentionOptions(head_dim**-0.5 if scale is None else scale, sliding_window, soft_cap)
+
+    def scale_cache(self, k_scale: float, v_scale: float) -> None:
+        """Take the checkpoint's scales for keys and values in an 8-bit cache."""
+        self.options = dataclasses.replace(self.options, k_scale=k_scale, v_scale=v_scale)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import empty_parameter, require_shape
+from models.layers.parameter import Shard, empty_parameter, require_shape
 from models.parallel import SINGLE_RANK, TensorParallel
 
 
@@ -28,7 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0.0))
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: str | int | None) -> None:
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         require_shape(loaded, (self.vocab_size, parameter.shape[1]))
         part = loaded[self.first_row : self.first_row + self.num_rows]
         parameter.data[: len(part)].copy_(part)

@@ -8,11 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import empty_parameter, require_shape
+from models.layers.parameter import Shard, empty_parameter, require_shape
+from models.lora.layer import LinearLoRA, OutputPart
 from models.parallel import SINGLE_RANK, TensorParallel
 
 
-class _PackedLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """What adapters need of any of these layers."""
+
+    in_features: int
+    """Of the whole layer."""
+    inputs: slice
+    """This rank's among them."""
+    parts: dict[str | int | None, OutputPart]
+    """Where the output features of each tensor of the checkpoint are, by shard."""
+    lora: LinearLoRA | None = None
+    """What adapters add to the output; None where no adapter has a part in this layer."""
+
+    def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
+        """Let adapters take part, if they do not yet; the weights of theirs will be of `dtype`."""
+        if self.lora is None:
+            self.lora = LinearLoRA(self.in_features, self.inputs, self.parts, dtype)
+        return self.lora
+
+
+class _PackedLinear(ParallelLinear):
     """Output features of several checkpoint tensors, one after the other; the rank's part of each."""
 
     def __init__(
@@ -25,22 +45,31 @@ class _PackedLinear(nn.Module):
         """`parts`: by shard, `(features in the checkpoint, features on this rank, first of them)`."""
         super().__init__()
         self.in_features = in_features
-        self._parts: dict[str | int | None, tuple[int, int, int, int]] = {}
+        self.inputs = slice(0, in_features)
+        self.parts = {}
         row = 0
         for shard, (whole, local, first) in parts.items():
-            self._parts[shard] = (whole, local, first, row)
+            self.parts[shard] = OutputPart(whole, local, first, row)
             row += local
         self.weight = empty_parameter(row, in_features, weight_loader=self._load)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, in_features] -> [tokens, the rank's features]"""
-        return F.linear(x, self.weight, self.bias)
+        output = F.linear(x, self.weight, self.bias)
+        if self.lora is not None:
+            self.lora.apply(output, x)
+        return output
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: str | int | None) -> None:
-        whole, local, first, row = self._parts[shard]
-        require_shape(loaded, (whole, *parameter.shape[1:]))
-        parameter.data[row : row + local].copy_(loaded[first : first + local])
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
+        """Fill one part; with shard None of a layer of several, all of them from a tensor that holds them in order."""
+        assert not isinstance(shard, tuple), "experts are no part of a linear layer"
+        parts = [self.parts[shard]] if shard in self.parts else list(self.parts.values())
+        require_shape(loaded, (sum(part.whole for part in parts), *parameter.shape[1:]))
+        start = 0
+        for whole, local, first, row in parts:
+            parameter.data[row : row + local].copy_(loaded[start + first : start + first + local])
+            start += whole
 
 
 class ColumnParallelLinear(_PackedLinear):
@@ -105,7 +134,7 @@ class QKVParallelLinear(_PackedLinear):
         self.num_heads, self.num_kv_heads = local_heads, local_kv_heads
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """One linear layer whose input features are shared out; its output is whole on every rank."""
 
     def __init__(
@@ -115,6 +144,8 @@ class RowParallelLinear(nn.Module):
         self.in_features = in_features
         self.parallel = parallel
         local = parallel.share(in_features, "in_features")
+        self.inputs = slice(parallel.rank * local, (parallel.rank + 1) * local)
+        self.parts = {None: OutputPart(out_features, out_features, 0, 0)}
         self.weight = empty_parameter(out_features, local, weight_loader=self._load)
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 
@@ -122,9 +153,12 @@ class RowParallelLinear(nn.Module):
         """# [tokens, the rank's in_features] -> [tokens, out_features]"""
         # One rank alone adds the bias, or the sum would hold it once a rank.
         bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(F.linear(x, self.weight, bias))
+        output = F.linear(x, self.weight, bias)
+        if self.lora is not None:
+            self.lora.apply(output, x)
+        return self.parallel.all_reduce(output)
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: str | int | None) -> None:
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         if parameter is self.bias:
             require_shape(loaded, tuple(parameter.shape))
             parameter.data.copy_(loaded)

@@ -1,13 +1,17 @@
 """Parameters that know how a checkpoint's tensor goes into them. Used by the layers and the loader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, str | int | None], None]
-"""`(parameter, tensor of the checkpoint, shard)`: the shard names a part of a packed parameter, None the whole."""
+Shard: TypeAlias = str | int | tuple[int, str] | None
+"""A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
+WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
+"""`(parameter, tensor of the checkpoint, shard)`."""
+Spelling: TypeAlias = Mapping[str, Shard]
+"""The checkpoint's tensors that fill one parameter: names relative to the parent of the parameter's module."""
 
 
 class WeightShapeError(ValueError):
@@ -17,11 +21,21 @@ class WeightShapeError(ValueError):
         super().__init__(f"shape {list(found)}, where the model needs {list(expected)}")
 
 
-def empty_parameter(*shape: int, weight_loader: WeightLoader) -> nn.Parameter:
-    """An uninitialised parameter of the default dtype and device, filled by `weight_loader`."""
-    parameter = nn.Parameter(torch.empty(shape), requires_grad=False)
+def empty_parameter(
+    *shape: int,
+    weight_loader: WeightLoader,
+    dtype: torch.dtype | None = None,
+    sources: tuple[Spelling, ...] = (),
+) -> nn.Parameter:
+    """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
+
+    `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
+    checkpoint holds under its own name.
+    """
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
+    parameter.sources = sources  # type: ignore[attr-defined]
     return parameter
 
 
@@ -31,7 +45,13 @@ def weight_loader_of(parameter: nn.Parameter) -> WeightLoader:
     return loader
 
 
-def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: str | int | None = None) -> None:
+def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
+    """What `empty_parameter` was given."""
+    spellings: tuple[Spelling, ...] = parameter.sources  # type: ignore[attr-defined]
+    return spellings
+
+
+def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:
     """The loader of a parameter that every rank holds whole."""
     require_shape(loaded, tuple(parameter.shape))
     parameter.data.copy_(loaded)

@@ -49,6 +49,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
 
 
+def deinterleave(x: torch.Tensor) -> torch.Tensor:
+    """Reorder neighbouring pairs `(2i, 2i + 1)` to those that `rotate` turns. # [..., rotary_dim]
+
+    Queries and keys must both be reordered: their products are then the same.
+    """
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Radians a position, by pair of dimensions. # [rotary_dim / 2] float32"""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim

@@ -14,6 +14,8 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "kaon"
     max_model_len: int | None = None
     """Longest prompt plus completion in tokens; null while the model loads."""
+    parent: str | None = None
+    """Of a LoRA adapter: the model that it adapts."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

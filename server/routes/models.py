@@ -29,4 +29,5 @@ async def retrieve_model(http: Request, model: str) -> Response:
 
 
 def _model(name: str, frontend: Frontend) -> Model:
-    return Model(id=name, created=frontend.created, max_model_len=frontend.max_model_len)
+    parent = frontend.model_names[0] if frontend.adapter_of(name) else None
+    return Model(id=name, created=frontend.created, max_model_len=frontend.max_model_len, parent=parent)

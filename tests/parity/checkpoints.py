@@ -31,6 +31,8 @@ class Family(NamedTuple):
     model_class: type[PreTrainedModel]
     defaults: Mapping[str, Any] = MappingProxyType({})
     """Fields of its config, before a checkpoint's own."""
+    norm_mean: float = 1.0
+    """Of the weights of its norms: 0 where the model adds the one."""
 
 
 _FAMILIES = {"llama": Family(LlamaConfig, LlamaForCausalLM), "qwen3": Family(Qwen3Config, Qwen3ForCausalLM)}
@@ -71,10 +73,13 @@ def make_checkpoint(
     model = family.model_class(family.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        saved = model.state_dict().keys()
+        # Some routers keep a bias as a buffer.
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
+                parameter.copy_(family.norm_mean + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:

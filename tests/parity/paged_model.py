@@ -19,7 +19,8 @@ from models.forward_context import (
     set_kv_cache_data,
 )
 from models.loader import load_model
-from models.model_config import ModelConfig
+from models.lora.tokens import group_by_adapter
+from models.model_config import ModelImpl, read_checkpoint_config
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 8
@@ -33,6 +34,7 @@ class Row:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     slot: int = 0
+    adapter: int = 0
 
 
 class PagedModel:
@@ -46,8 +48,10 @@ class PagedModel:
         num_blocks: int = 64,
         max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
+        model_impl: ModelImpl = "auto",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        config = ModelConfig.from_checkpoint(path)
+        config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
         self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False)
         self.backend = select_backend(CPU)
@@ -60,6 +64,7 @@ class PagedModel:
             num_slots=NUM_SLOTS,
             dtype=dtype,
             device=CPU,
+            kv_dtype=kv_dtype,
         )
         self.cache = caches.allocate(num_blocks)
         for layer in self.cache.values():
@@ -93,7 +98,8 @@ class PagedModel:
         at = torch.from_numpy(np.concatenate(positions))
         set_kv_cache_data(self.cache)
         context = Context(positions=at, is_prefill=num_decodes < len(spans), batch_size=len(spans))
-        with torch.inference_mode(), forward_context(metadata, context):
+        lora = group_by_adapter(np.array([row.adapter for row, _ in spans]), np.array(counts), CPU)
+        with torch.inference_mode(), forward_context(metadata, context, lora=lora):
             hidden = self.model(torch.tensor(input_ids), at)
         set_kv_cache_data({})
         with torch.inference_mode():

@@ -61,12 +61,18 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint
 
 
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
-    tokens = prompt(60, seed=3)
-    exact = reference.logits(tokens).log_softmax(-1)
-    theirs = (Reference(checkpoint, dtype=torch.bfloat16).logits(tokens).float().log_softmax(-1) - exact).abs()
-    ours = (PagedModel(checkpoint, dtype=torch.bfloat16).logits(tokens).log_softmax(-1) - exact).abs()
-    assert ours.mean() < 1.25 * theirs.mean()
-    assert ours.quantile(0.99) < 1.5 * theirs.quantile(0.99)
+    prompts = [prompt(60, seed=seed) for seed in range(3, 11)]
+    exact = [reference.logits(tokens).log_softmax(-1) for tokens in prompts]
+
+    def errors(model: PagedModel | Reference) -> torch.Tensor:
+        """By token. Where two experts are nearly equal, rounding chooses: so of many tokens, and no mean of them."""
+        found = (model.logits(tokens).float().log_softmax(-1) for tokens in prompts)
+        return torch.cat([(each - right).abs().mean(-1) for each, right in zip(found, exact, strict=True)])
+
+    theirs = errors(Reference(checkpoint, dtype=torch.bfloat16))
+    ours = errors(PagedModel(checkpoint, dtype=torch.bfloat16))
+    assert ours.median() < 1.25 * theirs.median()
+    assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
 
 
 class Ignored:
@@ -78,7 +84,7 @@ class Ignored:
 
 def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
     """Greedy completions of the prompts, which arrive two by two; all that run are preempted once."""
-    scheduler = Scheduler(runner.config)
+    scheduler = Scheduler(runner.config, window=runner.window)
     params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
     size = runner.config.kv_cache_block_size
     seqs = [Sequence(list(tokens), size, params, id=number) for number, tokens in enumerate(prompts)]

@@ -126,7 +126,7 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path, name: st
 def test_quantised_tensors_are_refused(checkpoint: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(112, 64, dtype=torch.int8)}))
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight in .* is torch\.int8, .*unquantised"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight in .* is torch\.int8, .*no quantisation of it"):
         load(checkpoint)
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_memory_cannot_hold_is_told_in_a_sentence(checkpoint: Path)
 
 
 def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(CheckpointError, match=r"'GPT2LMHeadModel'.*LlamaForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(CheckpointError, match=r"'GPT2LMHeadModel'.*LlamaForCausalLM, .*Qwen3ForCausalLM"):
         resolve_model_class("GPT2LMHeadModel")
 
 

@@ -14,7 +14,7 @@ from models.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from models.layers.parameter import weight_loader_of
+from models.layers.parameter import Shard, weight_loader_of
 from models.loader import load_model
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -41,7 +41,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def fill(parameter: nn.Parameter | None, value: torch.Tensor, shard: str | int | None = None) -> None:
+def fill(parameter: nn.Parameter | None, value: torch.Tensor, shard: Shard = None) -> None:
     assert parameter is not None
     weight_loader_of(parameter)(parameter, value, shard)
 

@@ -44,6 +44,8 @@ def assert_matches(inputs: StepInputs, spans: list[tuple[Sequence, int, int]], n
         used = -(-end // seq.block_size)
         assert table[:used] == seq.block_table[:used]
     assert inputs.num_decodes == num_decodes
+    adapters = [0] * len(spans) if inputs.adapters is None else inputs.adapters.tolist()
+    assert adapters == [seq.adapter for seq, _, _ in spans]
     assert {inputs.input_ids.dtype, inputs.positions.dtype, inputs.slot_mapping.dtype} == {np.dtype(np.int64)}
     assert inputs.block_tables.dtype == np.int32
 
@@ -111,7 +113,8 @@ class World:
                 seq = self.preempted.pop()
             else:
                 length = self.random.randint(1, MAX_MODEL_LEN - 1)
-                seq = Sequence([self.random.randrange(1000) for _ in range(length)], self.block_size)
+                tokens = [self.random.randrange(1000) for _ in range(length)]
+                seq = Sequence(tokens, self.block_size, adapter=self.random.choice([0, 0, 1, 2]))
             seq.slot = free.pop(self.random.randrange(len(free)))
             seq.block_table = self.blocks(seq.num_blocks)
             # A prefix hit may cover all but the last token.

@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.worker.model_runner import ModelRunner
-from models.model_config import ModelConfig
+from models.model_config import read_checkpoint_config
 
 VOCAB_SIZE = 160
 NUM_NEW = 20
@@ -73,7 +73,7 @@ def expected(reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list
 
 def runner_for(checkpoint: Path, **fields: object) -> ModelRunner:
     config = Config(**{"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields})
-    model_config = ModelConfig.from_checkpoint(checkpoint)
+    model_config = read_checkpoint_config(checkpoint, config.model_impl)
     runner = ModelRunner(config, checkpoint, model_config, torch.device("cpu"), torch.float32)
     runner.load()
     runner.allocate_kv_cache(config.num_kvcache_blocks or 0)

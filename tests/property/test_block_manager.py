@@ -29,6 +29,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def compute(self, seq: Sequence, start: int, end: int) -> None:
         for position in range(start, end):
             block_id = seq.block_table[position // BLOCK_SIZE]
+            # The salt holds the caller's and the adapter.
             self.cells[block_id, position % BLOCK_SIZE] = (seq.cache_salt, seq.token_ids[: position + 1])
         seq.num_computed_tokens = end
 
@@ -36,10 +37,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         target=holding,
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         salt=st.sampled_from([None, 0, 3]),
+        adapter=st.sampled_from([0, 0, 1, 2]),
         chunk=st.integers(1, 12),
     )
-    def allocate(self, tokens: list[int], salt: int | None, chunk: int) -> Sequence | None:
-        seq = Sequence(tokens, BLOCK_SIZE, id=0, cache_salt=salt)
+    def allocate(self, tokens: list[int], salt: int | None, adapter: int, chunk: int) -> Sequence | None:
+        seq = Sequence(tokens, BLOCK_SIZE, id=0, cache_salt=salt, adapter=adapter)
         free = len(self.manager.free_block_ids)
         promised = self.manager.count_cached_tokens(seq)
         if not self.manager.can_allocate(seq):
@@ -68,6 +70,24 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.may_append(seq)
         self.compute(seq, seq.num_computed_tokens, seq.num_tokens)
 
+    @rule(seq=holding, window=st.integers(1, 6))
+    def release_unseen(self, seq: Sequence | None, window: int) -> None:
+        """Give back what a window before the next token leaves out."""
+        if seq in self.seqs:
+            assert seq is not None
+            free = len(self.manager.free_block_ids)
+            self.manager.release_unseen(seq, seq.num_computed_tokens - window)
+            assert len(self.manager.free_block_ids) >= free
+            assert seq.num_released_blocks >= (seq.num_computed_tokens - window) // BLOCK_SIZE
+
+    @rule(seq=holding)
+    def forget(self, seq: Sequence | None) -> None:
+        """What it computed may be wrong: nobody finds any of it, not even what it gave back."""
+        if seq in self.seqs:
+            assert seq is not None
+            self.manager.forget(seq)
+            assert self.manager.count_cached_tokens(seq) == 0
+
     @rule(seq=consumes(holding))
     def deallocate(self, seq: Sequence | None) -> None:
         if seq in self.seqs:
@@ -82,7 +102,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_has_its_own_kv(self) -> None:
         for seq in self.seqs:
-            for position in range(seq.num_computed_tokens):
+            for position in range(seq.num_released_blocks * BLOCK_SIZE, seq.num_computed_tokens):
                 cell = seq.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
                 assert self.cells[cell] == (seq.cache_salt, seq.token_ids[: position + 1])
 

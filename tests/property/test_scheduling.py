@@ -27,6 +27,7 @@ from engine.messages import RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from kvcache.block_manager import RELEASED
 
 VOCAB = 5
 EOS = 4
@@ -70,8 +71,9 @@ class ClockedScheduler(Scheduler):
 class FakeWorker:
     """Keeps rows by slot from what batches carry, as the real worker does, and KV as prefixes."""
 
-    def __init__(self, block_size: int, mtp_k: int) -> None:
+    def __init__(self, block_size: int, mtp_k: int, window: int | None = None) -> None:
         self.block_size = block_size
+        self.window = window
         self.mtp_k = mtp_k
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -111,12 +113,13 @@ class FakeWorker:
                 else:
                     self.kv[cell] = content
         errors = {}
-        for req_id, slot, end, _ in rows:
-            cells = [self.cell(slot, position) for position in range(end)]
-            if req_id in broken or not poisoned.isdisjoint(cells):
+        for req_id, slot, end, count in rows:
+            first = 0 if self.window is None else max(0, end - count - self.window + 1)
+            cells = {position: self.cell(slot, position) for position in range(first, end)}
+            if req_id in broken or not poisoned.isdisjoint(cells.values()):
                 errors[req_id] = "not a number"
                 continue
-            for position, cell in enumerate(cells):
+            for position, cell in cells.items():
                 assert self.kv[cell] == self.content(slot, spans[req_id], position)
         output = self.sample(batch, [row for row in rows if row[0] not in errors])
         output.errors = errors or None
@@ -162,7 +165,9 @@ class FakeWorker:
         return ScheduledBatchOutput(accepted, drafts or None)
 
     def cell(self, slot: int, position: int) -> tuple[int, int]:
-        return self.tables[slot][position // self.block_size], position % self.block_size
+        block_id = self.tables[slot][position // self.block_size]
+        assert block_id != RELEASED
+        return block_id, position % self.block_size
 
     def content(self, slot: int, context: list[int], position: int) -> tuple[int, ...]:
         return (self.salts[slot], *context[: position + 1])
@@ -180,6 +185,7 @@ class SchedulingMachine(RuleBasedStateMachine):
     caching = True
     delay_factor = 0.0
     max_model_len: int | None = None
+    window: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,10 +204,11 @@ class SchedulingMachine(RuleBasedStateMachine):
                 eos_token_id=EOS,
                 stop_token_ids=[],
                 speculative_config=speculative,
-            )
+            ),
+            window=self.window,
         )
         self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
-        self.worker = FakeWorker(self.block_size, self.mtp_k)
+        self.worker = FakeWorker(self.block_size, self.mtp_k, self.window)
         self.seqs: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -272,6 +279,10 @@ class SchedulingMachine(RuleBasedStateMachine):
             self.worker.forward(batch, broken=batch.req_ids)
             self.put_nowait(self.scheduler.fail(seqs.values(), fault))
             return
+        if self.window is not None:
+            for seq in list(seqs.values())[: batch.total_seqs_num_decode]:
+                held = len(seq.block_table) - seq.num_released_blocks
+                assert (held - 2) * self.block_size < self.window + 1 + 2 * self.mtp_k, "blocks held past the window"
         broken = {"first row": batch.req_ids[:1], "last row": batch.req_ids[-1:]}.get(fault or "", [])
         output = self.worker.forward(batch, broken)
         self.scheduler.postprocess(list(seqs.values()), output, self)
@@ -323,6 +334,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cache_of_one_block_with_delay": {"block_size": 16, "num_blocks": 1, "delay_factor": 3.0},
     "delay": {"delay_factor": 5.0},
     "drafts": {"mtp_k": 1},
+    "window": {"window": 6},
+    "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
+    "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
+    "window_with_drafts": {"window": 3, "mtp_k": 3, "policy": "mixed"},
+    "window_without_cache": {"window": 5, "caching": False, "budget": 6},
     "three_drafts_mixed": {"mtp_k": 3, "policy": "mixed"},
     "three_drafts_of_one_token_blocks": {"mtp_k": 3, "block_size": 1, "num_blocks": 30, "budget": 4},
 }

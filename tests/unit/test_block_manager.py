@@ -8,7 +8,7 @@ import xxhash
 
 from engine.sequence import Sequence
 from kvcache import block_manager as block_manager_module
-from kvcache.block_manager import Block, BlockManager
+from kvcache.block_manager import RELEASED, Block, BlockManager
 
 BLOCK_SIZE = 4
 
@@ -84,6 +84,17 @@ def test_a_full_hit_is_counted_whole() -> None:
     again = make_seq(list(range(8)))
     manager.allocate(again)
     assert again.num_cached_tokens == 8
+
+
+def test_adapters_never_share_with_each_other_or_the_base_model_whatever_their_salts() -> None:
+    manager = make_manager(32)
+    kinds = [(salt, adapter) for salt in (None, 0, 1, 2**64 - 1) for adapter in (0, 1, 2)]
+    for cached in (0, 8):
+        for salt, adapter in kinds:
+            seq = Sequence(list(range(8)), BLOCK_SIZE, cache_salt=salt, adapter=adapter)
+            manager.allocate(seq)
+            assert seq.num_cached_tokens == cached
+            assert len(set(seq.block_hashes)) == 2
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
@@ -248,4 +259,77 @@ def test_integrity_check_sees_a_lost_reference() -> None:
     manager.allocate(seq)
     manager.blocks[0].ref_count = 2
     with pytest.raises(AssertionError, match="referenced 1 times"):
+        manager.check_integrity([seq])
+
+
+def test_blocks_that_no_later_token_sees_are_free_for_others_and_still_cached() -> None:
+    manager = make_manager(num_blocks=4)
+    seq = make_seq(list(range(14)))
+    manager.allocate(seq)
+    tail = seq.block_table[2:]
+    manager.release_unseen(seq, 11)
+    assert seq.block_table == [RELEASED, RELEASED, *tail]
+    assert (seq.num_released_blocks, len(manager.free_block_ids)) == (2, 2)
+    manager.check_integrity([seq])
+    assert manager.count_cached_tokens(make_seq(list(range(14)))) == 12
+    other = make_seq([50] * 8)
+    manager.allocate(other)
+    assert set(other.block_table).isdisjoint(tail)
+    manager.deallocate(seq)
+    manager.check_integrity([other])
+    assert seq.block_table == []
+
+
+def test_a_released_block_stays_with_the_sequences_that_share_it() -> None:
+    manager = make_manager()
+    first, second = make_seq(list(range(9))), make_seq(list(range(9)))
+    manager.allocate(first)
+    manager.allocate(second)
+    shared = second.block_table[0]
+    manager.release_unseen(first, 4)
+    assert shared in manager.used_block_ids
+    manager.check_integrity([first, second])
+
+
+def test_release_is_once_and_never_of_what_is_seen() -> None:
+    manager = make_manager()
+    seq = make_seq(list(range(9)))
+    manager.allocate(seq)
+    table = seq.block_table
+    for num_unseen in (-5, 0, 3):
+        manager.release_unseen(seq, num_unseen)
+    assert seq.block_table is table
+    for _ in range(2):
+        manager.release_unseen(seq, 7)
+        assert (seq.num_released_blocks, len(manager.free_block_ids)) == (1, 6)
+    assert table == [0, 1, 2], "a scheduled batch may refer to the table as it was"
+
+
+def test_appending_goes_on_behind_released_blocks() -> None:
+    manager = make_manager(num_blocks=2)
+    seq = make_seq([1])
+    manager.allocate(seq)
+    for token in range(2, 30):
+        seq.append_token(token)
+        manager.release_unseen(seq, seq.num_tokens - 3)
+        assert manager.may_append(seq) is not None
+        manager.check_integrity([seq])
+    assert len(seq.block_table) == 8
+
+
+def test_forgetting_covers_what_was_released() -> None:
+    manager = make_manager()
+    seq = make_seq(list(range(12)))
+    manager.allocate(seq)
+    manager.release_unseen(seq, 8)
+    manager.forget(seq)
+    assert manager.count_cached_tokens(make_seq(list(range(12)))) == 0
+
+
+def test_integrity_check_sees_a_released_block_that_is_still_in_the_table() -> None:
+    manager = make_manager()
+    seq = make_seq(list(range(8)))
+    manager.allocate(seq)
+    seq.num_released_blocks = 1
+    with pytest.raises(AssertionError, match="should be released"):
         manager.check_integrity([seq])

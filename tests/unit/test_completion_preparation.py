@@ -37,7 +37,8 @@ async def prepare(tokenizer: Tokenizer, defaults: GenerationDefaults, **fields: 
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
     processor = InputOutputProcessor(tokenizer, None, info, defaults)
     request = validate({"model": "m", **fields}, CompletionRequest, allow_unknown=False)
-    return await prepare_completion(request, cast(Frontend, SimpleNamespace(processor=processor)))
+    frontend = SimpleNamespace(processor=processor, adapter_of={"m": 0, "adapted": 2}.__getitem__)
+    return await prepare_completion(request, cast(Frontend, frontend))
 
 
 async def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedPrompt:
@@ -108,6 +109,11 @@ async def test_priority_and_salt_go_to_the_engine(tokenizer: Tokenizer) -> None:
     request, _ = await prepared(tokenizer, prompt="def", priority=-3, cache_salt="x")
     assert request.priority == -3
     assert request.cache_salt is not None
+
+
+async def test_the_models_name_chooses_the_adapter(tokenizer: Tokenizer) -> None:
+    assert (await prepared(tokenizer, prompt="def")).request.adapter == 0
+    assert (await prepared(tokenizer, prompt="def", model="adapted")).request.adapter == 2
 
 
 async def test_long_prompts_are_prepared_alike(tokenizer: Tokenizer) -> None:

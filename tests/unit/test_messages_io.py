@@ -46,13 +46,15 @@ def encode(message: Any) -> bytes:
 
 def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> None:
     params = SamplingParams(max_tokens=3)
-    wire.send(encode(AddRequest(7, [1, 2], params, [[5]], cache_salt=9)), encode(AddRequest(8, [3], params)))
+    wire.send(
+        encode(AddRequest(7, [1, 2], params, [[5]], cache_salt=9)), encode(AddRequest(8, [3], params, adapter=2))
+    )
     wire.send(encode(AbortRequests([8])), encode(Shutdown()))
     first, second = wire.take(), wire.take()
     assert isinstance(first, Sequence)
     assert (first.id, first.token_ids, first.sampling_params, first.block_size) == (7, [1, 2], params, 16)
     assert (first.stop_token_sequences, first.cache_salt) == ([[5]], 9)
-    assert second.id == 8
+    assert (first.adapter, second.id, second.adapter) == (0, 8, 2)
     assert wire.take() == AbortRequests([8])
     assert wire.take() == Shutdown()
 

@@ -10,6 +10,7 @@ import pytest
 
 from models.errors import CheckpointError
 from models.model_config import ModelConfig
+from models.registry import SUPPORTED_ARCHITECTURES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -153,19 +154,40 @@ def test_an_invalid_generation_config_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], ..., "LlamaForCausalLM", [3]])
 def test_an_unknown_architecture_is_refused_with_the_supported_ones(tmp_path: Path, architectures: Any) -> None:
-    assert "LlamaForCausalLM, Qwen3ForCausalLM" in refusal(tmp_path, architectures=architectures)
+    assert ", ".join(SUPPORTED_ARCHITECTURES) in refusal(tmp_path, architectures=architectures)
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "asks for the gptq method, but this release runs unquantised checkpoints only" in message
+def test_an_unknown_quantisation_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    message = refusal(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert "quant_method of quantization_config of" in message
+    assert 'is "bitsandbytes"; it must be one of fp8,' in message
 
 
 @pytest.mark.parametrize(
-    "fields", [{"use_sliding_window": True, "sliding_window": 512}, {"layer_types": ["sliding_attention"] * 2}]
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 512}, (512, 512, 512)),
+        ("MistralForCausalLM", {"sliding_window": None}, (None, None, None)),
+        ("LlamaForCausalLM", {"sliding_window": 512}, (None, None, None)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9, 9)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9}, (None, None, None)),
+        ("GptOssForCausalLM", {"sliding_window": 128}, (128, None, 128)),
+        ("Gemma3ForCausalLM", {"sliding_window": 512, "sliding_window_pattern": 3}, (512, 512, None)),
+        ("Gemma3ForCausalLM", {}, (4096, 4096, 4096)),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+    ],
 )
-def test_sliding_windows_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
-    assert "does not see the whole context" in refusal(tmp_path, **fields)
+def test_each_layer_has_the_window_that_its_family_s_fields_give_it(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    found = parse(tmp_path, architectures=[architecture], num_hidden_layers=len(windows), head_dim=16, **fields)
+    assert found.sliding_windows == windows
+
+
+def test_windows_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    assert "has no sliding_window" in refusal(tmp_path, layer_types=["sliding_attention"] * 2)
+    assert "layer_types of" in refusal(tmp_path, layer_types=["chunked_attention"] * 2)
+    assert "a list of 2 names" in refusal(tmp_path, layer_types=["full_attention"] * 3)
 
 
 def test_a_sliding_window_that_is_switched_off_is_ignored(tmp_path: Path) -> None:

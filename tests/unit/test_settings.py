@@ -52,7 +52,13 @@ def test_every_default_can_be_given_in_all_three_places(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, yaml_file: Path
 ) -> None:
     name, flag = setting.name, setting.flag
-    others = {"model": "some/model", "num_speculative_tokens": "2", "max_model_len": "2", "root_path": "/llm"}
+    others = {
+        "model": "some/model",
+        "num_speculative_tokens": "2",
+        "max_model_len": "2",
+        "root_path": "/llm",
+        "lora": "a=/a",
+    }
     value = others.get(name) or setting.default or "1"
     by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
     from_flag = load_config([value] if flag == "MODEL" else by_flag)

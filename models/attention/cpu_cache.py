@@ -1,0 +1,73 @@
+"""`PagedKV`: one layer's K and V during a step, written to and gathered from their pages. Used by the CPU backend."""
+
+import torch
+
+from models.attention.base import AttentionOptions
+from models.attention.cache_dtype import from_cache, to_cache
+from models.attention.cpu_plan import StepPlan
+from models.forward_context import KVCacheTensor
+
+
+class Scratch:
+    """Memory kept between layers and steps: fresh memory would be faulted in page by page each time.
+
+    Grows to the largest use so far, which the plan bounds.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def two(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two matrices of `dtype`, valid until the next call for it. # 2 x [rows, columns]"""
+        size = rows * columns
+        if dtype not in self._buffers or self._buffers[dtype].numel() < 2 * size:
+            self._buffers[dtype] = torch.empty(2 * size, dtype=dtype)
+        buffer = self._buffers[dtype]
+        return buffer[:size].view(rows, columns), buffer[size : 2 * size].view(rows, columns)
+
+
+class PagedKV:
+    """Whatever type the cache has, K and V go in and come out in the model's."""
+
+    def __init__(self, cache: KVCacheTensor, options: AttentionOptions, dtype: torch.dtype, scratch: Scratch) -> None:
+        self._cache = cache
+        self._options = options
+        self._dtype = dtype
+        self._scratch = scratch
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put the step's K and V into their slots; what will be read back of them. # 2 x [T, Hkv, D]
+
+        A prompt attends to that as well: it must not matter whether it was computed in one step or in chunks.
+        """
+        cache, dtype = self._cache, self._cache.k_cache.dtype
+        if plan.opened_blocks is not None:
+            # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by
+            # 0.
+            cache.k_cache[plan.opened_blocks] = 0
+            cache.v_cache[plan.opened_blocks] = 0
+        stored_k, stored_v = k, v
+        if dtype != self._dtype:
+            k_scale, v_scale = self._options.k_scale, self._options.v_scale
+            stored_k, stored_v = to_cache(k, dtype, k_scale), to_cache(v, dtype, v_scale)
+            k, v = (
+                from_cache(stored, scale, torch.empty(stored.shape, dtype=self._dtype))
+                for stored, scale in ((stored_k, k_scale), (stored_v, v_scale))
+            )
+        cache.k_cache[plan.write_blocks, :, plan.write_offsets] = stored_k
+        cache.v_cache[plan.write_blocks, :, plan.write_offsets] = stored_v
+        return k, v
+
+    def gather(self, rows: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K's and V's pages, each head's vectors in a row; valid until the next call. # [batch, heads, length, D]"""
+        cache = self._cache
+        num_blocks, num_kv_heads, block_size, head_dim = cache.k_cache.shape
+        page = block_size * head_dim
+        k, v = self._scratch.two(len(rows), page, cache.k_cache.dtype)
+        torch.index_select(cache.k_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=k)
+        torch.index_select(cache.v_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=v)
+        if k.dtype != self._dtype:
+            k_out, v_out = self._scratch.two(len(rows), page, self._dtype)
+            k, v = from_cache(k, self._options.k_scale, k_out), from_cache(v, self._options.v_scale, v_out)
+        shape = batch, -1, length, head_dim
+        return k.view(shape), v.view(shape)

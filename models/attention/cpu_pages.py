@@ -1,0 +1,49 @@
+"""Reads and writes of paged vectors. Used by the CPU backend's latent attention and its indexer."""
+
+from collections.abc import Iterator
+
+import torch
+
+from models.attention.cache_dtype import to_cache
+from models.attention.cpu_plan import StepPlan
+from models.forward_context import VectorCache
+
+
+class PageReader:
+    """Gathers pages into memory kept between layers and steps: fresh memory would be faulted in each time."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, cache: VectorCache, blocks: torch.Tensor) -> torch.Tensor:
+        """The vectors of some blocks in a row, in the cache's type; valid until the next call. # [n] int64 -> [n * block_size, dim]"""
+        num_blocks, block_size, dim = cache.vectors.shape
+        size = len(blocks) * block_size * dim
+        if self._buffer.numel() < size or self._buffer.dtype != cache.vectors.dtype:
+            self._buffer = torch.empty(size, dtype=cache.vectors.dtype)
+        gathered = self._buffer[:size].view(len(blocks), block_size * dim)
+        torch.index_select(cache.vectors.view(num_blocks, -1), 0, blocks, out=gathered)
+        return gathered.view(-1, dim)
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """`count` rows, at most `size` at a time, and one where even that is too many."""
+    size = max(1, size)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan) -> torch.Tensor:
+    """Put the step's vectors into their slots; what will be read back of them. # [T, dim]"""
+    if plan.opened_blocks is not None:
+        # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by 0.
+        cache.vectors[plan.opened_blocks] = 0
+    stored = to_cache(vectors, cache.vectors.dtype)
+    cache.vectors[plan.write_blocks, plan.write_offsets] = stored
+    return stored.to(vectors.dtype)
+
+
+def token_slots(block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache) -> torch.Tensor:
+    """Where tokens lie in the cache seen as a row of vectors. # [B, max_blocks], [B, K] -> [B, K] int64"""
+    block_size = cache.vectors.shape[1]
+    blocks = block_tables.gather(1, positions // block_size).long()
+    return blocks * block_size + positions % block_size

@@ -1,0 +1,151 @@
+"""Gemma 3's text model: norms on both sides of attention and feed-forward, and another rope in windowed layers."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.base import CacheSpec
+from models.config_fields import Fields
+from models.layers.activation import geglu_tanh
+from models.layers.attention import Attention
+from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.layers.norm import OffsetRMSNorm
+from models.layers.rotary import RotaryEmbedding, rotate
+from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.model_config import ModelConfig
+from models.parallel import SINGLE_RANK, TensorParallel
+from models.rope_config import RopeConfig, parse_rope
+
+_LOCAL_THETA = 10000.0
+"""Of the windowed layers' rope where config.json does not say."""
+
+
+class Gemma3Attention(LlamaAttention):
+    """Grouped-query attention with norms on queries and keys, and a scale of its own."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn",
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            sliding_window=config.sliding_windows[layer],
+        )
+
+    def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys normalised, with their positions. # [tokens, heads + kv_heads, head_dim]"""
+        q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+class Gemma3MLP(LlamaMLP):
+    """Feed-forward layer gated by a GELU."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(geglu_tanh(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+
+
+class Gemma3DecoderLayer(nn.Module):
+    """Attention and feed-forward, each between two norms and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.is_local = config.sliding_windows[layer] is not None
+        self.self_attn = Gemma3Attention(config, layer, parallel)
+        self.mlp = Gemma3MLP(config, parallel)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = OffsetRMSNorm(size, eps)
+        self.post_attention_layernorm = OffsetRMSNorm(size, eps)
+        self.pre_feedforward_layernorm = OffsetRMSNorm(size, eps)
+        self.post_feedforward_layernorm = OffsetRMSNorm(size, eps)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, head_dim] -> [tokens, hidden_size]"""
+        attended = self.self_attn(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return hidden + self.post_feedforward_layernorm(fed_forward)  # type: ignore[no-any-return]
+
+
+class Gemma3Model(nn.Module):
+    """Scaled embedding, decoder layers and final norm."""
+
+    embed_scale: torch.Tensor
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        # Rounded to the model's dtype, as the model was trained.
+        self.register_buffer("embed_scale", torch.tensor(config.hidden_size**0.5), persistent=False)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.local_rotary_emb = RotaryEmbedding(_local_rope(config), config.max_model_len)
+        self.layers = nn.ModuleList(
+            Gemma3DecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embed_scale
+        everywhere = self.rotary_emb(positions, hidden.dtype)
+        nearby = self.local_rotary_emb(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+
+class Gemma3ForCausalLM(nn.Module):
+    """Gemma 3's text model with its language-model head."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = LlamaForCausalLM.packed_modules_mapping
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__()
+        fields = config.fields
+        _refuse_what_would_be_computed_wrong(fields)
+        self.soft_cap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
+        self.model = Gemma3Model(config, parallel)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        return self.model(input_ids, positions)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """The attention layers, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]
+
+
+def _refuse_what_would_be_computed_wrong(fields: Fields) -> None:
+    if fields.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise fields.invalid("hidden_activation", '"gelu_pytorch_tanh"')
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only those before it")
+    if fields.has("attn_logit_softcapping"):
+        raise fields.invalid("attn_logit_softcapping", "null: Gemma 3 normalises queries and keys instead")
+
+
+def _local_rope(config: ModelConfig) -> RopeConfig:
+    """The windowed layers' rope, in the spelling of transformers' version 5 or of version 4."""
+    fields = config.fields
+    by_kind = fields.section("rope_parameters")
+    own = by_kind.section("sliding_attention") if by_kind is not None else None
+    parameters = Fields({}, fields.where) if own is None else own
+    theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
+    return parse_rope(
+        fields,
+        head_dim=config.head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        parameters=parameters.with_defaults({"rope_theta": theta}),
+    )

@@ -1,0 +1,55 @@
+"""GLM-4.5 and its kin: partly rotated heads, norms on them or none, experts in groups beside shared ones."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.routing import GroupedRouter, experts_per_token
+from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.model_config import ModelConfig
+from models.parallel import TensorParallel
+from models.qwen3 import Qwen3Attention
+
+
+class Glm4MoeAttention(Qwen3Attention):
+    """Grouped-query attention that normalises queries and keys if the config says so."""
+
+    has_output_bias: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        if not config.fields.boolean("use_qk_norm", False):
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+
+
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    """GLM-4.5 with its language-model head."""
+
+    attention: ClassVar[type[LlamaAttention]] = Glm4MoeAttention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """One dense network in the first layers, experts above them."""
+        fields = config.fields
+        if layer < fields.integer("first_k_dense_replace", 1, minimum=0):
+            return LlamaMLP(config, parallel)
+        num_experts = fields.integer("n_routed_experts")
+        num_groups = fields.integer("n_group", 1)
+        if num_experts % num_groups:
+            raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}")
+        top_groups = fields.integer("topk_group", 1)
+        if top_groups > num_groups:
+            raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
+        size = fields.integer("moe_intermediate_size")
+        gate = GroupedRouter(
+            config.hidden_size,
+            num_experts,
+            experts_per_token(fields, num_experts // num_groups * top_groups),
+            renormalize=fields.boolean("norm_topk_prob", True),
+            num_groups=num_groups,
+            top_groups=top_groups,
+            scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        shared = LlamaMLP(config, parallel, intermediate_size=size * fields.integer("n_shared_experts", 1))
+        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)

@@ -1,0 +1,157 @@
+"""`GatedDeltaNet`: a recurrent layer, whose state a sequence keeps in its slot. Qwen3-Next has it beside attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.base import StateCacheSpec
+from models.forward_context import AttentionMetaData, StateCache, get_forward_context
+from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.parameter import Shard, WeightLoader, empty_parameter, load_whole, require_shape
+from models.parallel import TensorParallel
+
+_NORM_EPS = 1e-6
+"""Of the lengths of queries and keys."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Short causal convolution, gated delta rule, gated norm (Yang et al., 2025); shared out by key head.
+
+    Each key head serves as many consecutive value heads, and the checkpoint's projections are grouped by it.
+    """
+
+    def __init__(
+        self,
+        layer_name: str,
+        hidden_size: int,
+        *,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel_size: int,
+        eps: float,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.num_key_heads = parallel.share(num_key_heads, "linear_num_key_heads")
+        self.group = num_value_heads // num_key_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        wide = num_value_heads * value_dim
+        self.in_proj_qkvz = ColumnParallelLinear(
+            hidden_size, 2 * num_key_heads * key_dim + 2 * wide, parallel=parallel
+        )
+        self.in_proj_ba = ColumnParallelLinear(hidden_size, 2 * num_value_heads, parallel=parallel)
+        self.out_proj = RowParallelLinear(wide, hidden_size, parallel=parallel)
+        self.norm = GatedRMSNorm(value_dim, eps)
+        self._parts = [num_key_heads * key_dim, num_key_heads * key_dim, wide]
+        self.conv1d = _Convolution(sum(self._local_parts), kernel_size, self._load_conv)
+        num_local = self.num_key_heads * self.group
+        self.dt_bias = empty_parameter(num_local, weight_loader=self._load_heads)
+        self.A_log = empty_parameter(num_local, weight_loader=self._load_heads)
+        self.layer_name = layer_name
+        self.cache_spec = StateCacheSpec(
+            layer_name,
+            ((sum(self._local_parts), kernel_size - 1), (num_local, key_dim, value_dim)),
+            (None, torch.float32),
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        num_tokens, heads = len(hidden), self.num_key_heads
+        wide = self.group * self.value_dim
+        projected = self.in_proj_qkvz(hidden).view(num_tokens, heads, -1)
+        *qkv, z = projected.split((self.key_dim, self.key_dim, wide, wide), dim=-1)
+        b, a = self.in_proj_ba(hidden).view(num_tokens, heads, -1).split(self.group, dim=-1)
+        decay = -self.A_log.float().exp() * F.softplus(a.reshape(num_tokens, -1).float() + self.dt_bias)
+        beta = b.reshape(num_tokens, -1).sigmoid().float()
+        mixed = torch.cat([part.reshape(num_tokens, -1) for part in qkv], dim=-1)
+        read = self._remember(mixed, decay, beta)  # [tokens, value heads, value_dim] float32
+        gated = self.norm(read.to(hidden.dtype), z.reshape(read.shape))
+        return self.out_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def _remember(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """Each row's tokens through its convolution and its state; decodes together, then spans one by one."""
+        context = get_forward_context()
+        metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, StateCache)
+        assert metadata.slots is not None
+        conv_states, states = cache.tensors
+        read = torch.empty(len(mixed), decay.shape[1], self.value_dim)
+        if count := metadata.num_decodes:
+            slots = metadata.slots[:count]
+            window = torch.cat((conv_states[slots], mixed[:count, :, None]), dim=-1)
+            conv_states[slots] = window[..., 1:]
+            q, k, v = self._heads(self.conv1d(window)[..., 0])
+            state = states[slots]
+            read[:count] = delta_rule_step(q, k, v, decay[:count], beta[:count], state)
+            states[slots] = state
+        for slot, tokens, is_first in _spans(metadata):
+            if is_first:
+                conv_states[slot], states[slot] = 0, 0
+            inputs = torch.cat((conv_states[slot], mixed[tokens].T), dim=-1)
+            conv_states[slot] = inputs[:, len(inputs[0]) - conv_states.shape[-1] :]
+            q, k, v = (part.transpose(0, 1) for part in self._heads(self.conv1d(inputs[None])[0].T))
+            state = states[slot]
+            read[tokens] = delta_rule_span(q, k, v, decay[tokens].T, beta[tokens].T, state).transpose(0, 1)
+        return read
+
+    def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries and keys of unit length, one a value head, and values. # [T, all] -> 3 x [T, value heads, dim]"""
+        q, k, v = torch.split(convolved.float(), self._local_parts, dim=-1)
+        q, k = (
+            (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)).repeat_interleave(self.group, dim=1)
+            for x in (q.reshape(len(q), -1, self.key_dim), k.reshape(len(k), -1, self.key_dim))
+        )
+        return q * self.key_dim**-0.5, k, v.reshape(len(v), -1, self.value_dim)
+
+    @property
+    def _local_parts(self) -> list[int]:
+        return [part // self.parallel.size for part in self._parts]
+
+    def _load_conv(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+        """The rank's heads of the queries', keys' and values' channels."""
+        require_shape(loaded, (sum(self._parts), *parameter.shape[1:]))
+        mine = (part.chunk(self.parallel.size)[self.parallel.rank] for part in torch.split(loaded, self._parts))
+        parameter.data.copy_(torch.cat(list(mine)))
+
+    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+        require_shape(loaded, (len(parameter) * self.parallel.size,))
+        parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+class GatedRMSNorm(nn.Module):
+    """A root-mean-square norm, gated behind it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.shape, self.eps = (size,), eps
+        self.weight = empty_parameter(size, weight_loader=load_whole)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """# 2 x [..., size] -> [..., size]"""
+        normed = F.rms_norm(x.float(), self.shape, eps=self.eps).to(x.dtype)
+        return (self.weight * normed * F.silu(gate.float())).to(x.dtype)
+
+
+class _Convolution(nn.Module):
+    """Each channel over its own last inputs."""
+
+    def __init__(self, channels: int, kernel_size: int, weight_loader: WeightLoader) -> None:
+        super().__init__()
+        self.weight = empty_parameter(channels, 1, kernel_size, weight_loader=weight_loader)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """# [batch, channels, kernel_size - 1 + n] -> [batch, channels, n]"""
+        return F.silu(F.conv1d(x, self.weight, groups=len(self.weight)))
+
+
+def _spans(metadata: AttentionMetaData) -> list[tuple[int, slice, bool]]:
+    """Slot and tokens of each row behind the decodes, and whether it begins its sequence."""
+    assert metadata.slots is not None
+    ends = metadata.cu_seqlens_q.tolist()
+    rows = range(metadata.num_decodes, len(metadata.slots))
+    slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()
+    return [(slots[row], slice(ends[row], ends[row + 1]), lengths[row] == ends[row + 1] - ends[row]) for row in rows]

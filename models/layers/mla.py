@@ -1,0 +1,120 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): heads' keys and values come of one small latent a token.
+
+The cache holds that latent and one rotated key for all heads; how it is attended to is the backend's affair.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.attention.base import AttentionOptions
+from models.base import VectorCacheSpec
+from models.forward_context import VectorCache, get_forward_context
+from models.layers.indexer import LightningIndexer
+from models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from models.layers.norm import RMSNorm
+from models.layers.rotary import deinterleave, rotate
+from models.parallel import SINGLE_RANK, TensorParallel
+
+_LATENT_NORM_EPS = 1e-6
+"""Of the norms of the latents, whatever `rms_norm_eps` is."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLAShape:
+    """Sizes of one layer, in elements."""
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    """Of the queries' latent; None: queries are projected straight from the hidden states."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Dimensions of a head's query and key without a position."""
+    qk_rope_head_dim: int
+    """Rotated dimensions; the key's are one vector for all heads."""
+    v_head_dim: int
+    scale: float
+    """Of the scores."""
+    bias: bool
+    """Whether the projections from and to the hidden states have one."""
+    interleaved: bool
+    """Whether rotated dimensions are neighbouring pairs, not halves."""
+
+
+class MLAAttention(nn.Module):
+    """Latent attention with its projections. Heads are shared out over the ranks, latents are on every rank."""
+
+    def __init__(
+        self,
+        layer_name: str,
+        shape: MLAShape,
+        *,
+        indexer: LightningIndexer | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
+    ) -> None:
+        """`layer_name` finds the layer's cache in the forward context. `indexer` chooses the tokens attended to."""
+        super().__init__()
+        self.shape = shape
+        self.layer_name = layer_name
+        self.num_heads = parallel.share(shape.num_heads, "num_attention_heads")
+        self.latent_dim = shape.kv_lora_rank + shape.qk_rope_head_dim
+        self.cache_spec = VectorCacheSpec(layer_name, self.latent_dim)
+        self.options = AttentionOptions(shape.scale)
+        hidden, q_features = shape.hidden_size, shape.num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+        if shape.q_lora_rank is None:
+            self.q_proj = ColumnParallelLinear(hidden, q_features, parallel=parallel)
+        else:
+            self.q_a_proj = ColumnParallelLinear(hidden, shape.q_lora_rank, bias=shape.bias)
+            self.q_a_layernorm = RMSNorm(shape.q_lora_rank, _LATENT_NORM_EPS)
+            self.q_b_proj = ColumnParallelLinear(shape.q_lora_rank, q_features, parallel=parallel)
+        self.kv_a_proj_with_mqa = ColumnParallelLinear(hidden, self.latent_dim, bias=shape.bias)
+        self.kv_a_layernorm = RMSNorm(shape.kv_lora_rank, _LATENT_NORM_EPS)
+        self.kv_b_proj = ColumnParallelLinear(
+            shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
+        )
+        self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
+        self.indexer = indexer
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, qk_rope_head_dim] -> [tokens, hidden_size]"""
+        shape, num_tokens = self.shape, len(hidden)
+        if shape.q_lora_rank is None:
+            q_latent, q = hidden, self.q_proj(hidden)
+        else:
+            q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+            q = self.q_b_proj(q_latent)
+        q = q.view(num_tokens, self.num_heads, -1)  # [tokens, heads, nope + rope]
+        q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([shape.kv_lora_rank, shape.qk_rope_head_dim], -1)
+        q_rope, k_rope = self._rotate(q_rope, cos, sin), self._rotate(k_rope[:, None], cos, sin)[:, 0]
+
+        attended = self._attend(
+            torch.cat((q_nope, q_rope), -1),
+            torch.cat((self.kv_a_layernorm(latent), k_rope), -1),
+            None if self.indexer is None else self.indexer(hidden, q_latent, cos, sin),
+        )
+        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+
+    def _attend(self, q: torch.Tensor, latent: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
+        """# [tokens, heads, nope + rope], [tokens, rank + rope], [tokens, K] -> [tokens, heads, v]"""
+        context = get_forward_context()
+        metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
+        assert isinstance(cache, VectorCache)
+        backend, options, lora = metadata.backend, self.options, self.kv_b_proj.lora
+
+        def attend(weight: torch.Tensor) -> torch.Tensor:
+            kv_b = weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
+            return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected)
+
+        attended = attend(self.kv_b_proj.weight)
+        # An adapter of what expands the latents holds for all that its tokens see: they attend once more, with it.
+        for adapter, tokens in context.lora or ():
+            if lora is not None and (delta := lora.delta(adapter)) is not None:
+                attended[tokens] = attend(self.kv_b_proj.weight + delta)[tokens]
+        return attended
+
+    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, heads, qk_rope_head_dim]"""
+        return rotate(deinterleave(x) if self.shape.interleaved else x, cos, sin)

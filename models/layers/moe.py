@@ -1,0 +1,170 @@
+"""`FusedMoE`: the experts of a mixture-of-experts layer. Models route with `models.layers.routing`, then call it.
+
+The (token, expert) pairs are sorted by expert, so that each active expert multiplies one contiguous run of rows.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from models.layers.activation import swiglu
+from models.layers.grouped_linear import grouped_linear
+from models.layers.parameter import Shard, Spelling, empty_parameter, require_shape
+from models.parallel import SINGLE_RANK, TensorParallel
+
+_STACKED = "stacked"
+_GATE, _UP, _DOWN = "gate", "up", "down"
+
+
+class ExpertNames(NamedTuple):
+    """How a family's checkpoints name the projections of one expert."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class SparseMoE(nn.Module):
+    """The feed-forward layer that routes: `gate` gives weights and ids, shared experts see every token."""
+
+    def __init__(self, gate: nn.Module, experts: "FusedMoE", shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        routed: torch.Tensor = self.experts(hidden, *self.gate(hidden))
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+
+
+class FusedMoE(nn.Module):
+    """Gated feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
+
+    Read from checkpoints with a tensor an expert (`experts.3.gate_proj.weight`) or with all experts stacked
+    (`experts.gate_up_proj`).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+        bias: bool = False,
+        names: ExpertNames = ExpertNames(),  # noqa: B008, immutable
+        local_experts: range | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
+    ) -> None:
+        """`local_experts`: the ones that this rank holds, None for all; the others' part of the output is zero."""
+        super().__init__()
+        self.num_experts, self.intermediate_size, self.parallel = num_experts, intermediate_size, parallel
+        self.activation = activation
+        self.local_experts = range(num_experts) if local_experts is None else local_experts
+        here, local = len(self.local_experts), parallel.share(intermediate_size, "the experts' intermediate size")
+        self.w13 = empty_parameter(
+            here,
+            2 * local,
+            hidden_size,
+            weight_loader=self._load_gate_up,
+            sources=self._sources({names.gate: _GATE, names.up: _UP}, "gate_up_proj", "weight"),
+        )
+        self.w2 = empty_parameter(
+            here,
+            hidden_size,
+            local,
+            weight_loader=self._load_down,
+            sources=self._sources({names.down: _DOWN}, "down_proj", "weight"),
+        )
+        self.w13_bias: nn.Parameter | None = None
+        self.w2_bias: nn.Parameter | None = None
+        if bias:
+            self.w13_bias = empty_parameter(
+                here,
+                2 * local,
+                weight_loader=self._load_gate_up,
+                sources=self._sources({names.gate: _GATE, names.up: _UP}, "gate_up_proj_bias", "bias"),
+            )
+            self.w2_bias = empty_parameter(
+                here,
+                hidden_size,
+                weight_loader=self._load_down,
+                sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
+            )
+        self.expert_map: torch.Tensor | None
+        self.register_buffer("expert_map", None if local_experts is None else self._expert_map(), persistent=False)
+
+    def forward(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's experts by their weights.
+
+        # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
+        """
+        top_k = ids.shape[1]
+        experts = ids.flatten()
+        if self.expert_map is not None:
+            experts = self.expert_map[experts]
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
+        inner = grouped_linear(hidden[order // top_k], self.w13, self.w13_bias, counts)
+        # One rank alone adds the bias, or the sum would hold it once a rank.
+        outer_bias = None if self.parallel.rank else self.w2_bias
+        # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
+        products = hidden.new_empty(len(order), hidden.shape[1])
+        products[order] = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
+        by_token = products.view(len(hidden), top_k, -1)
+        combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
+        return self.parallel.all_reduce(combined.to(hidden.dtype))
+
+    def _expert_map(self) -> torch.Tensor:
+        """By expert, its place on this rank; past the last place for the experts of other ranks."""
+        places = torch.full((self.num_experts,), len(self.local_experts))
+        places[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
+        return places
+
+    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[Spelling, Spelling]:
+        each = {
+            f"experts.{expert}.{name}.{kind}": (expert, part)
+            for expert in range(self.num_experts)
+            for name, part in parts.items()
+        }
+        return each, {f"experts.{stacked}": _STACKED}
+
+    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
+        """Rows of the rank's part: gate before up."""
+        whole, local = self.intermediate_size, parameter.shape[1] // 2
+        first = self.parallel.rank * local
+        if shard == _STACKED:
+            require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
+            mine = loaded[self.local_experts.start : self.local_experts.stop]
+            parameter.data[:, :local].copy_(mine[:, first : first + local])
+            parameter.data[:, local:].copy_(mine[:, whole + first : whole + first + local])
+            return
+        assert isinstance(shard, tuple)
+        expert, part = shard
+        require_shape(loaded, (whole, *parameter.shape[2:]))
+        if expert in self.local_experts:
+            row = local if part == _UP else 0
+            place = expert - self.local_experts.start
+            parameter.data[place, row : row + local].copy_(loaded[first : first + local])
+
+    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
+        """Columns of the rank's part; a bias whole."""
+        hidden_size = parameter.shape[1]
+        columns = () if parameter is self.w2_bias else (self.intermediate_size,)
+        if shard == _STACKED:
+            require_shape(loaded, (self.num_experts, hidden_size, *columns))
+            parameter.data.copy_(self._columns(loaded[self.local_experts.start : self.local_experts.stop], parameter))
+            return
+        assert isinstance(shard, tuple)
+        expert, _ = shard
+        require_shape(loaded, (hidden_size, *columns))
+        if expert in self.local_experts:
+            parameter.data[expert - self.local_experts.start].copy_(self._columns(loaded, parameter))
+
+    def _columns(self, loaded: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter is self.w2_bias:
+            return loaded
+        local = parameter.shape[2]
+        return loaded.narrow(-1, self.parallel.rank * local, local)

@@ -1,0 +1,117 @@
+"""Which experts a token goes to, and their weights. Called by the models, before `FusedMoE`."""
+
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.config_fields import Fields
+from models.layers.parameter import empty_parameter, load_whole
+
+Scoring: TypeAlias = Literal["sigmoid", "softmax"]
+
+
+def softmax_top_k(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest experts; `renormalize`: their weights add up to 1 (Mixtral, Qwen3).
+
+    # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
+    """
+    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids
+
+
+def grouped_top_k(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    scoring: Scoring = "sigmoid",
+    correction_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best experts of the best groups of experts (DeepSeek-V2, section 2.2; DeepSeek-V3, section 2.1.2).
+
+    With a correction bias [experts], which counts in the choice but not in the weights, a group is as good as its two
+    best experts together; without one, as its best.
+
+    # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
+    """
+    logits = logits.float()
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    choice = scores if correction_bias is None else scores + correction_bias
+    if top_groups < num_groups:
+        groups = choice.view(len(choice), num_groups, -1)
+        goodness = groups.amax(-1) if correction_bias is None else groups.topk(2, dim=-1).values.sum(-1)
+        best = goodness.topk(top_groups, dim=-1).indices
+        left_out = torch.ones_like(goodness, dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        # All scores of a token may vanish in float32.
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling_factor, ids
+
+
+def experts_per_token(fields: Fields, eligible: int) -> int:
+    """`num_experts_per_tok` of config.json, which the experts that a token may choose from must allow."""
+    top_k = fields.integer("num_experts_per_tok")
+    if top_k > eligible:
+        raise fields.invalid("num_experts_per_tok", f"at most {eligible}, the experts that a token may choose from")
+    return top_k
+
+
+class GroupedRouter(nn.Module):
+    """`gate` of DeepSeek and GLM: float32 throughout, since near ties decide which experts a token sees."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        renormalize: bool,
+        scoring: Scoring = "sigmoid",
+        has_correction_bias: bool = True,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        scaling_factor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.renormalize, self.scaling_factor = top_k, renormalize, scaling_factor
+        self.scoring, self.num_groups, self.top_groups = scoring, num_groups, top_groups
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, dtype=torch.float32)
+        self.e_score_correction_bias = (
+            empty_parameter(num_experts, weight_loader=load_whole, dtype=torch.float32)
+            if has_correction_bias
+            else None
+        )
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
+        return grouped_top_k(
+            F.linear(hidden.float(), self.weight),
+            self.top_k,
+            renormalize=self.renormalize,
+            scoring=self.scoring,
+            correction_bias=self.e_score_correction_bias,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            scaling_factor=self.scaling_factor,
+        )
+
+
+class SoftmaxRouter(nn.Module):
+    """`gate` of Mixtral and Qwen3."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool) -> None:
+        super().__init__()
+        self.top_k, self.renormalize = top_k, renormalize
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
+        return softmax_top_k(F.linear(hidden, self.weight), self.top_k, renormalize=self.renormalize)

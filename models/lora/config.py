@@ -1,0 +1,121 @@
+"""`LoRAConfig`: what an adapter's adapter_config.json says, in PEFT's terms, checked. Needs no torch.
+
+Rank and scale of a module as PEFT finds them: LoRA (Hu et al. 2021) scales by alpha / r, rank-stabilised LoRA
+(Kalajdzievski 2023) by alpha / sqrt(r).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from models.config_fields import Fields
+from models.errors import CheckpointError
+
+CONFIG_FILE = "adapter_config.json"
+
+_UNSUPPORTED = {
+    "use_dora": "DoRA rescales the merged weights",
+    "modules_to_save": "whole modules cannot be exchanged by request",
+    "lora_bias": "a low-rank product has no bias here",
+    "target_parameters": "parameters outside of linear layers take no adapter",
+    "trainable_token_indices": "embeddings take no adapter",
+    "layer_replication": "the base model's layers are as they are",
+    "alora_invocation_tokens": "an adapter holds for a whole request",
+    "use_qalora": "inputs are not pooled",
+    "arrow_config": "adapters are chosen by request",
+}
+"""Fields that change what an adapter computes, and why each must be left out (or false, or empty)."""
+_CHANGES_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations after which an adapter fits only the base weights that they changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Ranks and scales of one adapter."""
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool
+    target_modules: tuple[str, ...] | str
+    """Names, each a module's last or several last, or one regular expression for whole names."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Exceptions, by regular expression for the end of a module's name."""
+    some_layers_only: bool = False
+    """Whether modules are left out that `target_modules` names."""
+
+    @classmethod
+    def from_adapter(cls, path: Path) -> "LoRAConfig":
+        """Read the adapter directory `path`. Raises `CheckpointError` naming file, field and value."""
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a directory; name the directory of a LoRA adapter as PEFT saves it")
+        if not (path / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"{path} has no {CONFIG_FILE}; name the directory of a LoRA adapter as PEFT saves it"
+            )
+        fields = Fields.from_file(path / CONFIG_FILE)
+        _refuse_what_would_be_computed_wrong(fields)
+        return cls(
+            rank=fields.integer("r"),
+            alpha=fields.number("lora_alpha"),
+            rank_stabilized=fields.boolean("use_rslora", False),
+            target_modules=_target_modules(fields),
+            rank_pattern={key: int(value) for key, value in _pattern(fields, "rank_pattern", fractions=False).items()},
+            alpha_pattern=_pattern(fields, "alpha_pattern", fractions=True),
+            some_layers_only=any(fields.values.get(name) for name in ("layers_to_transform", "exclude_modules")),
+        )
+
+    def rank_of(self, module: str) -> int:
+        """Of the module of that name in the checkpoint."""
+        return self.rank_pattern.get(_first_match(self.rank_pattern, module), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the module's low-rank product is multiplied by."""
+        alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, module), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def targets(self, module: str) -> bool:
+        """Whether the adapter must hold a product for the module of that name."""
+        if self.some_layers_only or isinstance(self.target_modules, str):
+            return False
+        return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
+
+
+def _refuse_what_would_be_computed_wrong(fields: Fields) -> None:
+    if fields.string("peft_type", "LORA") != "LORA":
+        raise fields.invalid("peft_type", "LORA: no other kind of adapter is served")
+    if fields.string("bias", "none") != "none":
+        raise fields.invalid("bias", "none: biases belong to the base model")
+    for name, why in _UNSUPPORTED.items():
+        if fields.values.get(name):
+            raise fields.invalid(name, f"left out, because {why}")
+    initialisation = fields.values.get("init_lora_weights")
+    if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGES_BASE_WEIGHTS):
+        raise fields.invalid("init_lora_weights", "another, because it changes the base model's weights; convert it")
+
+
+def _target_modules(fields: Fields) -> tuple[str, ...] | str:
+    value = fields.values.get("target_modules")
+    return value if isinstance(value, str) else fields.strings("target_modules")
+
+
+def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
+    section = fields.section(name)
+    if section is None:
+        return {}
+    for key, value in section.values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float if fractions else int) or value <= 0:
+            raise section.invalid(key, "a number above 0" if fractions else "an integer above 0")
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise fields.invalid(name, f"an object of regular expressions, and {key!r} is none ({error})") from error
+    return dict(section.values)
+
+
+def _first_match(pattern: Mapping[str, object], module: str) -> str:
+    """The first expression that matches a whole name, or its end behind a dot; else one that is no key."""
+    return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")

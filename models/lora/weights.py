@@ -1,0 +1,130 @@
+"""`load_adapters`: reads LoRA adapters as PEFT saves them into a loaded model's layers. Called by the model runner.
+
+Every tensor of an adapter must be used and every product whole, or a `CheckpointError` names what is not.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from models.base import CausalLM
+from models.errors import CheckpointError
+from models.layers.linear import ParallelLinear
+from models.layers.parameter import WeightShapeError
+from models.lora.config import LoRAConfig
+from models.lora.hooked import HookedLinear
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_ENDINGS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_NAMED_IN_ERRORS = 5
+
+
+def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Give `model` the adapters of these directories, numbered from 1 in their order, converted to `dtype`.
+
+    Raises `CheckpointError` for an adapter that is damaged, that is not this model's, or that computes what LoRA does
+    not.
+    """
+    if not paths:
+        return
+    targets = _targets(cast(nn.Module, model))
+    if not targets:
+        raise CheckpointError("lora is set, but this model makes no linear layer that takes adapters; leave it out")
+    for number, (name, path) in enumerate(paths.items(), 1):
+        try:
+            _load(number, path, targets, dtype, device)
+        except CheckpointError as error:
+            raise CheckpointError(f"LoRA adapter {name} cannot be served: {error}") from error
+
+
+class _Target(NamedTuple):
+    """Where a module of the checkpoint is in the model."""
+
+    layer: ParallelLinear | HookedLinear
+    shard: str | int | None
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """By name in the checkpoint, each linear layer and each part of a packed one."""
+    if hasattr(model, "linear_layers"):
+        layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
+        return {name: _Target(HookedLinear(layer), None) for name, layer in layers.items()}
+    parts: dict[str, list[tuple[str, str | int | None]]] = {}
+    for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
+        parts.setdefault(packed, []).append((source, shard))
+    targets = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            parent, _, kind = name.rpartition(".")
+            for source, shard in parts.get(kind, [(kind, None)]):
+                targets[f"{parent}.{source}"] = _Target(module, shard)
+    return targets
+
+
+def _load(number: int, path: Path, targets: dict[str, _Target], dtype: torch.dtype, device: torch.device) -> None:
+    config = LoRAConfig.from_adapter(path)
+    file = path / WEIGHTS_FILE
+    products = _products(file)
+    _require_all(products, config, targets, file)
+    for module, halves in products.items():
+        layer, shard = targets[module]
+        a, b = (halves[half].to(device) for half in "AB")
+        try:
+            layer.make_lora(dtype).add(number, shard, a, b, config.scale_of(module), config.rank_of(module))
+        except WeightShapeError as error:
+            raise CheckpointError(
+                f"{module} in {file} has a product with {error} by its rank and config.json"
+            ) from error
+
+
+def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B of each module of an adapter's file, by the module's name."""
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no {file.name}; save the adapter as safetensors")
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or is not a safetensors file ({error}); download it again"
+        ) from error
+    products: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+        if ending is None or not name.startswith(_PREFIX):
+            raise CheckpointError(
+                f"{file} holds {name}, which is no part of LoRA; it may hold {_PREFIX}*.lora_A.weight and "
+                "lora_B.weight of linear layers"
+            )
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise CheckpointError(f"{name} in {file} is {tensor.dtype}; it must be float32, bfloat16 or float16")
+        products.setdefault(name[len(_PREFIX) : -len(ending)], {})[_ENDINGS[ending]] = tensor
+    return products
+
+
+def _require_all(
+    products: Mapping[str, Mapping[str, torch.Tensor]], config: LoRAConfig, targets: Mapping[str, _Target], file: Path
+) -> None:
+    """Raise `CheckpointError` unless the products fit the model, and none is missing."""
+    foreign = [module for module in products if module not in targets]
+    if foreign:
+        raise CheckpointError(
+            f"{file} holds {_some(foreign)}, of which the model makes no linear layer that takes adapters; it takes "
+            f"them in {', '.join(sorted({name.rpartition('.')[2] for name in targets}))}"
+        )
+    halved = [f"{module}.lora_{half}" for module, halves in products.items() for half in "AB" if half not in halves]
+    missing = [module for module in targets if module not in products and config.targets(module)]
+    if halved or missing or not products:
+        raise CheckpointError(f"{file} lacks {_some([*halved, *missing]) or 'every product'}; save the adapter again")
+
+
+def _some(names: list[str]) -> str:
+    """The first few names."""
+    dots = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
+    return ", ".join(sorted(names)[:_NAMED_IN_ERRORS]) + dots

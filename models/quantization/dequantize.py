@@ -1,0 +1,187 @@
+"""`Dequantizer`: the loader's stage between a quantised checkpoint's tensors and the model's dense parameters."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from models.quantization.config import LayerQuantConfig, QuantizationConfig, Storage
+from models.quantization.layouts import dequantize, required_parts
+
+_EXPERT_PARTS = ("_blocks", "_scales")
+_ATTENTION_PARTS = (".attn", ".k_proj", ".v_proj")
+"""Modules in an attention layer under which checkpoints put the scales of its cache."""
+_UNUSED_PARTS = frozenset(
+    {
+        "input_scale",
+        "input_zero_point",
+        "input_g_idx",
+        "output_scale",
+        "output_zero_point",
+        "q_scale",
+        "prob_output_scale",
+    }
+)
+"""For quantised activations: here they are computed in the model's own type."""
+
+
+class KVScales(NamedTuple):
+    """What a layer's stored keys and values are multiplied by, where the cache is 8-bit."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """The tensors of one weight so far."""
+
+    layer: LayerQuantConfig
+    result: str
+    names: dict[str, str] = field(default_factory=dict)
+    """By part, the tensor's name in the checkpoint."""
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    mapped: set[str] = field(default_factory=set)
+    """Parts that still lie in their file's mapping."""
+
+
+class Dequantizer:
+    """Gathers the tensors of each quantised weight, from whichever files, and yields it dense once they are all there.
+
+    Tensors that are dense already go through as they are, whatever the configuration says of their module: checkpoints
+    name their exclusions loosely, and a norm or an embedding is never quantised.
+    """
+
+    def __init__(
+        self, config: QuantizationConfig | None, dtype: torch.dtype, is_wanted: Callable[[str], bool]
+    ) -> None:
+        """`is_wanted` tells whether the model still lacks the dense tensor of that name."""
+        self._config = config
+        self._dtype = dtype
+        self._is_wanted = is_wanted
+        self._gathered: dict[str, _Gathered] = {}
+        self._layers: dict[str, LayerQuantConfig | None] = {}
+        self.kv_scales: dict[str, KVScales] = {}
+        """By attention layer, `model.layers.N.self_attn`, where the checkpoint has them."""
+
+    def dense(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The dense tensors of one file, and those weights that it completes.
+
+        Raises `CheckpointError` where a weight's tensors do not fit one another.
+        """
+        if self._config is None:
+            yield from tensors
+            return
+        for name, tensor in tensors:
+            yield from self._feed(name, tensor)
+        self._end_file()
+
+    def lacking(self, missing: Iterable[str]) -> list[str]:
+        """The names in the checkpoint of what is missing of these dense tensors."""
+        incomplete = {gathered.result: (module, gathered) for module, gathered in self._gathered.items()}
+        names = []
+        for name in missing:
+            if name in incomplete:
+                module, gathered = incomplete[name]
+                joint = "_" if gathered.layer.storage is Storage.MXFP4_EXPERTS else "."
+                absent = required_parts(gathered.layer) - gathered.parts.keys()
+                names += [f"{module}{joint}{part}" for part in absent]
+            else:
+                names.append(name)
+        return names
+
+    def left_over(self) -> list[str]:
+        """Tensors beside a weight that was dense without them."""
+        return [
+            name
+            for gathered in self._gathered.values()
+            if not self._is_wanted(gathered.result)
+            for name in gathered.names.values()
+        ]
+
+    def _feed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this tensor completes: itself, one weight, or nothing yet."""
+        if self._is_kv_scale(name, tensor):
+            return
+        module, part = _split(name)
+        layer = self._layer(module)
+        if layer is None or _is_stacked(name) != (layer.storage is Storage.MXFP4_EXPERTS):
+            yield name, tensor
+            return
+        part = _canonical(part, layer)
+        if part in _UNUSED_PARTS or _says_nothing(part, layer, tensor, is_wanted=self._is_wanted(name)):
+            return
+        result = module if layer.storage is Storage.MXFP4_EXPERTS else f"{module}.weight"
+        is_dense = part == "weight" and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        needed = required_parts(layer)
+        if is_dense or part not in needed or not self._is_wanted(result):
+            yield name, tensor
+            return
+        gathered = self._gathered.setdefault(module, _Gathered(layer, result))
+        gathered.names[part], gathered.parts[part] = name, tensor
+        gathered.mapped.add(part)
+        if needed <= gathered.parts.keys():
+            del self._gathered[module]
+            yield result, dequantize(module, gathered.parts, layer, self._dtype)
+
+    def _end_file(self) -> None:
+        """Copy what waits for tensors of other files: a mapped tensor would keep its whole file in memory."""
+        for gathered in self._gathered.values():
+            for part in gathered.mapped:
+                gathered.parts[part] = gathered.parts[part].clone()
+            gathered.mapped.clear()
+
+    def _layer(self, module: str) -> LayerQuantConfig | None:
+        assert self._config is not None
+        if module not in self._layers:
+            self._layers[module] = self._config.for_layer(module)
+        return self._layers[module]
+
+    def _is_kv_scale(self, name: str, tensor: torch.Tensor) -> bool:
+        """Keep the scale of a layer's cache. Quark writes it as the output scale of the projection."""
+        module, _, leaf = name.rpartition(".")
+        projection = module.rpartition(".")[2]
+        side = {"k_scale": "k", "v_scale": "v", "kv_scale": "kv"}.get(leaf, "")
+        if leaf == "output_scale" and projection in ("k_proj", "v_proj"):
+            side = projection[0]
+        if not side or tensor.numel() != 1:
+            return False
+        for suffix in _ATTENTION_PARTS:
+            module = module.removesuffix(suffix)
+        scales = self.kv_scales.get(module, KVScales())
+        # A scale that was never calibrated is written as -1 or 0.
+        value = float(tensor) if tensor > 0 else 1.0
+        self.kv_scales[module] = KVScales(value if "k" in side else scales.k, value if "v" in side else scales.v)
+        return True
+
+
+def _is_stacked(name: str) -> bool:
+    return name.endswith(_EXPERT_PARTS)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Module and part."""
+    if _is_stacked(name):
+        module, _, part = name.rpartition("_")
+    else:
+        module, _, part = name.rpartition(".")
+    return module, part
+
+
+def _canonical(part: str, layer: LayerQuantConfig) -> str:
+    """One name for what formats spell differently."""
+    if part == "weight_scale_inv":
+        return "weight_scale"
+    if part == "weight_packed" and layer.storage is Storage.MXFP4:
+        return "weight"
+    return part
+
+
+def _says_nothing(part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
+    """Whether a tensor repeats what the configuration says: groups of neighbours, zero points and biases of zero."""
+    if part in ("g_idx", "weight_g_idx"):
+        return not layer.has_group_index
+    if part == "weight_zero_point":
+        return layer.symmetric
+    return part == "bias" and not is_wanted and layer.storage is Storage.GPTQ and not tensor.any()

@@ -1,0 +1,182 @@
+"""Qwen3-Next: gated delta nets beside gated attention, three to one, and a mixture of experts in every layer."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.base import CacheSpec
+from models.layers.attention import Attention
+from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.linear import QKVParallelLinear, RowParallelLinear
+from models.layers.norm import OffsetRMSNorm
+from models.layers.parameter import empty_parameter, load_whole
+from models.layers.rotary import RotaryEmbedding, rotate
+from models.llama import LlamaForCausalLM, LlamaMLP
+from models.model_config import ModelConfig
+from models.parallel import SINGLE_RANK, TensorParallel
+from models.qwen3_moe import is_sparse, routed_experts
+
+
+class Qwen3NextAttention(nn.Module):
+    """Grouped-query attention with norms on queries and keys, and a gate on each head's output."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_heads = parallel.share(config.num_attention_heads, "num_attention_heads")
+        # Each head's gate follows its query.
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=2 * config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn", num_kv_heads=self.num_kv_heads, head_dim=config.head_dim
+        )
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        num_tokens = len(hidden)
+        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)
+        q, gate = qkv[:, : 2 * self.num_heads].reshape(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
+        k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
+        attended = self.attn(rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v)
+        return self.o_proj((attended * gate.sigmoid()).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+
+class SharedExpertGate(nn.Module):
+    """How much of the shared expert a token takes."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, 1], 0 to 1"""
+        return F.linear(hidden, self.weight).sigmoid()
+
+
+class Qwen3NextSparseBlock(nn.Module):
+    """Routed experts, and a shared one with a gate of its own."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.gate, self.experts = routed_experts(config, parallel)
+        size = config.fields.integer("shared_expert_intermediate_size")
+        self.shared_expert = LlamaMLP(config, parallel, intermediate_size=size)
+        self.shared_expert_gate = SharedExpertGate(config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        shared = self.shared_expert_gate(hidden) * self.shared_expert(hidden)
+        return self.experts(hidden, *self.gate(hidden)) + shared  # type: ignore[no-any-return]
+
+
+class Qwen3NextDecoderLayer(nn.Module):
+    """One of the two kinds of memory, then experts, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        if _is_linear(config, layer):
+            self.linear_attn = _delta_net(config, layer, parallel)
+        else:
+            self.self_attn = Qwen3NextAttention(config, layer, parallel)
+        sparse = is_sparse(config.fields, layer)
+        self.mlp = Qwen3NextSparseBlock(config, parallel) if sparse else LlamaMLP(config, parallel)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        normed = self.input_layernorm(hidden)
+        if hasattr(self, "linear_attn"):
+            hidden = hidden + self.linear_attn(normed)
+        else:
+            hidden = hidden + self.self_attn(normed, cos, sin)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+class Qwen3NextModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(
+            Qwen3NextDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+
+class Qwen3NextForCausalLM(nn.Module):
+    """Qwen3-Next with its language-model head."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = LlamaForCausalLM.packed_modules_mapping
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__()
+        self.model = Qwen3NextModel(config, parallel)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        return self.model(input_ids, positions)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """What the layers keep, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet)]
+
+
+def _is_linear(config: ModelConfig, layer: int) -> bool:
+    kinds = config.fields.strings("layer_types")
+    if kinds:
+        return kinds[layer] == "linear_attention"
+    return (layer + 1) % config.fields.integer("full_attention_interval", 4) != 0
+
+
+def _delta_net(config: ModelConfig, layer: int, parallel: TensorParallel) -> GatedDeltaNet:
+    fields = config.fields
+    key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise fields.invalid("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
+    return GatedDeltaNet(
+        f"model.layers.{layer}.linear_attn",
+        config.hidden_size,
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+        eps=config.rms_norm_eps,
+        parallel=parallel,
+    )

@@ -1,0 +1,78 @@
+"""Writes the tables of docs/models.md from the proofs' own registry: `python -m tests.parity.models_docs [--check]`.
+
+A table lies between two markers; what is around them is written by hand. `make lint` checks them.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from models.registry import ARCHITECTURES
+from tests.parity.foreign_models import REFUSED, SERVED
+from tests.parity.variants import all_variants
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+
+
+def architectures_table() -> str:
+    """Each architecture that has a class here, the file of it, and the variants that it is proven on."""
+    variants = all_variants()
+    rows = [
+        (
+            f"`{name}`",
+            f"[{file}](../{file})",
+            "; ".join(variant.name for variant in variants if variant.architecture == name),
+        )
+        for name, entry in sorted(ARCHITECTURES.items())
+        for file in [f"{entry.module.replace('.', '/')}.py"]
+    ]
+    return _table(("Architecture", "Model file", "Proven with"), rows)
+
+
+def general_route_table() -> str:
+    """The models that prove the general route, and those that prove what it refuses."""
+    served = ", ".join(f"`{foreign.architecture}`" for foreign in SERVED)
+    refused = ", ".join(f"`{foreign.architecture}`" for foreign, _ in REFUSED)
+    return _table(("Proven to", "Architectures"), [("run", served), ("be refused", refused)])
+
+
+TABLES: Mapping[str, Callable[[], str]] = MappingProxyType(
+    {"architectures": architectures_table, "general route": general_route_table}
+)
+"""By the name in their markers."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or with `--check` only compare; 1 when it is out of date."""
+    check = list(argv) == ["--check"]
+    if argv and not check:
+        sys.stderr.write("usage: python -m tests.parity.models_docs [--check]\n")
+        return 2
+    text = updated = PAGE.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        updated = with_table(updated, name, table())
+    if text != updated and check:
+        sys.stderr.write("docs/models.md is not what tests/parity/variants say; run make docs\n")
+        return 1
+    if text != updated:
+        PAGE.write_text(updated, encoding="utf-8")
+    return 0
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """`page` with `table` between the markers of `name`. Raises `ValueError` where one is missing."""
+    begin, end = f"<!-- table of {name}: written by `make docs` -->\n", f"<!-- end of the table of {name} -->"
+    before, opening, rest = page.partition(begin)
+    _, closing, after = rest.partition(end)
+    if not opening or not closing:
+        raise ValueError(f"docs/models.md needs the lines {begin.strip()} and {end}")
+    return before + opening + table + closing + after
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

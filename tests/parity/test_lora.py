@@ -1,0 +1,324 @@
+"""Adapters in one batch compute what each computes merged into the base model's weights."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, NamedTuple, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.worker.model_runner import ModelRunner
+from models.errors import CheckpointError
+from models.forward_context import LoRATokens
+from models.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
+from models.loader import load_model
+from models.lora import layer as lora_layer
+from models.lora.config import LoRAConfig
+from models.lora.weights import load_adapters
+from models.model_config import ModelConfig
+from models.registry import ARCHITECTURES
+from tests.parity.adapters import PROJECTIONS, make_adapter, merge, read_weights, write_adapter
+from tests.parity.checkpoints import Family, make_checkpoint
+from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_same_distribution, prompt
+from tests.parity.test_model_sharding import fill, random, ranks
+from tests.parity.test_worker_model_runner import runner_for
+from tests.parity.variants import Variant, all_variants
+
+GREEDY_TOKENS = 24
+BASE, WIDE, NARROW = 0, 1, 2
+
+
+class Served(NamedTuple):
+    """A checkpoint, two adapters of different ranks for it, and transformers' models: base, and each merged."""
+
+    checkpoint: Path
+    adapters: tuple[Path, Path]
+    references: tuple[Reference, Reference, Reference]
+
+    @property
+    def flags(self) -> tuple[str, str]:
+        return f"wide={self.adapters[0]}", f"narrow={self.adapters[1]}"
+
+
+def first_variants() -> list[Variant]:
+    """One of each architecture."""
+    firsts = {variant.architecture: variant for variant in reversed(all_variants())}
+    return [firsts[architecture] for architecture in ARCHITECTURES]
+
+
+@pytest.fixture(scope="module", params=first_variants(), ids=lambda variant: variant.architecture)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = tmp_path_factory.mktemp("lora")
+    variant: Variant = request.param
+    checkpoint = make_checkpoint(directory / "base", variant.family, **variant.overrides)
+    base = read_weights(checkpoint)
+    leaves = {name.split(".")[-2] for name in base if name.endswith(".weight")} & PROJECTIONS
+    wide = make_adapter(
+        directory / "wide", base, rank=8, alpha=4, leaves=leaves, own={"0.self_attn.o_proj": (3, 1.5)}, seed=1
+    )
+    narrow = make_adapter(
+        directory / "narrow",
+        base,
+        rank=2,
+        alpha=1,
+        leaves={"q_proj", "o_proj", "q_b_proj"} & leaves,
+        use_rslora=True,
+        seed=2,
+    )
+    merged = [merge(directory / f"merged{i}", checkpoint, base, deltas) for i, deltas in enumerate((wide, narrow))]
+    references = Reference(checkpoint), Reference(merged[0]), Reference(merged[1])
+    return Served(checkpoint, (directory / "wide", directory / "narrow"), references)
+
+
+def test_rows_of_one_step_get_their_own_adapters_log_probabilities(served: Served) -> None:
+    """Rows of one adapter lie side by side in the first step, and apart in the second."""
+    model = PagedModel(served.checkpoint)
+    load_adapters(model.model, dict(zip("wn", served.adapters, strict=True)), dtype=torch.float32, device=CPU)
+    adapters = [WIDE, WIDE, BASE, NARROW, NARROW]
+    rows = [Row(prompt(30 + i, seed=i), slot=i, adapter=adapter) for i, adapter in enumerate(adapters)]
+    found = [model.step([(row, 11) for row in rows])]
+    order = [0, 2, 3, 1, 4]
+    later = model.step([(rows[i], len(rows[i].tokens) - 11) for i in order])
+    found.append([later[order.index(i)] for i in range(len(rows))])
+    for i, row in enumerate(rows):
+        expected = served.references[row.adapter].logits(row.tokens)
+        assert_same_distribution(torch.cat([found[0][i], found[1][i]]), expected)
+
+
+def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(served: Served) -> None:
+    """Merged weights err less: they are rounded once."""
+    model = PagedModel(served.checkpoint, dtype=torch.bfloat16)
+    load_adapters(model.model, dict(zip("wn", served.adapters, strict=True)), dtype=torch.bfloat16, device=CPU)
+    row = Row(prompt(60, seed=3), adapter=WIDE)
+    (logits,) = model.step([(row, 60)])
+    exact = served.references[WIDE].logits(row.tokens).log_softmax(-1)
+    theirs = Reference(served.checkpoint, dtype=torch.bfloat16)
+    add_products(theirs.model, served.adapters[0])
+    their_error = theirs.logits(row.tokens).float().log_softmax(-1) - exact
+    assert (logits.log_softmax(-1) - exact).abs().mean() < 1.5 * their_error.abs().mean()
+
+
+def add_products(model: nn.Module, adapter: Path) -> None:
+    """What PEFT does: each layer of transformers' adds its product of this adapter to its result."""
+    config, tensors = LoRAConfig.from_adapter(adapter), load_file(adapter / "adapter_model.safetensors")
+    for name, module in model.named_modules():
+        if (a := tensors.get(f"base_model.model.{name}.lora_A.weight")) is not None:
+            b = tensors[f"base_model.model.{name}.lora_B.weight"]
+            module.register_forward_hook(partial(_add_product, a.bfloat16(), b.bfloat16(), config.scale_of(name)))
+
+
+def _add_product(
+    a: torch.Tensor, b: torch.Tensor, scale: float, _: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor
+) -> torch.Tensor:
+    return output + args[0] @ a.T @ b.T * scale
+
+
+def test_greedy_tokens_are_those_of_merged_weights_in_chunks_with_prefix_hits(served: Served) -> None:
+    shared = prompt(40, seed=5)
+    prompts = [shared + prompt(9, seed=6), shared + prompt(21, seed=7)]
+    jobs = [(tokens, adapter) for tokens in prompts for adapter in (BASE, WIDE, NARROW)]
+    runner = runner_for(served.checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48, lora=served.flags)
+    found, hits = generate(runner, jobs)
+    expected = [served.references[adapter].greedy(tokens, GREEDY_TOKENS) for tokens, adapter in jobs]
+    assert found == expected
+    assert len({tuple(tokens) for tokens in expected}) > 1, "the adapters change nothing here"
+    if runner.config.enable_prefix_caching:
+        # The first prompt of each adapter finds nothing, the second the first's beginning.
+        assert hits == [0, 0, 0, 32, 32, 32]
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_models_of_the_general_route_take_adapters(tmp_path: Path, family: Literal["llama", "starcoder2"]) -> None:
+    """Starcoder2 has no class here, biases, and projections of names of its own."""
+    made = Family(Starcoder2Config, Starcoder2ForCausalLM, {"use_bias": True}) if family == "starcoder2" else "llama"
+    checkpoint = make_checkpoint(tmp_path / "base", made)
+    base = read_weights(checkpoint)
+    leaves = {"q_proj", "o_proj", "c_fc", "c_proj"} if family == "starcoder2" else {"q_proj", "down_proj"}
+    deltas = make_adapter(tmp_path / "wide", base, rank=8, alpha=4, leaves=leaves)
+    references = {BASE: Reference(checkpoint), WIDE: Reference(merge(tmp_path / "merged", checkpoint, base, deltas))}
+    runner = runner_for(checkpoint, model_impl="transformers", lora=[f"wide={tmp_path / 'wide'}"])
+    jobs = [(prompt(37 + i, seed=i), adapter) for i, adapter in enumerate((BASE, WIDE, BASE, WIDE))]
+    found, _ = generate(runner, jobs)
+    expected = [references[adapter].greedy(tokens, GREEDY_TOKENS) for tokens, adapter in jobs]
+    assert found == expected
+    assert expected[1] != references[BASE].greedy(jobs[1][0], GREEDY_TOKENS)
+
+
+def generate(runner: ModelRunner, jobs: list[tuple[list[int], int]]) -> tuple[list[list[int]], list[int]]:
+    """Greedy completions of prompts by their adapters, the second half of which arrive later; their prefix hits."""
+    scheduler = Scheduler(runner.config)
+    params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
+    size = runner.config.kv_cache_block_size
+    seqs = [Sequence(list(tokens), size, params, id=i, adapter=adapter) for i, (tokens, adapter) in enumerate(jobs)]
+    hits = [0] * len(seqs)
+    arrivals = {0: seqs[: len(seqs) // 2], 6: seqs[len(seqs) // 2 :]}
+    step = 0
+    while True:
+        scheduler.extend(arrivals.pop(step, []))
+        if (scheduled := scheduler.schedule()) is None:
+            break
+        batch, running = scheduled
+        for id, cached in zip(batch.req_ids, batch.num_cached_tokens, strict=True):
+            hits[id] = cached
+        scheduler.postprocess(list(running.values()), runner.forward(batch))
+        scheduler.check_integrity()
+        step += 1
+    return [seq.completion_token_ids for seq in seqs], hits
+
+
+@pytest.fixture
+def two_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of six tokens: the first without an adapter, two with the first, the rest by turns."""
+    groups = (LoRATokens(1, slice(1, 3)), LoRATokens(2, torch.tensor([3, 5])))
+    step = SimpleNamespace(lora=groups, context=SimpleNamespace(positions=torch.arange(6)))
+    monkeypatch.setattr(lora_layer, "get_forward_context", lambda: step)
+
+
+def expected_rows(x: torch.Tensor, weight: torch.Tensor, deltas: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The step of `two_adapters`, a token at a time. # [6, in] -> [6, out]"""
+    return torch.stack(
+        [
+            row @ (weight + deltas.get(number, torch.zeros_like(weight))).T
+            for row, number in zip(x, (0, 1, 1, 2, 0, 2), strict=True)
+        ]
+    )
+
+
+@pytest.mark.usefixtures("two_adapters")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_of_column_layers_stand_side_by_side_in_each_part(size: int) -> None:
+    weights, x = [random(8, 10), random(12, 10)], random(6, 10)
+    products = {(1, 0): (3, 0.5), (1, 1): (2, 2.0), (2, 1): (4, 1.0)}
+    halves = {
+        key: (random(rank, 10), random(8 + 4 * key[1], rank), rank, scale) for key, (rank, scale) in products.items()
+    }
+    found = []
+    for parallel in ranks(size):
+        layer = MergedColumnParallelLinear(10, [8, 12], parallel=parallel)
+        for shard, weight in enumerate(weights):
+            fill(layer.weight, weight, shard)
+        for (number, shard), (a, b, rank, scale) in halves.items():
+            layer.make_lora(torch.float32).add(number, shard, a, b, scale, rank)
+        found.append(layer(x).split([8 // size, 12 // size], -1))
+    for shard, weight in enumerate(weights):
+        deltas = {number: b @ a * scale for (number, part), (a, b, _, scale) in halves.items() if part == shard}
+        torch.testing.assert_close(
+            torch.cat([part[shard] for part in found], -1), expected_rows(x, weight, deltas), atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.usefixtures("two_adapters")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_products_of_row_layers_add_up(size: int) -> None:
+    weight, bias, x = random(10, 24), random(10), random(6, 24)
+    halves = {1: (random(3, 24), random(10, 3), 3, 0.5), 2: (random(5, 24), random(10, 5), 5, 2.0)}
+    total = torch.zeros(6, 10)
+    for parallel, part in zip(ranks(size), x.chunk(size, -1), strict=True):
+        layer = RowParallelLinear(24, 10, bias=True, parallel=parallel)
+        fill(layer.weight, weight)
+        fill(layer.bias, bias)
+        for number, (a, b, rank, scale) in halves.items():
+            layer.make_lora(torch.float32).add(number, None, a, b, scale, rank)
+        total += layer(part)
+    deltas = {number: b @ a * scale for number, (a, b, _, scale) in halves.items()}
+    torch.testing.assert_close(total, expected_rows(x, weight, deltas) + bias, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("two_adapters")
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_products_of_query_key_and_value_follow_their_heads(size: int, num_kv_heads: int) -> None:
+    """KV heads fewer than ranks are held by several: so are their products."""
+    heads, dim, x = 8, 6, random(6, 10)
+    features = {"q": heads * dim, "k": num_kv_heads * dim, "v": num_kv_heads * dim}
+    halves = {
+        shard: (random(3, 10), random(out, 3) + len(shard) * i) for i, (shard, out) in enumerate(features.items())
+    }
+    for parallel in ranks(size):
+        layer = QKVParallelLinear(10, num_heads=heads, num_kv_heads=num_kv_heads, head_dim=dim, parallel=parallel)
+        nn.init.zeros_(layer.weight)
+        for shard, (a, b) in halves.items():
+            layer.make_lora(torch.float32).add(1, shard, a, b, 0.5, 3)
+        found = layer(x)
+        assert found[[0, 3, 4, 5]].abs().max() == 0.0
+        counts = [layer.num_heads * dim, layer.num_kv_heads * dim, layer.num_kv_heads * dim]
+        for part, (shard, (a, b)) in zip(found[1:3].split(counts, -1), halves.items(), strict=True):
+            first = layer.parts[shard].first
+            torch.testing.assert_close(part, (x[1:3] @ a.T @ b.T * 0.5)[:, first : first + part.shape[-1]])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_adapter_loads_into_each_rank(tmp_path: Path, size: int) -> None:
+    path = make_checkpoint(tmp_path / "base", "qwen3")
+    make_adapter(tmp_path / "mine", read_weights(path), rank=3, alpha=3)
+    for parallel in ranks(size):
+        config = ModelConfig.from_checkpoint(path)
+        model = load_model(path, config, dtype=torch.float32, device=CPU, progress=False, parallel=parallel)
+        load_adapters(model, {"mine": tmp_path / "mine"}, dtype=torch.float32, device=CPU)
+        for module in cast(nn.Module, model).modules():
+            if isinstance(module, ParallelLinear):
+                assert module.lora is not None
+                assert cast(torch.Tensor, module.lora.delta(1)).shape == module.weight.shape
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> PagedModel:
+    return PagedModel(make_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_hidden_layers=1))
+
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+WRONG = {
+    "lacks model.layers.0.self_attn.q_proj.lora_B": {f"{Q_PROJ}.lora_A.weight": (4, 64)},
+    "q_proj in .* has a product with shape \\[5, 64\\], where the model needs \\[4, 64\\]": {
+        f"{Q_PROJ}.lora_A.weight": (5, 64),
+        f"{Q_PROJ}.lora_B.weight": (64, 5),
+    },
+    "has a product with shape \\[32, 4\\], where the model needs \\[64, 4\\]": {
+        f"{Q_PROJ}.lora_A.weight": (4, 64),
+        f"{Q_PROJ}.lora_B.weight": (32, 4),
+    },
+    "holds model.layers.7.self_attn.q_proj, of which the model makes no linear layer": {
+        f"{Q_PROJ.replace('0', '7')}.lora_A.weight": (4, 64),
+        f"{Q_PROJ.replace('0', '7')}.lora_B.weight": (64, 4),
+    },
+    "holds lm_head, of which the model makes no linear layer": {
+        "base_model.model.lm_head.lora_A.weight": (4, 64),
+        "base_model.model.lm_head.lora_B.weight": (307, 4),
+    },
+    "embed_tokens.lora_embedding_A, which is no part of LoRA": {
+        "base_model.model.model.embed_tokens.lora_embedding_A": (4, 307)
+    },
+    "lacks every product": {},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_adapters_that_do_not_fit_are_refused_in_a_sentence(llama: PagedModel, tmp_path: Path, sentence: str) -> None:
+    tensors = {name: torch.ones(shape) for name, shape in WRONG[sentence].items()}
+    path = write_adapter(tmp_path, tensors, target_modules=["q_proj"] if "model.layers.0" in str(tensors) else [])
+    with pytest.raises(CheckpointError, match=f"LoRA adapter mine cannot be served: .*{sentence}"):
+        load_adapters(llama.model, {"mine": path}, dtype=torch.float32, device=CPU)
+
+
+def test_an_adapter_that_lacks_a_target_of_its_own_is_refused(llama: PagedModel, tmp_path: Path) -> None:
+    tensors = {f"{Q_PROJ}.lora_A.weight": torch.ones(4, 64), f"{Q_PROJ}.lora_B.weight": torch.ones(64, 4)}
+    path = write_adapter(tmp_path, tensors, target_modules=["q_proj", "down_proj"])
+    with pytest.raises(CheckpointError, match=r"lacks model.layers.0.mlp.down_proj; save"):
+        load_adapters(llama.model, {"mine": path}, dtype=torch.float32, device=CPU)
+
+
+def test_a_damaged_file_is_refused(llama: PagedModel, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, {})
+    (path / "adapter_model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is truncated or is not a safetensors file"):
+        load_adapters(llama.model, {"mine": path}, dtype=torch.float32, device=CPU)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors; save the adapter as safetensors"):
+        load_adapters(llama.model, {"mine": path}, dtype=torch.float32, device=CPU)

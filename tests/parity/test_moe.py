@@ -1,0 +1,331 @@
+"""Experts compute what the formula says at any sharding; routers choose what transformers' routers choose."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from models.errors import CheckpointError
+from models.layers.moe import FusedMoE
+from models.layers.parameter import sources_of
+from models.layers.routing import grouped_top_k, softmax_top_k
+from models.loader import load_model
+from models.model_config import ModelConfig
+from tests.parity.checkpoints import edit_json, make_checkpoint
+from tests.parity.paged_model import CPU, PagedModel, prompt
+from tests.parity.test_model_sharding import fill, random, ranks
+from tests.parity.variants import all_variants
+
+HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 6, 3
+WEIGHTS = "model.safetensors"
+VARIANTS = {
+    variant.architecture: variant for variant in all_variants() if variant.architecture.startswith(("Mixtral", "Glm4"))
+}
+
+
+class Whole:
+    """The checkpoint's tensors of one layer, and its formula written out."""
+
+    def __init__(self, *, bias: bool) -> None:
+        self.gate_up, self.down = random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER)
+        self.gate_up_bias = random(EXPERTS, 2 * INNER) if bias else torch.zeros(EXPERTS, 2 * INNER)
+        self.down_bias = random(EXPERTS, HIDDEN) if bias else torch.zeros(EXPERTS, HIDDEN)
+
+    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for token, (its_weights, its_ids) in enumerate(zip(weights, ids, strict=True)):
+            for weight, expert in zip(its_weights, its_ids, strict=True):
+                gate, up = (self.gate_up[expert] @ hidden[token] + self.gate_up_bias[expert]).chunk(2)
+                output[token] += weight * (self.down[expert] @ (F.silu(gate) * up) + self.down_bias[expert])
+        return output
+
+    def fill(self, layer: FusedMoE, *, stacked: bool) -> None:
+        for parameter, value, parts in (
+            (layer.w13, self.gate_up, ("gate", "up")),
+            (layer.w2, self.down, ("down",)),
+            (layer.w13_bias, self.gate_up_bias, ("gate", "up")),
+            (layer.w2_bias, self.down_bias, ("down",)),
+        ):
+            if parameter is None:
+                continue
+            parameter.data.fill_(torch.nan)
+            if stacked:
+                fill(parameter, value, "stacked")
+                continue
+            for expert in range(EXPERTS):
+                for part, tensor in zip(parts, value[expert].chunk(len(parts)), strict=True):
+                    fill(parameter, tensor, (expert, part))
+
+
+def routed(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return random(num_tokens, HIDDEN), *softmax_top_k(random(num_tokens, EXPERTS), TOP_K, renormalize=False)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_of_experts_add_up_to_the_whole_layer(size: int, bias: bool, stacked: bool) -> None:
+    whole, inputs = Whole(bias=bias), routed(7)
+    total = torch.zeros(7, HIDDEN)
+    for parallel in ranks(size):
+        layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=bias, parallel=parallel)
+        whole.fill(layer, stacked=stacked)
+        total += layer(*inputs)
+    torch.testing.assert_close(total, whole(*inputs))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ranks_that_hold_different_experts_add_up_to_the_whole_layer(stacked: bool) -> None:
+    whole, inputs = Whole(bias=True), routed(7)
+    total = torch.zeros(7, HIDDEN)
+    for mine in (range(4), range(4, 5), range(5, 6)):
+        layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=True, local_experts=mine)
+        whole.fill(layer, stacked=stacked)
+        assert len(layer.w13) == len(mine)
+        total += layer(*inputs)
+    torch.testing.assert_close(total, whole(*inputs))
+
+
+@pytest.mark.parametrize("top_k", [1, EXPERTS])
+def test_a_token_may_have_one_expert_or_all(top_k: int) -> None:
+    whole, hidden = Whole(bias=False), random(5, HIDDEN)
+    layer = FusedMoE(HIDDEN, INNER, EXPERTS)
+    whole.fill(layer, stacked=False)
+    chosen = softmax_top_k(random(5, EXPERTS), top_k, renormalize=True)
+    torch.testing.assert_close(layer(hidden, *chosen), whole(hidden, *chosen))
+
+
+def test_experts_that_no_token_chose_are_not_touched() -> None:
+    layer = FusedMoE(HIDDEN, INNER, EXPERTS)
+    Whole(bias=False).fill(layer, stacked=False)
+    layer.w13.data[[0, 2, 3]] = torch.nan
+    layer.w2.data[[0, 2, 3]] = torch.nan
+    assert layer(random(4, HIDDEN), torch.ones(4, 2), torch.tensor([[5, 1], [1, 4], [5, 4], [4, 1]])).isfinite().all()
+
+
+def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="the experts' intermediate size is 6, which 4 tensor-parallel ranks do not"):
+        FusedMoE(HIDDEN, 6, EXPERTS, parallel=ranks(4)[0])
+
+
+def theirs(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """The router's weights, zero for experts that were not chosen. # [tokens, experts]"""
+    with torch.inference_mode():
+        logits, weights, ids = router(hidden)
+    return torch.zeros(logits.shape).scatter_(-1, ids, weights)
+
+
+def ours(chosen: tuple[torch.Tensor, torch.Tensor], num_experts: int) -> torch.Tensor:
+    weights, ids = chosen
+    return torch.zeros(len(ids), num_experts).scatter_(-1, ids, weights)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_softmax_routing_is_that_of_qwen3_and_mixtral(renormalize: bool) -> None:
+    fields: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K}
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**fields, num_experts=EXPERTS, norm_topk_prob=renormalize))
+    mixtral = MixtralTopKRouter(MixtralConfig(**fields, num_local_experts=EXPERTS))
+    hidden, weight = random(50, HIDDEN), random(EXPERTS, HIDDEN)
+    router.weight.data.copy_(weight)
+    mixtral.weight.data.copy_(weight)
+    found = ours(softmax_top_k(hidden @ weight.T, TOP_K, renormalize=renormalize), EXPERTS)
+    torch.testing.assert_close(found, theirs(router, hidden))
+    if renormalize:
+        torch.testing.assert_close(found, theirs(mixtral, hidden))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (4, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("router_class", "config_class"),
+    [(DeepseekV3TopkRouter, DeepseekV3Config), (Glm4MoeTopkRouter, Glm4MoeConfig)],
+)
+def test_grouped_routing_with_correction_bias_is_that_of_deepseek_v3_and_glm(
+    router_class: type[nn.Module], config_class: Any, num_groups: int, top_groups: int, renormalize: bool
+) -> None:
+    config = config_class(
+        hidden_size=HIDDEN,
+        n_routed_experts=24,
+        num_experts_per_tok=4,
+        n_group=num_groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalize,
+        routed_scaling_factor=2.5,
+    )
+    hidden, weight, bias = random(50, HIDDEN), random(24, HIDDEN), random(24)
+    router: Any = router_class(config)
+    router.weight.data.copy_(weight)
+    router.e_score_correction_bias.copy_(bias)
+    chosen = grouped_top_k(
+        hidden @ weight.T,
+        4,
+        renormalize=renormalize,
+        correction_bias=bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling_factor=2.5,
+    )
+    torch.testing.assert_close(ours(chosen, 24), theirs(router, hidden))
+
+
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (6, 5)])
+def test_grouped_routing_without_correction_bias_is_that_of_deepseek_v2(num_groups: int, top_groups: int) -> None:
+    config = DeepseekV2Config(
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        n_routed_experts=24,
+        num_experts_per_tok=4,
+        n_group=num_groups,
+        topk_group=top_groups,
+        topk_method="greedy" if num_groups == 1 else "group_limited_greedy",
+        routed_scaling_factor=16.0,
+    )
+    router, hidden, weight = DeepseekV2TopkRouter(config), random(50, HIDDEN), random(24, HIDDEN)
+    router.weight.data.copy_(weight)
+    chosen = grouped_top_k(
+        hidden @ weight.T,
+        4,
+        renormalize=False,
+        scoring="softmax",
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling_factor=16.0,
+    )
+    torch.testing.assert_close(ours(chosen, 24), theirs(router, hidden))
+
+
+def test_a_group_left_out_gives_no_expert_even_where_the_bias_makes_all_scores_negative() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
+    bias = torch.full((6,), -5.0)
+    _, ids = grouped_top_k(logits, 2, renormalize=True, correction_bias=bias, num_groups=3, top_groups=1)
+    assert sorted(ids[0].tolist()) == [0, 1]
+
+
+def checkpoint_of(architecture: str, directory: Path) -> Path:
+    variant = VARIANTS[architecture]
+    return make_checkpoint(directory, variant.family, **variant.overrides)
+
+
+def load(path: Path) -> None:
+    load_model(path, ModelConfig.from_checkpoint(path), dtype=torch.float32, device=CPU, progress=False)
+
+
+def stack_experts(path: Path) -> None:
+    """Rewrite a GLM checkpoint with one tensor for all experts of a layer."""
+    tensors = load_file(path / WEIGHTS)
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    for layer in layers:
+        experts = range(len({name.split(".")[5] for name in tensors if name.startswith(f"{layer}.experts.")}))
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{layer}.experts.{expert}.{part}_proj.weight") for expert in experts])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{layer}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{layer}.experts.down_proj"] = down
+    assert layers
+    save_file(tensors, path / WEIGHTS)
+
+
+def test_stacked_experts_load_the_same_as_one_tensor_an_expert(tmp_path: Path) -> None:
+    path = checkpoint_of("Glm4MoeForCausalLM", tmp_path)
+    expected = PagedModel(path).logits(prompt(9))
+    stack_experts(path)
+    assert torch.equal(PagedModel(path).logits(prompt(9)), expected)
+
+
+def test_experts_in_both_spellings_are_left_over_in_one(tmp_path: Path) -> None:
+    path = checkpoint_of("Glm4MoeForCausalLM", tmp_path)
+    tensors = load_file(path / WEIGHTS)
+    stack_experts(path)
+    save_file({**load_file(path / WEIGHTS), **tensors}, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"holds \d+ tensors \(model\.layers\.2\.mlp\.experts"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["experts.2.w3.weight", "experts.0.w2.weight", "gate.weight"])
+def test_a_missing_part_of_an_expert_is_named_as_the_checkpoint_names_it(tmp_path: Path, name: str) -> None:
+    path = checkpoint_of("MixtralForCausalLM", tmp_path)
+    tensors = load_file(path / WEIGHTS)
+    missing = f"model.layers.1.block_sparse_moe.{name}"
+    del tensors[missing]
+    save_file(tensors, path / WEIGHTS)
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    assert f"lacks 1 tensor ({missing}), which MixtralForCausalLM needs" in str(error.value)
+
+
+def test_where_all_experts_are_missing_one_spelling_is_named(tmp_path: Path) -> None:
+    path = checkpoint_of("MixtralForCausalLM", tmp_path)
+    tensors = {name: tensor for name, tensor in load_file(path / WEIGHTS).items() if ".1.block" not in name}
+    save_file(tensors, path / WEIGHTS)
+    with pytest.raises(
+        CheckpointError, match=r"lacks 10 tensors \(model\.layers\.1\.block_sparse_moe\.experts\.0\.w1"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["experts.1.w1.weight", "experts.1.w2.weight"])
+def test_a_misshapen_expert_is_named_with_both_shapes(tmp_path: Path, name: str) -> None:
+    path = checkpoint_of("MixtralForCausalLM", tmp_path)
+    name = f"model.layers.0.block_sparse_moe.{name}"
+    save_file({**load_file(path / WEIGHTS), name: torch.zeros(6, 5)}, path / WEIGHTS)
+    needed = [48, 64] if "w1" in name else [64, 48]
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    assert f"{name} in {path / WEIGHTS} has shape [6, 5], where the model needs {needed}" in str(error.value)
+
+
+def test_layers_that_predict_further_tokens_are_ignored_as_many_as_the_config_names(tmp_path: Path) -> None:
+    path = checkpoint_of("Glm4MoeForCausalLM", tmp_path)
+    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
+    extra = f"model.layers.{layers}.eh_proj.weight"
+    save_file({**load_file(path / WEIGHTS), extra: torch.zeros(3)}, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="holds 1 tensor"):
+        load(path)
+    edit_json(path / "config.json", num_nextn_predict_layers=1)
+    load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"n_group": 3}, "n_group of .* is 3; it must be a divisor of n_routed_experts, 8"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group of .* is 3; it must be at most n_group, 2"),
+        (
+            {"n_group": 4, "num_experts_per_tok": 3},
+            "num_experts_per_tok of .* is 3; it must be at most 2, the experts",
+        ),
+        ({"use_qk_norm": "yes"}, 'use_qk_norm of .* is "yes"; it must be true or false'),
+    ],
+)
+def test_a_config_that_routes_nowhere_is_refused_in_a_sentence(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    path = checkpoint_of("Glm4MoeForCausalLM", tmp_path)
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        load(path)
+
+
+@pytest.mark.parametrize("architecture", VARIANTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_checkpoint_loads_into_each_rank(tmp_path: Path, architecture: str, size: int) -> None:
+    path = checkpoint_of(architecture, tmp_path)
+    for parallel in ranks(size):
+        model = load_model(
+            path, ModelConfig.from_checkpoint(path), dtype=torch.float32, device=CPU, progress=False, parallel=parallel
+        )
+        packed = [parameter for parameter in model.parameters() if sources_of(parameter)]
+        assert packed
+        assert all(parameter.isfinite().all() for parameter in model.parameters())

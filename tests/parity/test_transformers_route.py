@@ -1,0 +1,177 @@
+"""The general route: models of transformers, by their own code over our paged attention, compute the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from models.base import KVCacheSpec
+from models.errors import CheckpointError
+from models.model_config import ModelConfig, read_checkpoint_config
+from models.transformers_attention import PagedAttention
+from models.transformers_config import TransformersConfig
+from models.transformers_model import TransformersModel
+from tests.parity.checkpoints import edit_json, make_checkpoint
+from tests.parity.foreign_models import GEMMA2, GPT2, OLMO2, REFUSED, SERVED, Foreign
+from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
+from tests.parity.test_architectures import GREEDY_TOKENS, generate
+from tests.parity.test_worker_model_runner import runner_for
+from tests.parity.variants import Variant, all_variants
+
+ONLY_OURS = {
+    "DeepseekV32ForCausalLM": "layers of indexed_attention",
+    "Qwen3NextForCausalLM": "layers of linear_attention",
+}
+"""Architectures that only our own code serves, with the reason."""
+
+
+def representatives() -> list[Variant]:
+    """The first and the last variant of each architecture that has a class here."""
+    by_name: dict[str, list[Variant]] = {}
+    for variant in all_variants():
+        by_name.setdefault(variant.architecture, []).append(variant)
+    return [variant for variants in by_name.values() for variant in (variants[0], variants[-1])]
+
+
+@pytest.mark.parametrize("foreign", SERVED, ids=lambda foreign: foreign.stem)
+def test_a_model_without_a_class_here_computes_what_transformers_computes(foreign: Foreign, tmp_path: Path) -> None:
+    path = foreign.checkpoint(tmp_path)
+    prove(path, Reference(path))
+
+
+@pytest.mark.parametrize("variant", representatives(), ids=lambda variant: f"{variant.architecture}, {variant.name}")
+def test_a_model_with_a_class_here_computes_the_same_by_both_routes(variant: Variant, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    if reason := ONLY_OURS.get(variant.architecture):
+        with pytest.raises(CheckpointError, match=reason):
+            read_checkpoint_config(path, "transformers")
+        return
+    ours = PagedModel(path, model_impl="kaon")
+    assert not isinstance(ours.model, TransformersModel)
+    prove(path, ours)
+
+
+LONG_ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0 + 0.1 * step for step in range(8)],
+        "long_factor": [2.0 + 0.5 * step for step in range(8)],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LONG_ROPES)
+def test_a_rope_that_depends_on_the_longest_sequence_fits_the_longest_that_is_served(
+    kind: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind])
+    tokens = prompt(60, seed=2)
+    ours, general = (PagedModel(path, max_model_len=512, model_impl=route) for route in ("kaon", "transformers"))
+    assert_same_distribution(general.logits(tokens), ours.logits(tokens))
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    query, key, value = torch.randn(1, 4, 3, 24), torch.randn(1, 2, 3, 24), torch.randn(1, 2, 3, 16)
+    attention = PagedAttention(
+        "x", query, key, value, scaling=None, sliding_window=None, softcap=None, has_sinks=False, dtype=torch.float32
+    )
+    assert attention.cache_spec == KVCacheSpec("x", 2, 24)
+
+
+@pytest.mark.parametrize(("foreign", "reason"), REFUSED, ids=[foreign.stem for foreign, _ in REFUSED])
+def test_what_paged_attention_does_not_compute_is_refused_in_a_sentence(
+    foreign: Foreign, reason: str, tmp_path: Path
+) -> None:
+    path = foreign.checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=reason) as refusal:
+        PagedModel(path, model_impl="transformers")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "yet_to_come"}, "transformers cannot read .*yet_to_come"),
+        (
+            {"model_type": "yet_to_come", "auto_map": {"AutoConfig": "a.B"}},
+            "code from the checkpoint, which is never run",
+        ),
+        ({"is_encoder_decoder": True}, "only decoder-only models"),
+        ({"add_cross_attention": True}, "only decoder-only models"),
+        ({"model_type": "vit"}, "must be a causal language model"),
+    ],
+)
+def test_a_config_that_is_not_of_a_decoder_is_refused_in_a_sentence(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = GPT2.checkpoint(tmp_path)
+    edit_json(path / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=reason):
+        read_checkpoint_config(path)
+
+
+def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -> None:
+    path = OLMO2.checkpoint(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor.*model\.layers\.1\.mlp\.up_proj\.weight"):
+        PagedModel(path)
+
+
+def test_a_state_between_tokens_that_no_config_names_is_found_by_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = OLMO2.checkpoint(tmp_path)
+    own = transformers.models.olmo2.modeling_olmo2.Olmo2MLP.forward
+    monkeypatch.setattr(
+        transformers.models.olmo2.modeling_olmo2.Olmo2MLP, "forward", lambda self, x: own(self, x) + x.roll(1, dims=1)
+    )
+    with pytest.raises(CheckpointError, match="gives other logits in a batch than alone"):
+        PagedModel(path)
+
+
+def test_the_context_is_as_long_as_the_table_of_positions(tmp_path: Path) -> None:
+    path = GPT2.checkpoint(tmp_path, max_position_embeddings=48)
+    assert read_checkpoint_config(path).max_model_len == 48
+
+
+def test_our_code_runs_what_it_has_unless_told_otherwise(tmp_path: Path) -> None:
+    native = make_checkpoint(tmp_path / "native")
+    foreign = OLMO2.checkpoint(tmp_path / "foreign")
+    assert isinstance(read_checkpoint_config(native), ModelConfig)
+    assert isinstance(read_checkpoint_config(native, "transformers"), TransformersConfig)
+    assert isinstance(read_checkpoint_config(foreign), TransformersConfig)
+    with pytest.raises(CheckpointError, match="architectures"):
+        read_checkpoint_config(foreign, "kaon")
+
+
+def test_bfloat16_errs_no_more_than_transformers_own(tmp_path: Path) -> None:
+    path = GEMMA2.checkpoint(tmp_path)
+    tokens = prompt(60, seed=3)
+    exact = Reference(path).logits(tokens).log_softmax(-1)
+    theirs = (Reference(path, dtype=torch.bfloat16).logits(tokens).float().log_softmax(-1) - exact).abs()
+    ours = (PagedModel(path, dtype=torch.bfloat16).logits(tokens).log_softmax(-1) - exact).abs()
+    assert ours.mean() < 1.25 * theirs.mean()
+
+
+def prove(path: Path, reference: Reference | PagedModel) -> None:
+    """Log probabilities, and greedy tokens alone and in the company of chunks, decodes, prefix hits and preemption."""
+    model = PagedModel(path, model_impl="transformers")
+    assert isinstance(model.model, TransformersModel)
+    for length in (1, 37, 90):
+        tokens = prompt(length, seed=length)
+        assert_same_distribution(model.logits(tokens), reference.logits(tokens))
+    shared = prompt(40, seed=5)
+    prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
+    expected = [reference.greedy(tokens, GREEDY_TOKENS) for tokens in prompts]
+    assert model.greedy(prompts[0], GREEDY_TOKENS) == expected[0]
+    runner = runner_for(path, scheduling_policy="mixed", max_num_batched_tokens=48, model_impl="transformers")
+    assert generate(runner, prompts) == expected

@@ -1,0 +1,104 @@
+"""adapter_config.json becomes a `LoRAConfig`, or a sentence that names file, field and value."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.errors import CheckpointError
+from models.lora.config import LoRAConfig
+
+PEFT: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj", "self_attn.o_proj"],
+    "bias": "none",
+    "modules_to_save": None,
+    "use_dora": False,
+    "lora_dropout": 0.05,
+    "init_lora_weights": "gaussian",
+}
+Q_PROJ, O_PROJ, MLP_O_PROJ = (
+    f"model.layers.1.{end}" for end in ("self_attn.q_proj", "self_attn.o_proj", "mlp.o_proj")
+)
+
+
+def parse(path: Path, **fields: Any) -> LoRAConfig:
+    config = {key: value for key, value in {**PEFT, **fields}.items() if value is not ...}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRAConfig.from_adapter(path)
+
+
+def test_every_module_has_the_rank_and_scale_of_the_adapter(tmp_path: Path) -> None:
+    config = parse(tmp_path)
+    assert (config.rank_of(Q_PROJ), config.scale_of(Q_PROJ)) == (8, 2.0)
+    assert parse(tmp_path, use_rslora=True).scale_of(Q_PROJ) == 16 / math.sqrt(8)
+
+
+def test_patterns_match_the_end_of_a_name_and_the_first_of_them_counts(tmp_path: Path) -> None:
+    config = parse(tmp_path, rank_pattern={"self_attn.o_proj": 2, r"layers\.[01]\..*": 4}, alpha_pattern={"q_proj": 3})
+    assert [config.rank_of(module) for module in (O_PROJ, Q_PROJ, "model.layers.2.self_attn.q_proj")] == [2, 4, 8]
+    assert (config.scale_of(O_PROJ), config.scale_of(Q_PROJ)) == (8.0, 0.75)
+
+
+def test_targets_are_whole_parts_of_names(tmp_path: Path) -> None:
+    config = parse(tmp_path)
+    assert [config.targets(module) for module in (Q_PROJ, O_PROJ, MLP_O_PROJ, "model.layers.1.self_attn.eq_proj")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target_modules": r".*\.q_proj"}, {"layers_to_transform": [0]}, {"exclude_modules": ["x"]}]
+)
+def test_an_adapter_of_some_layers_must_hold_no_particular_module(tmp_path: Path, fields: dict[str, Any]) -> None:
+    assert not parse(tmp_path, **fields).targets(Q_PROJ)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"use_dora": True}, "use_dora of {file} is true; it must be left out, because DoRA"),
+        ({"modules_to_save": ["lm_head"]}, 'modules_to_save of {file} is ["lm_head"]; it must be left out'),
+        ({"bias": "lora_only"}, 'bias of {file} is "lora_only"; it must be none'),
+        ({"lora_bias": True}, "lora_bias of {file} is true"),
+        ({"peft_type": "LOHA"}, 'peft_type of {file} is "LOHA"; it must be LORA'),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters of {file}"),
+        ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights of {file} is "pissa_niter_4"; it must be another'),
+        ({"r": 0}, "r of {file} is 0; it must be an integer from 1"),
+        ({"r": ...}, "{file} has no r"),
+        ({"lora_alpha": "16"}, 'lora_alpha of {file} is "16"; it must be a number above 0'),
+        ({"rank_pattern": {"q_proj": 1.5}}, "q_proj of rank_pattern of {file} is 1.5; it must be an integer above 0"),
+        (
+            {"alpha_pattern": {"q_proj": True}},
+            "q_proj of alpha_pattern of {file} is true; it must be a number above 0",
+        ),
+        ({"rank_pattern": {"(": 2}}, "'(' is none"),
+        ({"target_modules": 3}, "target_modules of {file} is 3; it must be a list of strings"),
+    ],
+)
+def test_what_would_be_computed_wrong_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        parse(tmp_path, **fields)
+    assert sentence.format(file=tmp_path / "adapter_config.json") in str(error.value)
+
+
+def test_a_directory_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        LoRAConfig.from_adapter(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        LoRAConfig.from_adapter(tmp_path / "absent")
+
+
+def test_it_needs_no_torch() -> None:
+    check = "import sys, models.lora.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,0 +1,85 @@
+"""Adapters are named in the configuration, listed as models, and chosen by their name."""
+
+import os
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from engine.config import Config
+from server.app import create_app
+from server.errors import ModelNotFound
+from server.frontend import Frontend
+from server.settings import SettingsError, load_config
+from tests.unit.test_face import LoadingCore, client_of
+
+ADAPTERS = ("one=/a/1", "team/two=/a/2=b")
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("KAON_"):
+            monkeypatch.delenv(name)
+
+
+def frontend(**fields: Any) -> Frontend:
+    return Frontend(Config(model="/m", lora=ADAPTERS, **fields), LoadingCore())  # type: ignore[arg-type]
+
+
+def test_the_flag_can_be_repeated_and_paths_may_hold_equals_signs() -> None:
+    config = load_config(["/m", "--lora", ADAPTERS[0], "--lora", ADAPTERS[1]])
+    assert {name: str(path) for name, path in config.lora_paths.items()} == {"one": "/a/1", "team/two": "/a/2=b"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--lora", "/a/1"], "--lora is '/a/1'; each item must be NAME=DIRECTORY"),
+        (["--lora", "=/a/1"], "--lora is '=/a/1'; each item must be NAME=DIRECTORY"),
+        (["--lora", "x=/1,x=/2"], "--lora names two adapters x; each needs a name of its own"),
+        (["m", "--lora", "m=/1"], "--lora names an adapter m, which is the model's own name; choose another"),
+        (["m", "--lora", "s=/1", "--served-model-name", "s"], "--lora names an adapter s, which is the model's own"),
+        (["--lora", "kaon-demo=/1"], "--lora names an adapter kaon-demo, which is the model's own name"),
+    ],
+)
+def test_names_that_cannot_be_told_apart_are_refused(flags: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_config(flags)
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_served_name_leaves_the_models_path_free() -> None:
+    assert list(
+        Config.model_validate(
+            {"model": "m", "lora": ["m=/1"], "server_config": {"served_model_name": ["s"]}}
+        ).lora_paths
+    ) == ["m"]
+    with pytest.raises(ValidationError):
+        Config(model="m", lora=("m=/1",))
+
+
+def test_a_models_name_chooses_its_adapter() -> None:
+    front = frontend()
+    assert front.model_names == ("/m", "one", "team/two")
+    assert [front.adapter_of(name) for name in front.model_names] == [0, 1, 2]
+    for name in front.model_names:
+        front.check_model(name)
+    with pytest.raises(ModelNotFound, match="model is 'three', which this server does not serve; use /m or one or"):
+        front.check_model("three")
+
+
+async def test_adapters_are_listed_with_the_model_they_adapt() -> None:
+    config = Config.model_validate({"lora": ADAPTERS, "server_config": {"served_model_name": ["big", "alias"]}})
+    async with client_of(create_app(config, LoadingCore())) as http:  # type: ignore[arg-type]
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in listed] == [
+            ("big", None),
+            ("alias", None),
+            ("one", "big"),
+            ("team/two", "big"),
+        ]
+        assert (await http.get("/v1/models/team/two")).json()["parent"] == "big"
+        missing: httpx.Response = await http.get("/v1/models/three")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
