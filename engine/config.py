@@ -59,7 +59,7 @@ class QuantizationConfig(Section):
     """How the checkpoint must be quantised, if it must be anything: `auto` takes what it says of itself."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
-    """Type of cached keys and values; `auto` is the model's, `fp8` halves bfloat16's memory and rounds more."""
+    """Type of cached keys, values and latents; `auto` is the model's, `fp8` halves bfloat16's memory, less exact."""
 
 
 class ServerConfig(Section):

@@ -52,6 +52,11 @@ def load_model(
     if isinstance(config, TransformersConfig):
         from models.transformers_model import load_transformers_model
 
+        if parallel.size > 1:
+            raise CheckpointError(
+                f"tensor_parallel_size is {parallel.size}, but {config.architecture} runs by transformers' own code, "
+                "on one device; set it to 1"
+            )
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig)
     files = _weight_files(path)

@@ -103,6 +103,11 @@ def load_transformers_model(
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
     except Exception as error:  # Whatever its many authors raise.
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
+    if getattr(model.config, "quantization_config", None) and getattr(model, "hf_quantizer", None) is None:
+        raise CheckpointError(
+            f"quantization_config of {path / 'config.json'} has a quant_method that transformers does not know, and "
+            f"{config.architecture} runs by its code; use the model's original checkpoint"
+        )
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path} lacks {_some(missing)}, which transformers' {config.architecture} needs")
     if extra := sorted(report["unexpected_keys"]):

@@ -89,7 +89,7 @@ class LatentAttention:
         mask = torch.zeros_like(selected, dtype=torch.float32).masked_fill_(selected < 0, -torch.inf)[:, None, None]
         vectors = self._cache.vectors.view(-1, dim)
         for some in chunks(len(q), MAX_LATENT_ELEMENTS // (selected.shape[1] * dim)):
-            latents = vectors[slots[some]][:, None]
+            latents = vectors[slots[some]][:, None].to(q.dtype)
             out[some] = self._attend.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
 
     def _attend_span(self, span: PrefillSpan, latents: torch.Tensor, out: torch.Tensor) -> None:

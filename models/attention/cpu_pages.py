@@ -16,7 +16,7 @@ class PageReader:
         self._buffer = torch.empty(0)
 
     def gather(self, cache: VectorCache, blocks: torch.Tensor) -> torch.Tensor:
-        """The vectors of some blocks in a row, in the cache's type; valid until the next call. # [n] int64 -> [n * block_size, dim]"""
+        """The vectors of some blocks in a row, as stored; valid until the next call. # [n] -> [n * block_size, dim]"""
         num_blocks, block_size, dim = cache.vectors.shape
         size = len(blocks) * block_size * dim
         if self._buffer.numel() < size or self._buffer.dtype != cache.vectors.dtype:

@@ -1,6 +1,7 @@
 """The compiled operators, where they were built and the processor has their instructions. Called by the layers."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -26,7 +27,7 @@ class NativeGroupedLinear:
         self._run: Any = library.kaon_grouped_linear
         self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         self._run.restype = None
-        self._threads = ThreadPoolExecutor(thread_name_prefix="kaon-experts")
+        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kaon-experts")
 
     def takes(self, rows: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether the kernel computes tensors such as these."""

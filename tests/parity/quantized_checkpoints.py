@@ -94,6 +94,13 @@ def scatter(path: Path, *, seed: int = 0, shards: int = 5) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def change(path: Path, edit: Callable[[Tensors], object]) -> None:
+    """Rewrite a checkpoint of one file."""
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+
 def fp8_tensor(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scale = weight.abs().max() / 448
     stored = (weight / scale).to(torch.float8_e4m3fn)

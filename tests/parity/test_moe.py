@@ -1,4 +1,4 @@
-"""Experts compute what the formula says at any sharding; routers choose what transformers' routers choose."""
+"""Experts compute what the formula says at any sharding, and load from any spelling."""
 
 import json
 from pathlib import Path
@@ -8,18 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeConfig, MixtralConfig, Qwen3MoeConfig
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from models.errors import CheckpointError
 from models.layers.moe import FusedMoE
 from models.layers.parameter import sources_of
-from models.layers.routing import grouped_top_k, softmax_top_k
+from models.layers.routing import softmax_top_k
 from models.loader import load_model
 from models.model_config import ModelConfig
 from tests.parity.checkpoints import edit_json, make_checkpoint
@@ -30,7 +23,9 @@ from tests.parity.variants import all_variants
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 6, 3
 WEIGHTS = "model.safetensors"
 VARIANTS = {
-    variant.architecture: variant for variant in all_variants() if variant.architecture.startswith(("Mixtral", "Glm4"))
+    variant.architecture: variant
+    for variant in all_variants()
+    if variant.architecture.startswith(("Mixtral", "Glm4", "Qwen3Moe"))
 }
 
 
@@ -117,99 +112,6 @@ def test_experts_that_no_token_chose_are_not_touched() -> None:
 def test_an_intermediate_size_that_the_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="the experts' intermediate size is 6, which 4 tensor-parallel ranks do not"):
         FusedMoE(HIDDEN, 6, EXPERTS, parallel=ranks(4)[0])
-
-
-def theirs(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """The router's weights, zero for experts that were not chosen. # [tokens, experts]"""
-    with torch.inference_mode():
-        logits, weights, ids = router(hidden)
-    return torch.zeros(logits.shape).scatter_(-1, ids, weights)
-
-
-def ours(chosen: tuple[torch.Tensor, torch.Tensor], num_experts: int) -> torch.Tensor:
-    weights, ids = chosen
-    return torch.zeros(len(ids), num_experts).scatter_(-1, ids, weights)
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_softmax_routing_is_that_of_qwen3_and_mixtral(renormalize: bool) -> None:
-    fields: dict[str, Any] = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K}
-    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**fields, num_experts=EXPERTS, norm_topk_prob=renormalize))
-    mixtral = MixtralTopKRouter(MixtralConfig(**fields, num_local_experts=EXPERTS))
-    hidden, weight = random(50, HIDDEN), random(EXPERTS, HIDDEN)
-    router.weight.data.copy_(weight)
-    mixtral.weight.data.copy_(weight)
-    found = ours(softmax_top_k(hidden @ weight.T, TOP_K, renormalize=renormalize), EXPERTS)
-    torch.testing.assert_close(found, theirs(router, hidden))
-    if renormalize:
-        torch.testing.assert_close(found, theirs(mixtral, hidden))
-
-
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (4, 3), (3, 1)])
-@pytest.mark.parametrize(
-    ("router_class", "config_class"),
-    [(DeepseekV3TopkRouter, DeepseekV3Config), (Glm4MoeTopkRouter, Glm4MoeConfig)],
-)
-def test_grouped_routing_with_correction_bias_is_that_of_deepseek_v3_and_glm(
-    router_class: type[nn.Module], config_class: Any, num_groups: int, top_groups: int, renormalize: bool
-) -> None:
-    config = config_class(
-        hidden_size=HIDDEN,
-        n_routed_experts=24,
-        num_experts_per_tok=4,
-        n_group=num_groups,
-        topk_group=top_groups,
-        norm_topk_prob=renormalize,
-        routed_scaling_factor=2.5,
-    )
-    hidden, weight, bias = random(50, HIDDEN), random(24, HIDDEN), random(24)
-    router: Any = router_class(config)
-    router.weight.data.copy_(weight)
-    router.e_score_correction_bias.copy_(bias)
-    chosen = grouped_top_k(
-        hidden @ weight.T,
-        4,
-        renormalize=renormalize,
-        correction_bias=bias,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        scaling_factor=2.5,
-    )
-    torch.testing.assert_close(ours(chosen, 24), theirs(router, hidden))
-
-
-@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (6, 5)])
-def test_grouped_routing_without_correction_bias_is_that_of_deepseek_v2(num_groups: int, top_groups: int) -> None:
-    config = DeepseekV2Config(
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        n_routed_experts=24,
-        num_experts_per_tok=4,
-        n_group=num_groups,
-        topk_group=top_groups,
-        topk_method="greedy" if num_groups == 1 else "group_limited_greedy",
-        routed_scaling_factor=16.0,
-    )
-    router, hidden, weight = DeepseekV2TopkRouter(config), random(50, HIDDEN), random(24, HIDDEN)
-    router.weight.data.copy_(weight)
-    chosen = grouped_top_k(
-        hidden @ weight.T,
-        4,
-        renormalize=False,
-        scoring="softmax",
-        num_groups=num_groups,
-        top_groups=top_groups,
-        scaling_factor=16.0,
-    )
-    torch.testing.assert_close(ours(chosen, 24), theirs(router, hidden))
-
-
-def test_a_group_left_out_gives_no_expert_even_where_the_bias_makes_all_scores_negative() -> None:
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
-    bias = torch.full((6,), -5.0)
-    _, ids = grouped_top_k(logits, 2, renormalize=True, correction_bias=bias, num_groups=3, top_groups=1)
-    assert sorted(ids[0].tolist()) == [0, 1]
 
 
 def checkpoint_of(architecture: str, directory: Path) -> Path:
@@ -318,7 +220,15 @@ def test_a_config_that_routes_nowhere_is_refused_in_a_sentence(
         load(path)
 
 
-@pytest.mark.parametrize("architecture", VARIANTS)
+@pytest.mark.parametrize("value", [3, [1, "2"], [-1], [True]])
+def test_dense_layers_must_be_named_by_their_numbers(tmp_path: Path, value: object) -> None:
+    path = checkpoint_of("Qwen3MoeForCausalLM", tmp_path)
+    edit_json(path / "config.json", mlp_only_layers=value)
+    with pytest.raises(CheckpointError, match=r"mlp_only_layers of .* it must be a list of integers from 0"):
+        load(path)
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Glm4MoeForCausalLM"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_checkpoint_loads_into_each_rank(tmp_path: Path, architecture: str, size: int) -> None:
     path = checkpoint_of(architecture, tmp_path)

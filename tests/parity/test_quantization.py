@@ -1,27 +1,20 @@
 """Checkpoints of each quantised format compute what the dense weights that they mean compute."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.config import Config, QuantizationConfig
-from engine.core_startup import PhaseClock
-from engine.core_startup import load_model as load_served
-from models.attention.cache_dtype import from_cache, to_cache
 from models.config_fields import Fields
-from models.errors import CheckpointError
 from models.model_config import ModelConfig
 from models.quantization import QUANTIZATION_METHODS, parse_quantization
 from models.quantization.dequantize import Dequantizer
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
-from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
-from tests.parity.test_worker_model_runner import runner_for
+from tests.parity.paged_model import PagedModel, assert_same_distribution, prompt
 from tests.parity.variants import all_variants
 
 FORMATS: dict[str, tuple[q.Quantize, dict[str, Any]]] = {
@@ -84,19 +77,6 @@ def assert_same_model(pair: q.Pair) -> None:
     assert_same_distribution(PagedModel(pair.quantised).logits(tokens), PagedModel(pair.dense).logits(tokens))
 
 
-def refusal(run: Callable[[], object]) -> str:
-    with pytest.raises(CheckpointError) as error:
-        run()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def change(path: Path, edit: Callable[[q.Tensors], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_computes_what_its_dense_weights_compute(tmp_path: Path, name: str) -> None:
     quantize, config = FORMATS[name]
@@ -108,6 +88,17 @@ def test_each_format_computes_what_its_dense_weights_compute(tmp_path: Path, nam
     )
     tokens = prompt(40)
     assert not torch.allclose(PagedModel(exact).logits(tokens), PagedModel(pair.dense).logits(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_the_same_in_one_piece_and_in_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = q.write_pair(tmp_path, *FORMATS[name]).quantised
+    whole = PagedModel(path).model
+    monkeypatch.setattr("models.quantization.layouts._CHUNK_ELEMENTS", 1)
+    for found, expected in zip(PagedModel(path).model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_every_method_has_a_format_proven() -> None:
@@ -247,175 +238,3 @@ def test_the_older_name_of_the_section_counts(tmp_path: Path) -> None:
     config = q.compressed_tensors("int-quantized", strategy="channel")
     del config["quant_method"]
     assert_same_model(q.write_pair(tmp_path, q.int8_channel, config, section="compression_config"))
-
-
-def test_a_missing_companion_is_named(tmp_path: Path) -> None:
-    pair = q.write_pair(tmp_path, *FORMATS["awq"])
-    change(pair.quantised, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.qzeros"))
-    said = refusal(lambda: PagedModel(pair.quantised))
-    assert "lacks 1 tensor (model.layers.1.mlp.up_proj.qzeros), which LlamaForCausalLM needs" in said
-
-
-def test_a_scale_beside_a_dense_weight_is_left_over(tmp_path: Path) -> None:
-    pair = q.write_pair(tmp_path, *FORMATS["fp8 blocks"])
-    name = "model.layers.0.mlp.up_proj.weight"
-    change(pair.quantised, lambda tensors: tensors.update({name: tensors[name].float()}))
-    assert "holds 1 tensor (model.layers.0.mlp.up_proj.weight_scale_inv)" in refusal(
-        lambda: PagedModel(pair.quantised)
-    )
-
-
-def test_an_excluded_module_that_is_quantised_is_named(tmp_path: Path) -> None:
-    config = q.FP8_CONFIG | {"ignored_layers": ["model.layers.0.mlp"]}
-    pair = q.write_pair(tmp_path, q.fp8_tensor, config)
-    assert "names no quantisation of it" in refusal(lambda: PagedModel(pair.quantised))
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "value", "said"),
-    [
-        (
-            "fp8 blocks",
-            "weight_scale_inv",
-            torch.ones(2, 2),
-            "weight_scale has shape [2, 2], where the quantisation in config.json means [3, 2]",
-        ),
-        ("fp8 blocks", "weight", torch.zeros(288, 160, dtype=torch.int8), "weight is torch.int8, where"),
-        (
-            "awq",
-            "scales",
-            torch.ones(4, 288),
-            "has shape [4, 288], where the quantisation in config.json means [5, 288]",
-        ),
-        ("awq", "qweight", torch.zeros(160, 36), "qweight is torch.float32"),
-        ("gptq", "qzeros", torch.zeros(5, 4, dtype=torch.int32), "means [5, 36]"),
-        ("gptq, activation order", "g_idx", torch.full((160,), 7, dtype=torch.int32), "values below 5"),
-        ("compressed-tensors int4 groups", "weight_packed", torch.zeros(288, 3, dtype=torch.int32), "means [288, 20]"),
-        ("quark mxfp4", "weight_scale", torch.zeros(288, 4, dtype=torch.uint8), "means [288, 5]"),
-    ],
-)
-def test_tensors_that_do_not_fit_one_another_are_named(
-    tmp_path: Path, name: str, tensor: str, value: torch.Tensor, said: str
-) -> None:
-    pair = q.write_pair(tmp_path, *FORMATS[name])
-    module = "model.layers.0.mlp.up_proj"
-    change(pair.quantised, lambda tensors: tensors.update({f"{module}.{tensor}": value}))
-    message = refusal(lambda: PagedModel(pair.quantised))
-    assert module in message
-    assert said in message
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 'is "bitsandbytes"; it must be one of fp8'),
-        ({"load_in_4bit": True}, "quant_method of quantization_config of"),
-        (q.FP8_CONFIG | {"fmt": "e5m2"}, "fmt of quantization_config of"),
-        (q.FP8_BLOCK_CONFIG | {"weight_block_size": [128]}, "must be a list of 2 integers above 0"),
-        (q.AWQ_CONFIG | {"version": "gemv"}, "version of"),
-        (q.AWQ_CONFIG | {"bits": 3}, "bits of"),
-        (q.AWQ_CONFIG | {"zero_point": False}, "zero_point of"),
-        (q.gptq_config(bits=3), "is 3; it must be 4 or 8"),
-        (q.gptq_config(checkpoint_format="marlin"), 'is "marlin"; it must be "gptq" or "gptq_v2"'),
-        (q.compressed_tensors("nvfp4-pack-quantized", type="float", num_bits=4), "'nvfp4-pack-quantized'; it must be"),
-        (q.compressed_tensors("marlin-24"), "'marlin-24'"),
-        (q.compressed_tensors("int-quantized", strategy="token"), "strategy of"),
-        (q.compressed_tensors("int-quantized", num_bits=4), "num_bits of"),
-        (q.compressed_tensors("float-quantized"), 'is "int"; it must be "float"'),
-        (q.compressed_tensors("int-quantized", ignore=("re:(",)), "which is no regular expression"),
-        (
-            q.compressed_tensors("int-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "format of sparsity_config of",
-        ),
-        (q.compressed_tensors("int-quantized") | {"transform_config": {"config_groups": {}}}, "transform_config"),
-        (q.quark_config("int4", "per_group", group_size=32), 'is "int4"; it must be "fp4" or "fp8_e4m3"'),
-        (q.quark_config("fp4", "per_group", group_size=16), "is 16; it must be 32"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'is "NVFP4"; it must be "FP8"'),
-    ],
-)
-def test_a_scheme_that_cannot_be_read_is_named(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    path = make_checkpoint(tmp_path)
-    edit_json(path / "config.json", quantization_config=config)
-    message = refusal(lambda: ModelConfig.from_checkpoint(path))
-    assert said in message
-    assert str(path) in message
-
-
-KV_CASES = {
-    ("LlamaForCausalLM", torch.float8_e4m3fn): 0.12,
-    ("LlamaForCausalLM", torch.bfloat16): 0.008,
-    ("Qwen3ForCausalLM", torch.float8_e4m3fn): 0.08,
-    ("DeepseekV3ForCausalLM", torch.float8_e4m3fn): 0.12,
-    ("DeepseekV3ForCausalLM", torch.bfloat16): 0.008,
-    ("DeepseekV32ForCausalLM", torch.bfloat16): 0.02,
-    ("GptOssForCausalLM", torch.float8_e4m3fn): 0.12,
-}
-"""By model and type of its cache, the mean absolute error that this may add to log probabilities of random weights."""
-
-
-@pytest.mark.parametrize(("architecture", "kv_dtype"), KV_CASES)
-def test_a_narrower_kv_cache_errs_within_bounds_and_alike_however_a_prompt_is_computed(
-    tmp_path: Path, architecture: str, kv_dtype: torch.dtype
-) -> None:
-    path = make_checkpoint(tmp_path, first_family(architecture))
-    tokens = prompt(90)
-    exact = PagedModel(path).logits(tokens).log_softmax(-1)
-    model = PagedModel(path, kv_dtype=kv_dtype)
-    whole = model.logits(tokens)
-    error = (whole.log_softmax(-1) - exact).abs().mean().item()
-    assert 0 < error < KV_CASES[architecture, kv_dtype]
-    row = Row(tokens)
-    pieces = [model.step([(row, count)])[0] for count in (33, 40)]
-    pieces += [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]
-    assert_same_distribution(torch.cat(pieces), whole)
-
-
-def test_values_beyond_the_range_of_fp8_saturate() -> None:
-    stored = to_cache(torch.tensor([1e6, -1e6, 3.0]), torch.float8_e4m3fn, 2.0)
-    assert from_cache(stored, 2.0, torch.empty(3)).tolist() == [896.0, -896.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("k_name", "v_name"),
-    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
-)
-def test_a_checkpoints_scales_of_the_kv_cache_are_taken(tmp_path: Path, k_name: str, v_name: str) -> None:
-    """A model whose keys are too large for 8 bits runs with the scales, and not without them."""
-    pair = q.write_pair(tmp_path, *FORMATS["quark fp8 channel"])
-    layers = [f"model.layers.{layer}.self_attn" for layer in range(2)]
-
-    def enlarge(tensors: q.Tensors) -> None:
-        for layer in layers:
-            tensors[f"{layer}.k_proj.weight_scale"] *= 512
-            tensors[f"{layer}.q_proj.weight_scale"] /= 512
-
-    change(pair.quantised, enlarge)
-    tokens = prompt(60)
-    exact = PagedModel(pair.quantised).logits(tokens).log_softmax(-1)
-    without = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
-    scales = {f"{layer}.{k_name}": torch.tensor(512.0) for layer in layers}
-    scales |= {f"{layer}.{v_name}": torch.tensor([1.0]) for layer in layers}
-    change(pair.quantised, lambda tensors: tensors.update(scales))
-    assert torch.equal(PagedModel(pair.quantised).logits(tokens).log_softmax(-1), exact)
-    scaled = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
-    assert 0 < (scaled - exact).abs().mean() < 0.12 < (without - exact).abs().mean()
-
-
-def test_an_8_bit_cache_has_blocks_of_a_quarter_of_float32s_bytes(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path)
-    sizes = {
-        word: runner_for(path, quantization_config=QuantizationConfig(kv_cache_dtype=word)).caches.block_bytes
-        for word in ("auto", "bf16", "fp8")
-    }
-    assert sizes["auto"] == 2 * sizes["bf16"] == 4 * sizes["fp8"]
-
-
-@pytest.mark.parametrize(("wanted", "accepted"), [("auto", True), ("awq", True), ("gptq", False), ("none", False)])
-def test_the_asked_for_quantisation_must_be_the_checkpoints(tmp_path: Path, wanted: Any, accepted: bool) -> None:
-    path = q.write_pair(tmp_path, q.awq, q.AWQ_CONFIG).quantised
-    config = Config(model=str(path), quantization_config=QuantizationConfig(quantization=wanted), max_model_len=64)
-    if accepted:
-        load_served(config, PhaseClock(0.0))
-        return
-    with pytest.raises(ValueError, match=rf"quantization is {wanted}, but that of .* is awq; set it to auto"):
-        load_served(config, PhaseClock(0.0))

@@ -1,7 +1,7 @@
 """The general route: models of transformers, by their own code over our paged attention, compute the same."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,13 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from models.base import KVCacheSpec
 from models.errors import CheckpointError
+from models.loader import load_model
 from models.model_config import ModelConfig, read_checkpoint_config
+from models.parallel import TensorParallel
 from models.transformers_attention import PagedAttention
 from models.transformers_config import TransformersConfig
 from models.transformers_model import TransformersModel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.foreign_models import GEMMA2, GPT2, OLMO2, REFUSED, SERVED, Foreign
-from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
+from tests.parity.paged_model import CPU, PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
@@ -73,7 +75,7 @@ def test_a_rope_that_depends_on_the_longest_sequence_fits_the_longest_that_is_se
 ) -> None:
     path = make_checkpoint(tmp_path, rope_parameters=LONG_ROPES[kind])
     tokens = prompt(60, seed=2)
-    ours, general = (PagedModel(path, max_model_len=512, model_impl=route) for route in ("kaon", "transformers"))
+    ours, general = (PagedModel(path, max_model_len=1024, model_impl=route) for route in ("kaon", "transformers"))
     assert_same_distribution(general.logits(tokens), ours.logits(tokens))
 
 
@@ -124,6 +126,22 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor.*model\.layers\.1\.mlp\.up_proj\.weight"):
         PagedModel(path)
+
+
+def test_a_format_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    path = OLMO2.checkpoint(tmp_path)
+    edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
+    with pytest.raises(CheckpointError, match="a quant_method that transformers does not know"):
+        PagedModel(path)
+
+
+def test_ranks_that_would_each_run_the_whole_model_are_refused(tmp_path: Path) -> None:
+    path = OLMO2.checkpoint(tmp_path)
+    parallel = TensorParallel(0, 2, cast(Any, object()))
+    with pytest.raises(CheckpointError, match="tensor_parallel_size is 2"):
+        load_model(
+            path, read_checkpoint_config(path), dtype=torch.float32, device=CPU, progress=False, parallel=parallel
+        )
 
 
 def test_a_state_between_tokens_that_no_config_names_is_found_by_running(

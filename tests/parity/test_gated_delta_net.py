@@ -1,0 +1,116 @@
+"""The recurrent layer: token by token, chunk by chunk, sharded, and beside other sequences."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from models.attention import select_backend
+from models.forward_context import Context, StateCache, forward_context, get_forward_context
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.layers.parameter import weight_loader_of
+from models.parallel import TensorParallel
+from tests.parity.paged_model import CPU
+from tests.parity.test_model_sharding import ranks
+
+HIDDEN = 20
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 150])
+def test_tokens_one_by_one_and_in_chunks_leave_the_state_that_transformers_leaves(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    q, k = (torch.nn.functional.normalize(torch.randn(3, length, 16, generator=generator), dim=-1) for _ in range(2))
+    v, state = torch.randn(3, length, 24, generator=generator), torch.randn(3, 16, 24, generator=generator)
+    decay, beta = -2 * torch.rand(3, length, generator=generator), torch.rand(3, length, generator=generator)
+    inputs = [x.transpose(0, 1)[None] for x in (q * 4, k, v, decay, beta)]  # 4: the square root of 16
+    expected, last = torch_chunk_gated_delta_rule(*inputs, initial_state=state[None], output_final_state=True)
+
+    in_chunks = state.clone()
+    read = delta_rule_span(q, k, v, decay, beta, in_chunks)
+    torch.testing.assert_close(read, expected[0].transpose(0, 1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(in_chunks, last[0], atol=1e-5, rtol=0)
+
+    one_by_one = state.clone()[None]
+    steps = [delta_rule_step(*(x[None, :, t] for x in (q, k, v, decay, beta)), one_by_one)[0] for t in range(length)]
+    torch.testing.assert_close(torch.stack(steps, 1), read, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one_by_one[0], in_chunks, atol=1e-5, rtol=0)
+
+
+def layer(parallel: TensorParallel) -> GatedDeltaNet:
+    made = GatedDeltaNet(
+        "layer",
+        HIDDEN,
+        num_key_heads=4,
+        num_value_heads=8,
+        key_dim=6,
+        value_dim=5,
+        kernel_size=4,
+        eps=1e-6,
+        parallel=parallel,
+    )
+    wide, heads = 8 * 5, 8
+    whole = {
+        "in_proj_qkvz.weight": (2 * 4 * 6 + 2 * wide, HIDDEN),
+        "in_proj_ba.weight": (2 * heads, HIDDEN),
+        "out_proj.weight": (HIDDEN, wide),
+        "norm.weight": (5,),
+        "conv1d.weight": (2 * 4 * 6 + wide, 1, 4),
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+    }
+    for number, (name, parameter) in enumerate(sorted(made.named_parameters())):
+        loaded = torch.randn(whole[name], generator=torch.Generator().manual_seed(number)) * 0.5
+        weight_loader_of(parameter)(parameter, loaded, None)
+    return made
+
+
+def run(
+    made: GatedDeltaNet, state: StateCache, slots: list[int], counts: list[int], lengths: list[int]
+) -> torch.Tensor:
+    """One step of rows of random inputs, the ones of one token decodes."""
+    tables = np.zeros((len(slots), 1), dtype=np.int32)
+    metadata = select_backend(CPU).build_metadata(
+        query_lens=counts,
+        seq_lens=lengths,
+        block_tables=tables,
+        slot_mapping=np.zeros(sum(counts), dtype=np.int64),
+        num_decodes=sum(count == 1 for count in counts),
+        slots=np.array(slots),
+    )
+    rows = [inputs(slot)[length - count : length] for slot, count, length in zip(slots, counts, lengths, strict=True)]
+    context = Context(positions=torch.empty(0), is_prefill=True, batch_size=len(slots))
+    with torch.inference_mode(), forward_context(metadata, context):
+        get_forward_context().kv_cache_data = {"layer": state}
+        return made(torch.cat(rows))
+
+
+def inputs(slot: int) -> torch.Tensor:
+    return torch.randn(90, HIDDEN, generator=torch.Generator().manual_seed(slot))
+
+
+def fresh(made: GatedDeltaNet) -> StateCache:
+    """What an earlier sequence may have left behind."""
+    return StateCache(tuple(torch.full((3, *shape), torch.nan) for shape in made.cache_spec.shapes))
+
+
+def test_a_sequence_reads_what_it_reads_alone_whatever_the_steps() -> None:
+    made = layer(ranks(1)[0])
+    whole = run(made, fresh(made), [2], [90], [90])
+    state = fresh(made)
+    run(made, state, [0], [7], [7])
+    pieces = [
+        run(made, state, [2], [30], [30]),
+        run(made, state, [0, 2], [1, 40], [8, 70])[1:],
+        *(run(made, state, [0, 2], [1, 1], [length - 62, length])[1:] for length in range(71, 91)),
+    ]
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_add_up(size: int) -> None:
+    made = layer(ranks(1)[0])
+    whole = run(made, fresh(made), [1], [50], [50])
+    parts = [layer(parallel) for parallel in ranks(size)]
+    added = torch.stack([run(part, fresh(part), [1], [50], [50]) for part in parts]).sum(0)
+    torch.testing.assert_close(added, whole, atol=1e-5, rtol=0)

@@ -1,0 +1,84 @@
+"""Keys, values and latents may be cached in fewer bits than the model computes in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import QuantizationConfig
+from models.attention.cache_dtype import from_cache, to_cache
+from tests.parity import quantized_checkpoints as q
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.test_quantization import FORMATS, first_family
+from tests.parity.test_worker_model_runner import runner_for
+
+KV_CASES = {
+    ("LlamaForCausalLM", torch.float8_e4m3fn): 0.12,
+    ("LlamaForCausalLM", torch.bfloat16): 0.008,
+    ("Qwen3ForCausalLM", torch.float8_e4m3fn): 0.08,
+    ("DeepseekV3ForCausalLM", torch.float8_e4m3fn): 0.12,
+    ("DeepseekV3ForCausalLM", torch.bfloat16): 0.008,
+    # Near a tie, rounding chooses other tokens to attend to.
+    ("DeepseekV32ForCausalLM", torch.float8_e4m3fn): 0.5,
+    ("DeepseekV32ForCausalLM", torch.bfloat16): 0.05,
+    ("GptOssForCausalLM", torch.float8_e4m3fn): 0.2,
+}
+"""By model and type of its cache, the mean absolute error that this may add to log probabilities of random weights."""
+
+
+@pytest.mark.parametrize(("architecture", "kv_dtype"), KV_CASES)
+def test_a_narrower_kv_cache_errs_within_bounds_and_alike_however_a_prompt_is_computed(
+    tmp_path: Path, architecture: str, kv_dtype: torch.dtype
+) -> None:
+    path = make_checkpoint(tmp_path, first_family(architecture))
+    tokens = prompt(90)
+    exact = PagedModel(path).logits(tokens).log_softmax(-1)
+    model = PagedModel(path, kv_dtype=kv_dtype)
+    whole = model.logits(tokens)
+    error = (whole.log_softmax(-1) - exact).abs().mean().item()
+    assert 0 < error < KV_CASES[architecture, kv_dtype]
+    row = Row(tokens)
+    pieces = [model.step([(row, count)])[0] for count in (33, 40)]
+    pieces += [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]
+    assert_same_distribution(torch.cat(pieces), whole)
+
+
+def test_values_beyond_the_range_of_fp8_saturate() -> None:
+    stored = to_cache(torch.tensor([1e6, -1e6, 3.0]), torch.float8_e4m3fn, 2.0)
+    assert from_cache(stored, 2.0, torch.empty(3)).tolist() == [896.0, -896.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("k_name", "v_name"),
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale", "v_proj.output_scale")],
+)
+def test_a_checkpoints_scales_of_the_kv_cache_are_taken(tmp_path: Path, k_name: str, v_name: str) -> None:
+    """A model whose keys are too large for 8 bits runs with the scales, and not without them."""
+    pair = q.write_pair(tmp_path, *FORMATS["quark fp8 channel"])
+    layers = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+
+    def enlarge(tensors: q.Tensors) -> None:
+        for layer in layers:
+            tensors[f"{layer}.k_proj.weight_scale"] *= 512
+            tensors[f"{layer}.q_proj.weight_scale"] /= 512
+
+    q.change(pair.quantised, enlarge)
+    tokens = prompt(60)
+    exact = PagedModel(pair.quantised).logits(tokens).log_softmax(-1)
+    without = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
+    scales = {f"{layer}.{k_name}": torch.tensor(512.0) for layer in layers}
+    scales |= {f"{layer}.{v_name}": torch.tensor([1.0]) for layer in layers}
+    q.change(pair.quantised, lambda tensors: tensors.update(scales))
+    assert torch.equal(PagedModel(pair.quantised).logits(tokens).log_softmax(-1), exact)
+    scaled = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
+    assert 0 < (scaled - exact).abs().mean() < 0.12 < (without - exact).abs().mean()
+
+
+def test_an_8_bit_cache_has_blocks_of_a_quarter_of_float32s_bytes(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    sizes = {
+        word: runner_for(path, quantization_config=QuantizationConfig(kv_cache_dtype=word)).caches.block_bytes
+        for word in ("auto", "bf16", "fp8")
+    }
+    assert sizes["auto"] == 2 * sizes["bf16"] == 4 * sizes["fp8"]
