@@ -1,45 +1,35 @@
 """Gemma 3's text model: norms on both sides of attention and feed-forward, and another rope in windowed layers."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
-from models.base import CacheSpec
 from models.config_fields import Fields
 from models.layers.activation import geglu_tanh
-from models.layers.attention import Attention
-from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.layers.embedding import VocabParallelEmbedding
 from models.layers.norm import OffsetRMSNorm
-from models.layers.rotary import RotaryEmbedding, rotate
-from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.layers.rotary import RotaryEmbedding
+from models.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
+from models.qwen3 import Qwen3Attention
 from models.rope_config import RopeConfig, parse_rope
 
 _LOCAL_THETA = 10000.0
 """Of the windowed layers' rope where config.json does not say."""
 
 
-class Gemma3Attention(LlamaAttention):
+class Gemma3Attention(Qwen3Attention):
     """Grouped-query attention with norms on queries and keys, and a scale of its own."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
         self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.attn = Attention(
-            f"model.layers.{layer}.self_attn",
-            num_kv_heads=self.num_kv_heads,
-            head_dim=config.head_dim,
-            scale=config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            sliding_window=config.sliding_windows[layer],
-        )
 
-    def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys normalised, with their positions. # [tokens, heads + kv_heads, head_dim]"""
-        q, k = self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+    @staticmethod
+    def score_scale(config: ModelConfig) -> float:
+        """Of the scores."""
+        return float(config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
 
 class Gemma3MLP(LlamaMLP):
@@ -71,7 +61,7 @@ class Gemma3DecoderLayer(nn.Module):
         return hidden + self.post_feedforward_layernorm(fed_forward)  # type: ignore[no-any-return]
 
 
-class Gemma3Model(nn.Module):
+class Gemma3Model(DecoderBody):
     """Scaled embedding, decoder layers and final norm."""
 
     embed_scale: torch.Tensor
@@ -98,33 +88,23 @@ class Gemma3Model(nn.Module):
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
-class Gemma3ForCausalLM(nn.Module):
+class Gemma3ForCausalLM(LlamaForCausalLM):
     """Gemma 3's text model with its language-model head."""
 
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = LlamaForCausalLM.packed_modules_mapping
-
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
-        super().__init__()
         fields = config.fields
         _refuse_what_would_be_computed_wrong(fields)
+        super().__init__(config, parallel)
         self.soft_cap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
-        self.model = Gemma3Model(config, parallel)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
-        if config.tie_word_embeddings:
-            self.lm_head.tie(self.model.embed_tokens)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        return self.model(input_ids, positions)  # type: ignore[no-any-return]
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return Gemma3Model(config, parallel)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        logits: torch.Tensor = self.lm_head(hidden)
+        logits = super().compute_logits(hidden)
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-
-    def kv_cache_layers(self) -> list[CacheSpec]:
-        """The attention layers, first to last."""
-        return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]
 
 
 def _refuse_what_would_be_computed_wrong(fields: Fields) -> None:

@@ -23,14 +23,6 @@ class GptOssAttention(LlamaAttention):
         self.total_heads, self.first_head = config.num_attention_heads, parallel.rank * self.num_heads
         self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks)
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
-        num_tokens = len(hidden)
-        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        q, k = self.position(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin)
-        attended = self.attn(q, k, qkv[:, -self.num_kv_heads :], self.sinks)
-        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
-
     def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         require_shape(loaded, (self.total_heads,))
         parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])

@@ -41,10 +41,12 @@ class LlamaAttention(nn.Module):
             parallel=parallel,
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sinks: nn.Parameter | None = None
         self.attn = Attention(
             f"model.layers.{layer}.self_attn",
             num_kv_heads=self.num_kv_heads,
             head_dim=config.head_dim,
+            scale=self.score_scale(config),
             sliding_window=config.sliding_windows[layer],
         )
 
@@ -53,8 +55,14 @@ class LlamaAttention(nn.Module):
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         q, k = self.position(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin)
-        attended = self.attn(q, k, qkv[:, -self.num_kv_heads :])
+        attended = self.attn(q, k, qkv[:, -self.num_kv_heads :], self.sinks)
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def score_scale(config: ModelConfig) -> float | None:
+        """Of the scores; None: that of the head's size."""
+        del config
+        return None
 
     def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys with their positions. # [tokens, heads + kv_heads, head_dim]"""
@@ -112,7 +120,13 @@ class LlamaDecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class LlamaModel(nn.Module):
+class DecoderBody(nn.Module):
+    """What a language-model head stands on: hidden states of tokens, and the embedding that it may share."""
+
+    embed_tokens: VocabParallelEmbedding
+
+
+class LlamaModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 
     def __init__(
@@ -158,10 +172,14 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__()
-        self.model = LlamaModel(config, self.attention, self.feed_forward, parallel)
+        self.model = self.body(config, parallel)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return LlamaModel(config, self.attention, self.feed_forward, parallel)
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:

@@ -3,7 +3,6 @@
 Every parameter must be filled and every tensor used, or a `CheckpointError` names those that were not.
 """
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from models.transformers_config import TransformersConfig
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NAMED_IN_ERRORS = 5
 _BAR_AFTER_SECONDS = 1.0
 """A load that is over sooner shows no bar."""
@@ -193,16 +191,8 @@ def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that checkpoints carry beside the weights.
-
-    Computed ones, a copy of the tied embedding, and the layers past the last that predict further tokens (DeepSeek-V3,
-    section 2.2).
-    """
-    if name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight"):
-        return True
-    layer = _LAYER.match(name)
-    predicting = config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
-    return layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < predicting
+    """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
+    return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _some(names: Iterable[str], noun: str = "tensor") -> str:

@@ -1,22 +1,20 @@
 """Qwen3-Next: gated delta nets beside gated attention, three to one, and a mixture of experts in every layer."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from models.base import CacheSpec
 from models.layers.attention import Attention
-from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.layers.embedding import VocabParallelEmbedding
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import QKVParallelLinear, RowParallelLinear
 from models.layers.norm import OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.rotary import RotaryEmbedding, rotate
-from models.llama import LlamaForCausalLM, LlamaMLP
+from models.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
-from models.parallel import SINGLE_RANK, TensorParallel
+from models.parallel import TensorParallel
 from models.qwen3_moe import is_sparse, routed_experts
 
 
@@ -111,7 +109,7 @@ class Qwen3NextDecoderLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-class Qwen3NextModel(nn.Module):
+class Qwen3NextModel(DecoderBody):
     """Embedding, decoder layers and final norm."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
@@ -132,25 +130,12 @@ class Qwen3NextModel(nn.Module):
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
-class Qwen3NextForCausalLM(nn.Module):
+class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Qwen3-Next with its language-model head."""
 
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = LlamaForCausalLM.packed_modules_mapping
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
-        super().__init__()
-        self.model = Qwen3NextModel(config, parallel)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
-        if config.tie_word_embeddings:
-            self.lm_head.tie(self.model.embed_tokens)
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        return self.model(input_ids, positions)  # type: ignore[no-any-return]
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        return self.lm_head(hidden)  # type: ignore[no-any-return]
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return Qwen3NextModel(config, parallel)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """What the layers keep, first to last."""

@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of `x + residual`, and that sum, which is the next residual. # [..., size] each"""
         residual = x + residual
-        return F.rms_norm(residual, self.shape, self.weight, self.eps), residual
+        return self.forward(residual), residual
 
 
 class LayerNorm(nn.Module):
@@ -41,14 +41,8 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
-class OffsetRMSNorm(nn.Module):
+class OffsetRMSNorm(RMSNorm):
     """An `RMSNorm` whose checkpoint holds its weight less one, as Gemma's and Qwen3-Next's do; scaled in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.shape = (size,)
-        self.eps = eps
-        self.weight = empty_parameter(size, weight_loader=load_whole)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
