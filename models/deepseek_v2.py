@@ -10,7 +10,7 @@ from models.config_fields import Fields
 from models.layers.indexer import LightningIndexer
 from models.layers.mla import MLAAttention, MLAShape
 from models.layers.moe import FusedMoE, SparseMoE
-from models.layers.routing import GroupedRouter, Scoring, experts_per_token
+from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
 from models.llama import LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -117,13 +117,9 @@ def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
     if is_v2 and renormalize:
         # Two implementations of V2 disagree on whether the scaling factor then counts.
         raise fields.invalid("norm_topk_prob", f"false for {config.architecture}")
-    num_groups = 1 if method == _GREEDY else fields.integer("n_group")
-    top_groups = 1 if method == _GREEDY else fields.integer("topk_group")
-    fewest = 1 if is_v2 else 2  # a group of V3 is as good as its two best
-    if num_experts % num_groups or num_experts < fewest * num_groups:
-        raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}, for {fewest} or more a group")
-    if top_groups > num_groups:
-        raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
+    num_groups, top_groups = 1, 1
+    if method != _GREEDY:
+        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=not is_v2)
     return GroupedRouter(
         config.hidden_size,
         num_experts,

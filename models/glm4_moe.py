@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import nn
 
 from models.layers.moe import FusedMoE, SparseMoE
-from models.layers.routing import GroupedRouter, experts_per_token
+from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -35,12 +35,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
         if layer < fields.integer("first_k_dense_replace", 1, minimum=0):
             return LlamaMLP(config, parallel)
         num_experts = fields.integer("n_routed_experts")
-        num_groups = fields.integer("n_group", 1)
-        if num_experts % num_groups:
-            raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}")
-        top_groups = fields.integer("topk_group", 1)
-        if top_groups > num_groups:
-            raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
+        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=True)
         size = fields.integer("moe_intermediate_size")
         gate = GroupedRouter(
             config.hidden_size,

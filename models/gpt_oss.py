@@ -10,6 +10,7 @@ from torch import nn
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
 from models.layers.parameter import Shard, empty_parameter, load_whole, require_shape
+from models.layers.routing import experts_per_token
 from models.llama import LlamaAttention, LlamaForCausalLM
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -70,10 +71,7 @@ class GptOssMLP(nn.Module):
         super().__init__()
         fields = config.fields
         num_experts = fields.integer("num_local_experts")
-        top_k = fields.integer("num_experts_per_tok")
-        if top_k > num_experts:
-            raise fields.invalid("num_experts_per_tok", f"at most num_local_experts, {num_experts}")
-        self.router = GptOssRouter(config.hidden_size, num_experts, top_k)
+        self.router = GptOssRouter(config.hidden_size, num_experts, experts_per_token(fields, num_experts))
         self.experts = GptOssExperts(
             config.hidden_size,
             config.intermediate_size,

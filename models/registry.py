@@ -79,7 +79,9 @@ ARCHITECTURES = {
         layer_kinds=frozenset({"linear_attention"}),
     ),
     "MixtralForCausalLM": Architecture("models.mixtral", "MixtralForCausalLM", is_windowed=True),
-    "Glm4MoeForCausalLM": Architecture("models.glm4_moe", "Glm4MoeForCausalLM", {"partial_rotary_factor": 0.5}),
+    "Glm4MoeForCausalLM": Architecture(
+        "models.glm4_moe", "Glm4MoeForCausalLM", {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1}
+    ),
 }
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
 

@@ -64,6 +64,17 @@ def experts_per_token(fields: Fields, eligible: int) -> int:
     return top_k
 
 
+def groups_of_experts(fields: Fields, num_experts: int, *, corrected: bool) -> tuple[int, int]:
+    """`n_group` and `topk_group` of config.json: how many groups there are, and how many a token may choose from."""
+    num_groups, top_groups = fields.integer("n_group"), fields.integer("topk_group")
+    if top_groups > num_groups:
+        raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
+    fewest = 2 if corrected and top_groups < num_groups else 1  # With a correction, a group's two best are judged.
+    if num_experts % num_groups or num_experts < fewest * num_groups:
+        raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}, for {fewest} or more a group")
+    return num_groups, top_groups
+
+
 class GroupedRouter(nn.Module):
     """`gate` of DeepSeek and GLM: float32 throughout, since near ties decide which experts a token sees."""
 

@@ -203,6 +203,7 @@ def test_layers_that_predict_further_tokens_are_ignored_as_many_as_the_config_na
     ("changes", "sentence"),
     [
         ({"n_group": 3}, "n_group of .* is 3; it must be a divisor of n_routed_experts, 8"),
+        ({"n_group": 8, "topk_group": 2}, "n_group of .* is 8; .*, for 2 or more a group"),
         ({"n_group": 2, "topk_group": 3}, "topk_group of .* is 3; it must be at most n_group, 2"),
         (
             {"n_group": 4, "num_experts_per_tok": 3},
