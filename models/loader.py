@@ -6,6 +6,7 @@ Every parameter must be filled and every tensor used, or a `CheckpointError` nam
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -19,11 +20,13 @@ from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.errors import CheckpointError
 from models.layers.attention import Attention
+from models.layers.mla import MLAAttention
 from models.layers.parameter import Shard, Spelling, WeightShapeError, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.dequantize import Dequantizer
-from models.registry import resolve_model_class
+from models.quantization.stacked_experts import ExpertNames
+from models.registry import ARCHITECTURES, resolve_model_class
 from models.transformers_config import TransformersConfig
 
 _SINGLE_FILE = "model.safetensors"
@@ -41,11 +44,13 @@ def load_model(
     device: torch.device,
     progress: bool,
     parallel: TensorParallel = SINGLE_RANK,
+    available_bytes: int | None = None,
 ) -> CausalLM:
     """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
 
-    `progress` draws a bar of files on stderr. Raises `CheckpointError` for a checkpoint that is damaged, or is not
-    the model that `config` describes.
+    `progress` draws a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
+    the device grants, and a host grants more than it has. Raises `CheckpointError` for a checkpoint that is damaged,
+    does not fit, or is not the model that `config` describes.
     """
     if isinstance(config, TransformersConfig):
         from models.transformers_model import load_transformers_model
@@ -64,15 +69,17 @@ def load_model(
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
+    _require_memory(model, available_bytes, path)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
     left_over: list[str] = []
-    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__)
+    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__, partial(_expert_names, missing))
     bar = tqdm(
         files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
     )
+    seen: dict[str, Path] = {}
     for file in bar:
-        for name, tensor in dequantizer.dense(_tensors(file, ignored)):
+        for name, tensor in dequantizer.dense(_once(_tensors(file, ignored), file, seen)):
             target = missing.pop(name, None)
             if target is not None:
                 _fill(target, tensor, name, file)
@@ -82,12 +89,25 @@ def load_model(
                 left_over.append(name)
     if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
         raise CheckpointError(f"{path} lacks {_some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
+    scales = dequantizer.kv_scales
+    for module in model.modules():
+        if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
+            found = scales.pop(module.layer_name)
+            module.scale_cache(found.k, found.v)
+    left_over += [name for found in scales.values() for name in found.names]
     if left_over := left_over + dequantizer.left_over():
         raise CheckpointError(f"{path} holds {_some(left_over)}, for which {config.architecture} has no place")
-    for module in model.modules():
-        if isinstance(module, Attention) and module.layer_name in dequantizer.kv_scales:
-            module.scale_cache(*dequantizer.kv_scales[module.layer_name])
     return cast(CausalLM, model.eval())
+
+
+def _require_memory(model: nn.Module, available: int | None, path: Path) -> None:
+    """Raise `CheckpointError` for weights that do not fit. Empty ones take no memory of a host yet."""
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    if available is not None and needed > available:
+        raise CheckpointError(
+            f"{path} does not fit the memory: its weights take {needed / 2**30:.2f} GiB, and {available / 2**30:.2f} "
+            "GiB are available"
+        )
 
 
 class _Target(NamedTuple):
@@ -153,6 +173,12 @@ def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spel
     return targets
 
 
+def _expert_names(wanted: Mapping[str, _Target], stack: str) -> ExpertNames:
+    """By expert and part, what is wanted in place of a tensor of all experts; empty where `stack` is none."""
+    rivals = wanted[stack].rivals if stack in wanted else ()
+    return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
+
+
 def _checkpoint_name(name: str, model: nn.Module) -> str:
     """A parameter's name with its modules as the checkpoint calls them."""
     renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
@@ -172,6 +198,17 @@ def _tensors(file: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, torch.
         ) from error
 
 
+def _once(
+    tensors: Iterable[tuple[str, torch.Tensor]], file: Path, seen: dict[str, Path]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, each noted in `seen`. Raises `CheckpointError` for one that an earlier file holds too."""
+    for name, tensor in tensors:
+        if name in seen:
+            raise CheckpointError(f"{name} is in both {seen[name]} and {file.name}; only one may hold it")
+        seen[name] = file
+        yield name, tensor
+
+
 def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise CheckpointError(
@@ -185,9 +222,10 @@ def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
 
 
 def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What the tensors' names begin with of layers past the last one, which predict further tokens (DeepSeek-V3)."""
+    """How the names of tensors begin that predict further tokens: of layers past the last one, or modules beside."""
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    past = (f"model.layers.{layer}." for layer in range(first, first + count))
+    return (*past, *ARCHITECTURES[config.architecture].prediction_modules)
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:

@@ -3,6 +3,7 @@
 The general route: `models.loader` takes it for checkpoints whose configuration is a `TransformersConfig`.
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ from models.base import CacheSpec
 from models.errors import CheckpointError
 from models.transformers_attention import PAGED, PagedAttention, install, using_attention, watch_attention
 from models.transformers_config import TransformersConfig
+from models.transformers_indexed import INDEXED_LAYER, IndexedAttention, IndexedCaches
 from models.transformers_probe import probe
 
 _NAMED_IN_ERRORS = 5
@@ -32,9 +34,10 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model = model
         _fix_rotary_lengths(model, config.max_model_len)
-        anatomy = _dissect(model, config.architecture, dtype)
+        self._indexed = _indexed_caches(model, config.architecture)
+        anatomy = _dissect(model, config.architecture, dtype, self._indexed)
         install(anatomy.attention)
-        self._caches: list[CacheSpec] = [attention.cache_spec for attention in anatomy.attention.values()]
+        self._attention = list(anatomy.attention.values())
         self._body = [anatomy.body]
         """In a list, so that torch does not count its weights twice."""
         self._output_class = anatomy.output_class
@@ -42,7 +45,8 @@ class TransformersModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        caches = {} if self._indexed is None else self._indexed.served(positions)
+        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **caches)
         return cast(torch.Tensor, output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,13 +68,18 @@ class TransformersModel(nn.Module):
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """See `CausalLM`."""
-        return self._caches
+        specs: list[CacheSpec] = [attention.cache_spec for attention in self._attention]
+        return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
 
     def linear_layers(self) -> dict[str, nn.Linear]:
-        """By transformers' name, those that adapters may add to: all but the head, which sees some tokens only."""
-        head = cast("Any", self.model).get_output_embeddings()
+        """By transformers' name, those that adapters may add to.
+
+        All but the head, which sees some tokens only, and what expands latents, which see every token's of a sequence.
+        """
+        apart = {cast("Any", self.model).get_output_embeddings()}
+        apart |= {attention.kv_b for attention in self._attention if isinstance(attention, IndexedAttention)}
         layers = ((name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear))
-        return {name: layer for name, layer in layers if layer is not head}
+        return {name: layer for name, layer in layers if layer not in apart}
 
     def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What transformers itself computes, with its own attention, for a sequence alone. # [n] -> [n, vocab_size]"""
@@ -131,14 +140,20 @@ def load_transformers_model(
 class _Anatomy(NamedTuple):
     """What a pass showed of a model."""
 
-    attention: dict[nn.Module, PagedAttention]
+    attention: dict[nn.Module, PagedAttention | IndexedAttention]
     body: nn.Module
     """The part that the model's outermost code calls for hidden states."""
     output_class: Callable[..., Any]
     """Of what it answers."""
 
 
-def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatomy:
+def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
+    """What a model with layers of indexed attention is given as its caches; None for any other."""
+    text = cast("Any", model).config.get_text_config(decoder=True)
+    return IndexedCaches(architecture) if INDEXED_LAYER in (getattr(text, "layer_types", None) or ()) else None
+
+
+def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None) -> _Anatomy:
     """Run a few tokens and see who calls whom. Raises `CheckpointError` for a model that cannot be served."""
     depth = 0
     outermost: list[tuple[nn.Module, Any]] = []
@@ -158,8 +173,9 @@ def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatom
     hooks += [part.register_forward_hook(leave) for part in parts]
     tokens = torch.arange(4, device=next(model.parameters()).device)[None]
     try:
-        with torch.inference_mode(), watch_attention(model, architecture, dtype) as attention:
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+        with torch.inference_mode(), watch_attention(model, architecture, dtype, indexed) as attention:
+            caches = {} if indexed is None else indexed.watched(tokens)
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **caches)
     except CheckpointError:
         raise
     except Exception as error:  # The model's code may raise anything.
@@ -176,6 +192,11 @@ def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatom
     bodies = [(module, output) for module, output in outermost if inside in set(module.modules())]
     if len(bodies) != 1 or not hasattr(bodies[0][1], "last_hidden_state"):
         raise CheckpointError(f"{architecture} is not a body and a head, so the general route cannot serve it")
+    if "position_ids" not in inspect.signature(bodies[0][0].forward).parameters:
+        raise CheckpointError(
+            f"{architecture} takes no position_ids (it counts positions from the start of a step), so the general "
+            "route cannot serve it"
+        )
     return _Anatomy(attention, bodies[0][0], type(bodies[0][1]))
 
 

@@ -1,15 +1,19 @@
 """The compiled operators, where they were built and the processor has their instructions. Called by the layers."""
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ROWS_WORTHWHILE = 16
 """Rows an expert up to which reading the weights is the larger cost; torch's product is faster above."""
@@ -24,6 +28,7 @@ class NativeGroupedLinear:
         """Load the shared library `path`. Raises `OSError` where it is none."""
         library = ctypes.CDLL(str(path))
         self.runs_here = bool(library.kaon_grouped_linear_runs_here())
+        """Whether the processor has its instructions: it may not be called where not."""
         self._run: Any = library.kaon_grouped_linear
         self._run.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3
         self._run.restype = None
@@ -32,8 +37,7 @@ class NativeGroupedLinear:
     def takes(self, rows: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether the kernel computes tensors such as these."""
         return (
-            self.runs_here
-            and rows.dtype == weight.dtype == torch.bfloat16
+            rows.dtype == weight.dtype == torch.bfloat16
             and rows.device.type == weight.device.type == "cpu"
             and weight.is_contiguous()
             and weight.shape[1] % _OUTPUTS == 0
@@ -85,6 +89,13 @@ def _shares(counts: list[int], threads: int) -> Iterator[tuple[int, int, int]]:
 
 @cache
 def grouped_linear() -> NativeGroupedLinear | None:
-    """The operator, None where it was not built."""
-    built = sorted(Path(__file__).parent.glob("_native*.so"))
-    return NativeGroupedLinear(built[0]) if built else None
+    """The operator; None, and the reason in the log, where it was not built or does not run."""
+    library = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
+    if not library.exists():
+        why = "Kaon was installed without a C compiler; install one, then Kaon again"
+    elif not (kernel := NativeGroupedLinear(library)).runs_here:
+        why = "this processor has no AVX512-BF16"
+    else:
+        return kernel
+    logger.info("experts are multiplied by torch, which takes longer for few tokens in bfloat16: %s", why)
+    return None

@@ -3,6 +3,7 @@
 The cache holds that latent and one rotated key for all heads; how it is attended to is the backend's affair.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,10 @@ class MLAAttention(nn.Module):
         )
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
+
+    def scale_cache(self, k_scale: float, _v_scale: float) -> None:
+        """Take the checkpoint's scale for latents in an 8-bit cache: they are the keys."""
+        self.options = dataclasses.replace(self.options, k_scale=k_scale)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, qk_rope_head_dim] -> [tokens, hidden_size]"""

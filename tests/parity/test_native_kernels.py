@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import models.kernels
+from models.kernels import native
 from models.kernels.native import NativeGroupedLinear
 from models.layers.grouped_linear import grouped_linear
 from models.layers.moe import FusedMoE
@@ -43,6 +44,18 @@ def computed(
     out = torch.full((len(rows), weight.shape[1]), torch.nan, dtype=torch.bfloat16)
     kernel(rows, weight, bias, torch.tensor(counts), out)
     return out
+
+
+def test_where_the_operators_were_not_built_the_log_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.grouped_linear.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    with caplog.at_level("INFO"):
+        assert native.grouped_linear() is native.grouped_linear() is None
+    native.grouped_linear.cache_clear()
+    assert len(caplog.messages) == 1
+    assert "installed without a C compiler" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
