@@ -4,20 +4,19 @@ Every parameter must be filled and every tensor used, or a `CheckpointError` nam
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
-from models.config_fields import Fields
+from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
@@ -29,9 +28,6 @@ from models.quantization.stacked_experts import ExpertNames
 from models.registry import ARCHITECTURES, resolve_model_class
 from models.transformers_config import TransformersConfig
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_NAMED_IN_ERRORS = 5
 _BAR_AFTER_SECONDS = 1.0
 """A load that is over sooner shows no bar."""
 
@@ -62,7 +58,7 @@ def load_model(
             )
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig)
-    files = _weight_files(path)
+    files = weight_files(path)
     model_class = resolve_model_class(config.architecture)
     try:
         with _default_dtype(dtype), device:
@@ -79,7 +75,7 @@ def load_model(
     )
     seen: dict[str, Path] = {}
     for file in bar:
-        for name, tensor in dequantizer.dense(_once(_tensors(file, ignored), file, seen)):
+        for name, tensor in dequantizer.dense(tensors_of_file(file, seen, ignored)):
             target = missing.pop(name, None)
             if target is not None:
                 _fill(target, tensor, name, file)
@@ -88,7 +84,7 @@ def load_model(
             elif not _is_harmless(name, config):
                 left_over.append(name)
     if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
-        raise CheckpointError(f"{path} lacks {_some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
+        raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
     scales = dequantizer.kv_scales
     for module in model.modules():
         if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
@@ -96,7 +92,7 @@ def load_model(
             module.scale_cache(found.k, found.v)
     left_over += [name for found in scales.values() for name in found.names]
     if left_over := left_over + dequantizer.left_over():
-        raise CheckpointError(f"{path} holds {_some(left_over)}, for which {config.architecture} has no place")
+        raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
     return cast(CausalLM, model.eval())
 
 
@@ -122,25 +118,6 @@ class _Target(NamedTuple):
     def is_alternative_to(self, missing: Mapping[str, "_Target"]) -> bool:
         """Whether nothing of the parameter was found, and another spelling is the one to name."""
         return not self.is_first_spelling and any(rival in missing for rival in self.rivals)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, as transformers chooses them: a single one before an index."""
-    if (path / _SINGLE_FILE).is_file():
-        return [path / _SINGLE_FILE]
-    if not (path / _INDEX_FILE).is_file():
-        raise CheckpointError(
-            f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert the weights to safetensors"
-        )
-    index = Fields.from_file(path / _INDEX_FILE)
-    weight_map = index.section("weight_map")
-    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
-        raise index.invalid("weight_map", "an object from tensor names to file names")
-    files = [path / name for name in sorted(set(weight_map.values.values()))]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointError(f"{path} lacks {_some(absent, 'file')}, which {_INDEX_FILE} names; download it again")
-    return files
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
@@ -185,30 +162,6 @@ def _checkpoint_name(name: str, model: nn.Module) -> str:
     return ".".join(renamed.get(part, part) for part in name.split("."))
 
 
-def _tensors(file: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored`."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, not a dict
-                if not name.startswith(ignored):
-                    yield name, tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or is not a safetensors file ({error}); download it again"
-        ) from error
-
-
-def _once(
-    tensors: Iterable[tuple[str, torch.Tensor]], file: Path, seen: dict[str, Path]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, each noted in `seen`. Raises `CheckpointError` for one that an earlier file holds too."""
-    for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(f"{name} is in both {seen[name]} and {file.name}; only one may hold it")
-        seen[name] = file
-        yield name, tensor
-
-
 def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise CheckpointError(
@@ -231,14 +184,6 @@ def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
 def _is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def _some(names: Iterable[str], noun: str = "tensor") -> str:
-    """A count and the first few names."""
-    first = sorted(names)
-    dots = ", ..." if len(first) > _NAMED_IN_ERRORS else ""
-    plural = "" if len(first) == 1 else "s"
-    return f"{len(first)} {noun}{plural} ({', '.join(first[:_NAMED_IN_ERRORS])}{dots})"
 
 
 def _first_line(error: Exception) -> str:

@@ -14,13 +14,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from models.base import CacheSpec
+from models.checkpoint_files import some
+from models.config_fields import Fields
 from models.errors import CheckpointError
+from models.quantization import parse_quantization
 from models.transformers_attention import PAGED, PagedAttention, install, using_attention, watch_attention
 from models.transformers_config import TransformersConfig
 from models.transformers_indexed import INDEXED_LAYER, IndexedAttention, IndexedCaches
 from models.transformers_probe import probe
-
-_NAMED_IN_ERRORS = 5
+from models.transformers_weights import load_dequantized
 
 
 class TransformersModel(nn.Module):
@@ -96,32 +98,33 @@ def load_transformers_model(
     Raises `CheckpointError` for what transformers cannot load, or what it does not compute alike over paged caches.
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
+    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if quantization is not None:
+            model, report = load_dequantized(path, quantization, dtype=dtype, attention=PAGED)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except CheckpointError:
+        raise
     except KeyError as error:
         if error.args == (PAGED,):
             raise _has_attention_of_its_own(config.architecture) from error
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
     except Exception as error:  # Whatever its many authors raise.
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
-    if getattr(model.config, "quantization_config", None) and getattr(model, "hf_quantizer", None) is None:
-        raise CheckpointError(
-            f"quantization_config of {path / 'config.json'} has a quant_method that transformers does not know, and "
-            f"{config.architecture} runs by its code; use the model's original checkpoint"
-        )
     if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(f"{path} lacks {_some(missing)}, which transformers' {config.architecture} needs")
+        raise CheckpointError(f"{path} lacks {some(missing)}, which transformers' {config.architecture} needs")
     if extra := sorted(report["unexpected_keys"]):
         raise CheckpointError(
-            f"{path} holds {_some(extra)}, for which transformers' {config.architecture} has no place"
+            f"{path} holds {some(extra)}, for which transformers' {config.architecture} has no place"
         )
     try:
         model = model.to(device).eval()
@@ -225,12 +228,6 @@ def _has_attention_of_its_own(architecture: str) -> CheckpointError:
         f"{architecture} computes no attention through transformers' attention interface (it has its own, as models "
         "with ALiBi biases do, or keeps a recurrent state), so the general route cannot serve it"
     )
-
-
-def _some(names: list[str]) -> str:
-    """A count and the first few names."""
-    dots = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_NAMED_IN_ERRORS])}{dots})"
 
 
 def first_line(error: Exception) -> str:

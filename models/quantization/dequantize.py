@@ -106,6 +106,10 @@ class Dequantizer:
                 names.append(name)
         return names
 
+    def incomplete(self) -> list[str]:
+        """The dense tensors that are still wanted, and some of whose parts were read."""
+        return [gathered.result for gathered in self._gathered.values() if self._is_wanted(gathered.result)]
+
     def left_over(self) -> list[str]:
         """Tensors beside a weight that was dense without them."""
         return [
