@@ -74,6 +74,7 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )
+        self.kv_b_proj.is_packable = False  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
 

@@ -6,6 +6,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from models.kernels.cpu.ops import PackedWeight
+
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
 WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
@@ -49,6 +51,26 @@ def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
     """What `empty_parameter` was given."""
     spellings: tuple[Spelling, ...] = parameter.sources  # type: ignore[attr-defined]
     return spellings
+
+
+def pack(parameter: nn.Parameter) -> None:
+    """Keep a weight, not yet filled, as the CPU's products read it; its own memory goes."""
+    parameter.packed = PackedWeight(*parameter.shape)  # type: ignore[attr-defined]
+    parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+
+
+def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
+    """The memory of a weight that `pack` was called for."""
+    return getattr(parameter, "packed", None)
+
+
+def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor) -> None:
+    """Put rows of a weight, or elements of a bias, into their places from `first` on."""
+    packed = packed_of(parameter)
+    if packed is None:
+        parameter.data[first : first + len(rows)].copy_(rows)
+    else:
+        packed.put(first, rows)
 
 
 def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:

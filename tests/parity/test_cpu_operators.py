@@ -100,9 +100,7 @@ class TestElementwise:
         gate_up[0, 0], gate_up[1, 0] = 300.0, -300.0
         gate, up = gate_up.float().chunk(2, dim=-1)
         function = torch.nn.functional.silu if activation == library.SILU else _gelu_tanh
-        torch.testing.assert_close(
-            ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5
-        )
+        torch.testing.assert_close(ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5)
 
     def test_rope_table_equals_the_reference(self) -> None:
         positions, frequencies = torch.tensor([0, 1, 77, 100_000]), torch.rand(12)
@@ -212,10 +210,17 @@ class TestAttention:
         [(4, 2, 64, 16), (3, 3, 32, 16), (7, 1, 128, 32), (20, 1, 96, 16), (2, 2, 256, 48)],
     )
     @pytest.mark.parametrize(
-        ("window", "soft_cap", "has_sinks"), [(None, None, False), (20, None, True), (64, 5.0, False), (1, None, False)]
+        ("window", "soft_cap", "has_sinks"),
+        [(None, None, False), (20, None, True), (64, 5.0, False), (1, None, False)],
     )
     def test_equals_the_reference_in_any_steps(
-        self, heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, soft_cap: float | None,
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block_size: int,
+        window: int | None,
+        soft_cap: float | None,
         has_sinks: bool,
     ) -> None:
         q = [bf16(n, heads, dim, seed=n) for n in LENGTHS]

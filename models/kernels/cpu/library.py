@@ -31,6 +31,8 @@ class Step(ctypes.Structure):
         ("block_tables", _POINTER),
         ("max_blocks", _INTEGER),
     ]
+    kept: tuple[object, ...] = ()
+    """What the pointers point to."""
 
 
 class Arguments(ctypes.Structure):
@@ -186,7 +188,9 @@ class Operations:
 
     def __init__(self, arguments: Sequence[Arguments]) -> None:
         self._kept = tuple(arguments)
-        self.array = (_Operation * len(self._kept))(*((each.kind, ctypes.addressof(each)) for each in self._kept))
+        self.array = (_Operation * len(self._kept))(
+            *(_Operation(each.kind, ctypes.addressof(each)) for each in self._kept)
+        )
 
     def __len__(self) -> int:
         return len(self._kept)

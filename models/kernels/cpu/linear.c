@@ -8,6 +8,7 @@
 
 #include "operators.h"
 #include "panels.h"
+#include "transpose.h"
 
 #define TILE (LANES * DEPTH)         /* bfloat16 of a tile */
 #define STEP (2 * TILE)              /* of a step of a panel */
@@ -94,6 +95,29 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     }
 }
 
+/* Rows `from` to `past` of a tile of 16. */
+static void pack_rows(const struct pack *op, int64_t from, int64_t past, bf16 *to) {
+    for (int64_t row = from; row < past; row++) {
+        const bf16 *values = op->rows + (row - op->first) * op->row_stride;
+        bf16 *column = to + row % LANES * 2;
+        for (int64_t i = 0; i < op->in_features; i++)
+            column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2 + i % 2] = values[i];
+    }
+}
+
+#if HAS_AMX
+/* All 16, for inputs in whole steps. */
+AVX512 static void pack_tile(const struct pack *op, int64_t from, bf16 *to) {
+    const bf16 *values = op->rows + (from - op->first) * op->row_stride;
+    for (int64_t i = 0; i < op->in_features; i += DEPTH, to += STEP) {
+        __m512i pairs[LANES];
+        for (int row = 0; row < LANES; row++) pairs[row] = _mm512_loadu_si512(values + row * op->row_stride + i);
+        transpose(pairs);
+        for (int pair = 0; pair < LANES; pair++) _mm512_storeu_si512(to + pair * LANES * 2, pairs[pair]);
+    }
+}
+#endif
+
 /* Tasks: 16 rows each, as they lie in the packed weight. */
 void pack(const void *arguments, const struct step *step, struct worker *worker) {
     (void)step;
@@ -103,12 +127,13 @@ void pack(const void *arguments, const struct step *step, struct worker *worker)
         int64_t tile = op->first / LANES + task;
         bf16 *to = op->weight + tile / 2 * steps * STEP + tile % 2 * TILE;
         int64_t from = max64(op->first, tile * LANES), past = min64(last, (tile + 1) * LANES);
-        for (int64_t row = from; row < past; row++) {
-            const bf16 *values = op->rows + (row - op->first) * op->row_stride;
-            bf16 *column = to + row % LANES * 2;
-            for (int64_t i = 0; i < op->in_features; i++)
-                column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2 + i % 2] = values[i];
+#if HAS_AMX
+        if (worker->isa >= WITH_AVX512_BF16 && past - from == LANES && op->in_features % DEPTH == 0) {
+            pack_tile(op, from, to);
+            continue;
         }
+#endif
+        pack_rows(op, from, past, to);
     }
 }
 

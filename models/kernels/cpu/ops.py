@@ -3,7 +3,7 @@
 Rows are a step's tokens. Matrices may have any stride from row to row.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,7 +11,8 @@ from models.kernels.cpu import library
 from models.kernels.cpu.library import Arguments, Library, Operations, Step
 
 if TYPE_CHECKING:
-    from models.attention.base import AttentionOptions
+    from models.attention.base import AttentionOptions, Rotation
+    from models.layers.norm import HeadNorms
 
 _PANEL, _DEPTH = 32, 32
 """Outputs and inputs of which a packed weight has a multiple."""
@@ -61,6 +62,11 @@ def stop() -> None:
     """Have torch compute everything again."""
     global _runtime
     _runtime = None
+
+
+def active() -> bool:
+    """Whether the operators were started."""
+    return _runtime is not None
 
 
 def runs(*tensors: torch.Tensor) -> bool:
@@ -171,9 +177,7 @@ def gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     return out
 
 
-def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines, and sines of which the first half has its sign turned. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
 
     `frequencies` and both results are float32.
@@ -187,15 +191,6 @@ def rope_table(
     return cos, sin
 
 
-class HeadNorms(NamedTuple):
-    """Norms of each head's query and key before they are rotated."""
-
-    q_weight: torch.Tensor  # [head_dim]
-    k_weight: torch.Tensor
-    eps: float
-    offset: float
-
-
 def rope_store(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -204,12 +199,12 @@ def rope_store(
     v_cache: torch.Tensor,
     step: Step,
     *,
-    norms: HeadNorms | None = None,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: "HeadNorms | None" = None,
+    rotation: "Rotation | None" = None,
 ) -> None:
     """Normalise and rotate queries, in place, and keys; write keys and values to the cache.
 
-    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim], rotation 2 x [T, n] f32
+    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim]
     """
     cos, sin = (None, None) if rotation is None else rotation
     arguments = library.RopeStore(
@@ -222,10 +217,10 @@ def rope_store(
         q.shape[1],
         k.shape[1],
         k.shape[2],
-        None if norms is None else norms.q_weight.data_ptr(),
-        None if norms is None else norms.k_weight.data_ptr(),
-        0.0 if norms is None else norms.offset,
-        0.0 if norms is None else norms.eps,
+        None if norms is None else norms.q.weight.data_ptr(),
+        None if norms is None else norms.k.weight.data_ptr(),
+        0.0 if norms is None else norms.q.offset,
+        0.0 if norms is None else norms.q.eps,
         _pointer(cos),
         _pointer(sin),
         0 if cos is None else cos.shape[-1],
@@ -271,9 +266,7 @@ def attention(
 def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` compute heads and caches such as these."""
     block_size, dim = k_cache.shape[2:]
-    return (
-        runs(q, k_cache) and dim % _DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
-    )
+    return runs(q, k_cache) and dim % _DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
 
 
 def make_step(
@@ -285,9 +278,9 @@ def make_step(
     input_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> Step:
-    """A step of these arrays, which must outlive it. # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64"""
+    """A step of these arrays, which it keeps. # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64"""
     assert block_tables.is_contiguous()
-    return Step(
+    step = Step(
         len(slots),
         len(seq_lens),
         _pointer(input_ids),
@@ -298,5 +291,5 @@ def make_step(
         block_tables.data_ptr(),
         block_tables.shape[1],
     )
-
-
+    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions
+    return step
