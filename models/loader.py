@@ -18,8 +18,11 @@ from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.errors import CheckpointError
+from models.kernels.cpu import ops
 from models.layers.attention import Attention
-from models.layers.parameter import Shard, Spelling, WeightShapeError, sources_of, weight_loader_of
+from models.layers.embedding import VocabParallelEmbedding
+from models.layers.linear import ParallelLinear
+from models.layers.parameter import Shard, Spelling, WeightShapeError, pack, packed_of, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.dequantize import Dequantizer
@@ -64,6 +67,8 @@ def load_model(
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
+    if dtype is torch.bfloat16 and device.type == "cpu" and ops.active():
+        _pack_products(model)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
     left_over: list[str] = []
@@ -88,6 +93,16 @@ def load_model(
         if isinstance(module, Attention) and module.layer_name in dequantizer.kv_scales:
             module.scale_cache(*dequantizer.kv_scales[module.layer_name])
     return cast(CausalLM, model.eval())
+
+
+def _pack_products(model: nn.Module) -> None:
+    """Let weights that are used in products alone lie as the CPU's products read them."""
+    for module in model.modules():
+        is_product = isinstance(module, ParallelLinear) and module.is_packable
+        if is_product or isinstance(module, VocabParallelEmbedding):
+            weight = cast(nn.Parameter, module.weight)
+            if packed_of(weight) is None:  # A tied weight is met twice.
+                pack(weight)
 
 
 class _Target(NamedTuple):

@@ -5,7 +5,7 @@
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
-#include "kaon.h"
+#include "operators.h"
 
 #define UNIT LANES /* keys that lie together */
 #define UNITS 4    /* of a step */
@@ -18,21 +18,35 @@ struct units {
 
 /* scores[key][column] = key . query.
  * keys: unit [16][dim]; queries: [dim / 32][16 pairs][16 columns][2]. */
-typedef void score_keys(const struct units *keys, const bf16 *queries, int64_t dim, int64_t columns,
-                        float scores[KEYS][LANES]);
+typedef void score_keys(const struct units *keys, const bf16 *queries, int64_t dim, float scores[KEYS][LANES]);
 
 /* sums[column][dim] += the column's weights . values.
- * values: unit [8 pairs of keys][dim][2]; weights: [2][16 columns][32 keys]. */
-typedef void add_values(const struct units *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums);
+ * values: [32 pairs of keys][dim][2]; weights: [2][16 columns][32 keys]. */
+typedef void add_values(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums);
 
-/* weights [2][16 columns][32 keys] of probabilities [key][column]. */
-typedef void turn_weights(float probabilities[KEYS][LANES], bf16 *weights);
+/* What 16 columns have seen so far. */
+struct seen {
+    ALIGNED float most[LANES];  /* largest score, as a power of two */
+    ALIGNED float total[LANES]; /* of the probabilities, relative to it */
+    ALIGNED float sums[LANES * MAX_HEAD_DIM];
+};
+
+struct columns {
+    int64_t count;
+    ALIGNED int32_t last[LANES], first[LANES]; /* positions of the keys that each sees; the unused see what 0 does */
+    int64_t least, past;                       /* of all */
+    int64_t always_from, always_past;          /* what each of them sees */
+};
+
+/* Scores [key][column], relative to the largest so far and by the columns' sight, to weights [2][16 columns][32 keys]; what
+ * was seen before is made relative to it too. */
+typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
+                        float scores[KEYS][LANES], struct seen *seen, bf16 *weights);
 
 struct attention_products {
     score_keys *score;
+    weigh_keys *weigh;
     add_values *add;
-    turn_weights *turn;
-    void (*prepare)(void);
 };
 
 const struct attention_products *attention_products(enum isa isa);

@@ -3,32 +3,37 @@
 #include <math.h>
 
 #include "operators.h"
-#include "vector_math.h"
+#include "vectors.h"
 
-/* In lanes first, so that the order of the sum is one for every processor. */
-static inline __attribute__((always_inline)) float sum_of_squares(const bf16 *x, int64_t size) {
-    float lanes[LANES] = {0}, sum = 0;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    for (; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    return sum;
+/* `width` of 16 in the last part of a row. */
+#define FOR_PARTS(i, width, size) \
+    for (int64_t i = 0, width; width = min64(LANES, (size) - i), i < (size); i += LANES)
+
+INLINE vector part(const bf16 *from, int64_t width) { return width == LANES ? load_bf16(from) : load_some(from, width); }
+
+INLINE void put(bf16 *to, vector v, int64_t width) {
+    if (width == LANES) store_bf16(to, v);
+    else store_some(to, v, width);
 }
 
-static inline __attribute__((always_inline)) float scale_of(const bf16 *x, int64_t size, float eps) {
-    return 1.0f / sqrtf(sum_of_squares(x, size) / (float)size + eps);
+INLINE float scale_of(const bf16 *x, int64_t size, float eps) {
+    vector squares = {0};
+    FOR_PARTS(i, width, size) {
+        vector v = part(x + i, width);
+        squares += v * v;
+    }
+    return 1.0f / sqrtf(sum_of(squares) / (float)size + eps);
 }
 
 CLONES static void norm_row(const struct rms_norm *op, const bf16 *x, bf16 *residual, bf16 *out) {
     int64_t size = op->size;
-    float offset = (float)op->offset;
     if (residual) {
-        for (int64_t i = 0; i < size; i++) residual[i] = narrow(widen(x[i]) + widen(residual[i]));
+        FOR_PARTS(i, width, size) put(residual + i, part(x + i, width) + part(residual + i, width), width);
         x = residual;
     }
-    float scale = scale_of(x, size, (float)op->eps);
-    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(x[i]) * scale * (widen(op->weight[i]) + offset));
+    float scale = scale_of(x, size, (float)op->eps), offset = (float)op->offset;
+    FOR_PARTS(i, width, size)
+        put(out + i, part(x + i, width) * scale * (part(op->weight + i, width) + offset), width);
 }
 
 /* Tasks: tokens. */
@@ -125,17 +130,12 @@ void rope_store(const void *arguments, const struct step *step, struct worker *w
 }
 
 CLONES static void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation) {
-    if (activation == SILU)
-        for (int64_t i = 0; i < size; i++) {
-            float x = widen(gate[i]);
-            out[i] = narrow(x * sigmoid_of(x) * widen(up[i]));
-        }
-    else
-        for (int64_t i = 0; i < size; i++) {
-            float x = widen(gate[i]);
-            float t = tanh_of(0.7978845608f * (x + 0.044715f * x * x * x));
-            out[i] = narrow(0.5f * x * (1.0f + t) * widen(up[i]));
-        }
+    FOR_PARTS(i, width, size) {
+        vector x = part(gate + i, width), y;
+        if (activation == SILU) y = x * sigmoid_of(x);
+        else y = 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
+        put(out + i, y * part(up + i, width), width);
+    }
 }
 
 /* Tasks: tokens. */

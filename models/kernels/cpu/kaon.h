@@ -21,7 +21,7 @@ typedef uint16_t bf16;
 /* Compiled for several processors, of which the dynamic linker picks one. Sums are written lane by lane, so that all
  * give the same result. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)
-#define CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES
 #endif

@@ -15,50 +15,76 @@
 #define STAGED_ROWS 512              /* rows at most that are multiplied by a panel while it is near */
 #define STAGED (SCRATCH - (256 << 10)) /* bytes of the scratch for them; their sums take the rest */
 #define FEW_ROWS 64                  /* up to here reading the weight is what takes time */
-#define INPUTS_AT_ONCE 512           /* with more rows: what of a panel stays in the first cache */
+#define INPUTS_AT_ONCE 256           /* with more rows: what of a panel stays in the first cache */
+#define AHEAD (8192 / 2)             /* with few: bfloat16 between what is read of a weight and what is fetched */
 
 static int64_t staged_rows(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, (1 << 20) / (2 * inputs)) & -(2 * LANES));
 }
 
-/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32] with AMX, else row after row. */
-static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features, enum isa isa) {
-    int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES;
+/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
+static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+    int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
-        bf16 *to = isa == WITH_AMX ? staged + (row & -LANES) * steps * DEPTH + (row % LANES) * DEPTH
-                                   : staged + row * steps * DEPTH;
-        int64_t apart = isa == WITH_AMX ? TILE : DEPTH;
-        if (row >= count) {
-            for (int64_t step = 0; step < steps; step++) memset(to + step * apart, 0, DEPTH * sizeof(bf16));
-            continue;
-        }
+        bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
         const bf16 *from = x + row * stride;
-        int64_t whole = in_features / DEPTH;
-        for (int64_t step = 0; step < whole; step++) memcpy(to + step * apart, from + step * DEPTH, DEPTH * sizeof(bf16));
-        if (whole < steps) {
-            memset(to + whole * apart, 0, DEPTH * sizeof(bf16));
-            memcpy(to + whole * apart, from + whole * DEPTH, (in_features % DEPTH) * sizeof(bf16));
+        for (int64_t step = 0; step < steps; step++) {
+            int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
+            if (inputs < DEPTH) memset(to + step * TILE, 0, DEPTH * sizeof(bf16));
+            memcpy(to + step * TILE, from + step * DEPTH, inputs * sizeof(bf16));
         }
     }
 }
 
-/* The sums [rows][32] of a panel, with its bias, to where they belong. */
-CLONES static void finish(const struct linear *op, const float *sums, int64_t first_row, int64_t count, int64_t output) {
-    int64_t width = min64(PANEL, op->out_features - output);
-    float bias[PANEL] = {0};
-    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[output + i]);
-    for (int64_t row = 0; row < count; row++) {
-        const float *from = sums + row * PANEL;
-        int64_t at = (first_row + row) * op->out_stride + output;
-        if (op->is_float) {
-            float *to = (float *)op->out + at;
-            for (int64_t i = 0; i < width; i++) to[i] = from[i] + bias[i];
-        } else if (width == PANEL) {
-            bf16 *to = (bf16 *)op->out + at;
-            for (int64_t i = 0; i < PANEL; i++) to[i] = narrow(from[i] + bias[i]);
-        } else {
-            bf16 *to = (bf16 *)op->out + at;
-            for (int64_t i = 0; i < width; i++) to[i] = narrow(from[i] + bias[i]);
+/* Where one group of rows meets one panel. */
+struct meeting {
+    const struct linear *op;
+    const struct panel_products *products;
+    int64_t row, count, output; /* the first row and output, and how many rows */
+};
+
+/* The sums, with the panel's bias, to where they belong. */
+CLONES static void finish(const struct meeting *at, const float *sums) {
+    const struct linear *op = at->op;
+    int64_t width = min64(PANEL, op->out_features - at->output), first = at->row * op->out_stride + at->output;
+    ALIGNED float bias[PANEL] = {0};
+    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[at->output + i]);
+    if (!op->is_float && width == PANEL) {
+        at->products->round(sums, bias, at->count, (bf16 *)op->out + first, op->out_stride);
+        return;
+    }
+    for (int64_t row = 0; row < at->count; row++, first += op->out_stride)
+        for (int64_t i = 0; i < width; i++) {
+            float sum = sums[row * PANEL + i] + bias[i];
+            if (op->is_float) ((float *)op->out)[first + i] = sum;
+            else ((bf16 *)op->out)[first + i] = narrow(sum);
+        }
+}
+
+/* Lines that are about to be written, from memory into this core's cache. */
+static void fetch_output(const struct meeting *at) {
+    int64_t size = at->op->is_float ? sizeof(float) : sizeof(bf16), bytes = PANEL * size;
+    const char *line = (const char *)at->op->out + (at->row * at->op->out_stride + at->output) * size;
+    for (int64_t row = 0; row < at->count; row++, line += at->op->out_stride * size)
+        for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(line + byte, 1);
+}
+
+/* Staged rows by one panel. With many, as many inputs at once as stay in the first cache from group to group. */
+static void multiply_rows(struct meeting at, const bf16 *staged, int64_t rows, const bf16 *weight, float *sums) {
+    int64_t steps = parts(at.op->in_features, DEPTH), groups = parts(rows, GROUP), first_row = at.row;
+    int64_t at_once = rows > FEW_ROWS ? INPUTS_AT_ONCE / DEPTH : steps;
+    for (int64_t step = 0; step < steps; step += at_once) {
+        int64_t count = min64(at_once, steps - step), lines = parts(STEP * sizeof(bf16) / LINE, groups);
+        const bf16 *now = weight + step * STEP, *later = groups == 1 ? now + AHEAD : now + count * STEP;
+        struct ahead ahead = {(const char *)later, (int)lines, groups == 1};
+        int is_last = step + count == steps;
+        for (int64_t group = 0; group < groups; group++) {
+            at.row = first_row + group * GROUP, at.count = min64(GROUP, rows - group * GROUP);
+            if (is_last && groups > 1) fetch_output(&at);
+            float *here = sums + group * GROUP * PANEL;
+            at.products->multiply(staged + group * GROUP * steps * DEPTH + step * TILE, at.count, steps, now,
+                                  count, step == 0, here, &ahead);
+            if (is_last) finish(&at, here);
         }
     }
 }
@@ -72,25 +98,22 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     /* Shares large enough to be read in one go, and several a thread, in case one is held up. */
     int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * worker->threads)));
     if (rows > FEW_ROWS) share = max64(share, min64(16, parts(panels, 2 * worker->threads)));
-    int64_t shares = parts(panels, share);
+    int64_t shares = parts(panels, share), staged_block = -1;
     bf16 *staged = (bf16 *)worker->scratch;
     float *sums = (float *)(worker->scratch + STAGED);
-    int64_t staged_block = -1;
-    multiply_panel *multiply = panel_product(worker->isa);
+    struct meeting at = {.op = op, .products = panel_products(worker->isa)};
     prepare_tiles(worker->isa);
     for (int64_t task; (task = take_task(worker)) < blocks * shares;) {
-        int64_t first = task / shares * block, count = min64(block, rows - first);
+        at.row = task / shares * block;
+        int64_t count = min64(block, rows - at.row);
         if (task / shares != staged_block) {
-            stage(staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features, worker->isa);
+            stage(staged, op->x + at.row * op->x_stride, op->x_stride, count, op->in_features);
             staged_block = task / shares;
         }
         int64_t panel = task % shares * share, past = min64(panels, panel + share);
-        int64_t at_once = rows > FEW_ROWS ? INPUTS_AT_ONCE / DEPTH : steps;
         for (; panel < past; panel++) {
-            const bf16 *weight = op->weight + panel * steps * STEP;
-            for (int64_t s = 0; s < steps; s += at_once)
-                multiply(staged, count, steps, weight + s * STEP, s, min64(at_once, steps - s), sums);
-            finish(op, sums, first, count, panel * PANEL);
+            at.output = panel * PANEL;
+            multiply_rows(at, staged, count, op->weight + panel * steps * STEP, sums);
         }
     }
 }

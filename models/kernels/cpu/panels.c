@@ -11,17 +11,15 @@
 
 #define TILE (LANES * DEPTH)
 #define STEP (2 * TILE)
-#define AHEAD 8192 /* bytes between what is read of a weight and what is fetched */
 
 /* ---- any processor ---- */
 
 #define PORTABLE_ROWS 4
 
-CLONES static void add_rows(const bf16 *x, int64_t rows, int64_t row_length, const bf16 *weight, int64_t steps,
-                            float *sums) {
+CLONES static void add_rows(const bf16 *x, int64_t rows, const bf16 *weight, int64_t steps, float *sums) {
     float s[PORTABLE_ROWS][PANEL];
     memcpy(s, sums, rows * sizeof s[0]);
-    for (int64_t step = 0; step < steps; step++, weight += STEP, x += DEPTH) {
+    for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
         for (int pair = 0; pair < DEPTH / 2; pair++) {
             float even[PANEL], odd[PANEL];
             for (int half = 0; half < 2; half++) {
@@ -35,7 +33,7 @@ CLONES static void add_rows(const bf16 *x, int64_t rows, int64_t row_length, con
                 }
             }
             for (int64_t row = 0; row < rows; row++) {
-                float x0 = widen(x[row * row_length + 2 * pair]), x1 = widen(x[row * row_length + 2 * pair + 1]);
+                float x0 = widen(x[row * DEPTH + 2 * pair]), x1 = widen(x[row * DEPTH + 2 * pair + 1]);
                 for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x0 * even[lane];
                 for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x1 * odd[lane];
             }
@@ -45,41 +43,55 @@ CLONES static void add_rows(const bf16 *x, int64_t rows, int64_t row_length, con
 }
 
 static void multiply_portable(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight,
-                              int64_t first, int64_t steps, float *sums) {
-    if (first == 0) memset(sums, 0, count * PANEL * sizeof(float));
+                              int64_t steps, int is_first, float *sums, struct ahead *ahead) {
+    (void)ahead;
+    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
     for (int64_t row = 0; row < count; row += PORTABLE_ROWS)
-        add_rows(staged + row * all_steps * DEPTH + first * DEPTH, min64(PORTABLE_ROWS, count - row),
-                 all_steps * DEPTH, weight, steps, sums + row * PANEL);
+        add_rows(staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH,
+                 min64(PORTABLE_ROWS, count - row), weight, steps, sums + row * PANEL);
 }
+
+CLONES static void round_portable(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < PANEL; i++) out[row * out_stride + i] = narrow(sums[row * PANEL + i] + bias[i]);
+}
+
+static const struct panel_products portable = {multiply_portable, round_portable};
 
 #if HAS_AMX
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
 
-#define ROWS_OF_VECTORS 8
+AVX512 static inline void fetch(struct ahead *ahead) {
+    if (ahead->is_near)
+        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
+    else
+        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T1);
+    ahead->at += ahead->lines * LINE;
+}
 
 /* ROWS rows: a function each, so that the sums stay in registers. */
 #define ADD_ROWS(ROWS)                                                                                       \
-    AVX512 static void add_rows##ROWS(const bf16 *x, int64_t row_length, const bf16 *weight, int64_t steps,  \
-                                      float *sums) {                                                         \
+    AVX512 static void add_rows##ROWS(const bf16 *x, const bf16 *weight, int64_t steps, float *sums,         \
+                                      struct ahead *ahead) {                                                 \
         __m512 s0[ROWS], s1[ROWS];                                                                           \
         for (int r = 0; r < ROWS; r++) {                                                                     \
             s0[r] = _mm512_loadu_ps(sums + r * PANEL);                                                       \
             s1[r] = _mm512_loadu_ps(sums + r * PANEL + LANES);                                               \
         }                                                                                                    \
-        for (int64_t step = 0; step < steps; step++, weight += STEP, x += DEPTH)                             \
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {                            \
+            if (ahead) fetch(ahead);                                                                         \
             for (int pair = 0; pair < DEPTH / 2; pair++) {                                                   \
                 const bf16 *w = weight + pair * LANES * 2;                                                   \
-                _mm_prefetch((const char *)w + AHEAD, _MM_HINT_T0);                                          \
-                _mm_prefetch((const char *)(w + TILE) + AHEAD, _MM_HINT_T0);                                 \
                 __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + TILE);  \
                 for (int r = 0; r < ROWS; r++) {                                                             \
                     int both;                                                                                \
-                    memcpy(&both, x + r * row_length + 2 * pair, sizeof both);                               \
+                    memcpy(&both, x + r * DEPTH + 2 * pair, sizeof both);                                    \
                     __m512bh xs = (__m512bh)_mm512_set1_epi32(both);                                         \
                     s0[r] = _mm512_dpbf16_ps(s0[r], xs, w0);                                                 \
                     s1[r] = _mm512_dpbf16_ps(s1[r], xs, w1);                                                 \
                 }                                                                                            \
             }                                                                                                \
+        }                                                                                                    \
         for (int r = 0; r < ROWS; r++) {                                                                     \
             _mm512_storeu_ps(sums + r * PANEL, s0[r]);                                                       \
             _mm512_storeu_ps(sums + r * PANEL + LANES, s1[r]);                                               \
@@ -90,77 +102,85 @@ ADD_ROWS(2)
 ADD_ROWS(4)
 ADD_ROWS(8)
 
-static void multiply_avx512(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t first,
-                            int64_t steps, float *sums) {
-    if (first == 0) memset(sums, 0, count * PANEL * sizeof(float));
-    int64_t length = all_steps * DEPTH;
-    const bf16 *x = staged + first * DEPTH;
-    for (; count >= 8; count -= 8, x += 8 * length, sums += 8 * PANEL) add_rows8(x, length, weight, steps, sums);
-    for (; count >= 4; count -= 4, x += 4 * length, sums += 4 * PANEL) add_rows4(x, length, weight, steps, sums);
-    for (; count >= 2; count -= 2, x += 2 * length, sums += 2 * PANEL) add_rows2(x, length, weight, steps, sums);
-    if (count) add_rows1(x, length, weight, steps, sums);
-}
-
-/* ---- AMX ---- */
-
-#define SUM(row, half) (2 * (row) + (half))
-
-AMX static inline void fetch(const bf16 *weight) {
-    for (int line = 0; line < (int)(STEP * sizeof(bf16)); line += LINE)
-        _mm_prefetch((const char *)weight + AHEAD + line, _MM_HINT_T0);
-}
-
-/* 16 or 32 rows: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3. */
-AMX static void multiply_amx(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t first,
-                             int64_t steps, float *sums) {
-    int is_first_reading = 1;
-    for (; count > 0; count -= 2 * LANES, staged += 2 * LANES * all_steps * DEPTH, sums += 2 * LANES * PANEL) {
-        const bf16 *x0 = staged + first * TILE, *x1 = x0 + all_steps * TILE, *w = weight;
-        int two = count > LANES;
-        if (first == 0) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        } else {
-            _tile_loadd(0, sums, PANEL * sizeof(float));
-            _tile_loadd(1, sums + LANES, PANEL * sizeof(float));
-            if (two) {
-                _tile_loadd(2, sums + LANES * PANEL, PANEL * sizeof(float));
-                _tile_loadd(3, sums + LANES * PANEL + LANES, PANEL * sizeof(float));
-            }
+static void multiply_avx512(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
+                            int is_first, float *sums, struct ahead *ahead) {
+    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
+    for (int64_t row = 0; row < count; sums += PANEL * 8, row += 8) {
+        const bf16 *x = staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH;
+        struct ahead *once = row == 0 ? ahead : NULL;
+        int64_t left = min64(8, count - row);
+        float *to = sums;
+        if (left == 8) {
+            add_rows8(x, weight, steps, to, once);
+            continue;
         }
-        if (two) {
-            for (int64_t step = 0; step < steps; step++, w += STEP, x0 += TILE, x1 += TILE) {
-                if (is_first_reading) fetch(w);
-                _tile_loadd(4, x0, LINE);
-                _tile_loadd(6, w, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, w + TILE, LINE);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, x1, LINE);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        } else {
-            for (int64_t step = 0; step < steps; step++, w += STEP, x0 += TILE) {
-                if (is_first_reading) fetch(w);
-                _tile_loadd(4, x0, LINE);
-                _tile_loadd(6, w, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, w + TILE, LINE);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-        }
-        _tile_stored(0, sums, PANEL * sizeof(float));
-        _tile_stored(1, sums + LANES, PANEL * sizeof(float));
-        if (two) {
-            _tile_stored(2, sums + LANES * PANEL, PANEL * sizeof(float));
-            _tile_stored(3, sums + LANES * PANEL + LANES, PANEL * sizeof(float));
-        }
-        is_first_reading = 0;
+        if (left & 4) add_rows4(x, weight, steps, to, once), x += 4 * DEPTH, to += 4 * PANEL, once = NULL;
+        if (left & 2) add_rows2(x, weight, steps, to, once), x += 2 * DEPTH, to += 2 * PANEL, once = NULL;
+        if (left & 1) add_rows1(x, weight, steps, to, once);
     }
 }
+
+AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+    __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + LANES);
+    for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
+        __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), high);
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+}
+
+static const struct panel_products avx512 = {multiply_avx512, round_avx512};
+
+/* ---- AMX: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
+
+AMX static void multiply_amx(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
+                             int is_first, float *sums, struct ahead *ahead) {
+    const bf16 *x0 = staged, *x1 = staged + all_steps * TILE;
+    float *below = sums + LANES * PANEL;
+    int two = count > LANES;
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, PANEL * sizeof(float));
+        _tile_loadd(1, sums + LANES, PANEL * sizeof(float));
+        if (two) {
+            _tile_loadd(2, below, PANEL * sizeof(float));
+            _tile_loadd(3, below + LANES, PANEL * sizeof(float));
+        }
+    }
+    if (two) {
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE, x1 += TILE) {
+            fetch(ahead);
+            _tile_loadd(4, x0, LINE);
+            _tile_loadd(6, weight, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weight + TILE, LINE);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x1, LINE);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    } else {
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE) {
+            fetch(ahead);
+            _tile_loadd(4, x0, LINE);
+            _tile_loadd(6, weight, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weight + TILE, LINE);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums, PANEL * sizeof(float));
+    _tile_stored(1, sums + LANES, PANEL * sizeof(float));
+    if (two) {
+        _tile_stored(2, below, PANEL * sizeof(float));
+        _tile_stored(3, below + LANES, PANEL * sizeof(float));
+    }
+}
+
+static const struct panel_products amx = {multiply_amx, round_avx512};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */
@@ -200,13 +220,13 @@ int kaon_isa(void) {
 #endif
 }
 
-multiply_panel *panel_product(enum isa isa) {
+const struct panel_products *panel_products(enum isa isa) {
 #if HAS_AMX
-    if (isa == WITH_AMX) return multiply_amx;
-    if (isa == WITH_AVX512_BF16) return multiply_avx512;
+    if (isa == WITH_AMX) return &amx;
+    if (isa == WITH_AVX512_BF16) return &avx512;
 #endif
     (void)isa;
-    return multiply_portable;
+    return &portable;
 }
 
 void prepare_tiles(enum isa isa) {
