@@ -3,8 +3,9 @@
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
-RUN command -v make >/dev/null || (apt-get update && apt-get install -y --no-install-recommends make \
-    && rm -rf /var/lib/apt/lists/*)
+# A compiler for the operators in C, without which the experts of a mixture take longer.
+RUN (command -v make && command -v cc) >/dev/null || (apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev make && rm -rf /var/lib/apt/lists/*)
 
 WORKDIR /opt/kaon
 COPY . .

@@ -57,11 +57,14 @@ clean: ## Remove .venv, caches and build output
 	rm -rf $(VENV) .conformance build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What pip compiles.
+COMPILED := $(wildcard setup.py models/kernels/*.c)
+
 # One stamp a set of extras. As long as it is newer than what it was installed from, pip does not run again.
 $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-dev: EXTRAS := [test,dev]
 $(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
 
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev: pyproject.toml constraints.txt
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev: pyproject.toml constraints.txt $(COMPILED)
 	@sh deploy/install.sh $(VENV) '$(EXTRAS)' $(PYTHON)
 	@touch $(VENV)/.installed $(IMPLIED) $@

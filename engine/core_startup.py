@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.tokenizer import Tokenizer
+    from engine.worker.memory import KVCacheSize
     from engine.worker.model_runner import ModelRunner
     from models.checkpoint_config import CheckpointConfig
 
@@ -62,20 +63,29 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     path = resolve_checkpoint(config.model)
     _require_quantization(config.quantization_config.quantization, path)
     model_config = read_checkpoint_config(path, config.model_impl)
-    logger.info("%s runs by %s", model_config.architecture, model_config.runs_by)
     config = _with_checkpoint(config, model_config)
     device = _resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    type_name = str(dtype).removeprefix("torch.")
+    logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
     runner = ModelRunner(config, path, model_config, device, dtype)
     runner.load(progress=sys.stderr.isatty())
     phases.end("load")
     if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
         logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
-        config = config.model_copy(update={"enable_prefix_caching": False})
+    config = runner.config
     size = runner.kv_cache_size()
     logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
-    config = _with_blocks(config, size.num_blocks)
-    runner.allocate_kv_cache(size.num_blocks)
+    if size.num_slots < config.max_num_seqs:
+        logger.warning(
+            "%d sequences run at a time, not max_num_seqs %d: %s keeps a state for each, and those of more would fill "
+            "over half of the KV cache's memory",
+            size.num_slots,
+            config.max_num_seqs,
+            model_config.architecture,
+        )
+    config = _with_cache(config, size)
+    runner.allocate_kv_cache(size.num_blocks, size.num_slots)
     phases.end("kv-cache")
     runner.warm_up()
     info = _model_info(config, model_config, runner)
@@ -145,12 +155,16 @@ def _with_checkpoint(config: Config, model: "CheckpointConfig") -> Config:
     )
 
 
-def _with_blocks(config: Config, num_blocks: int) -> Config:
+def _with_cache(config: Config, size: "KVCacheSize") -> Config:
     """`config` with the KV cache's size, and a context that fits it."""
     assert config.max_model_len is not None
-    capacity = num_blocks * config.kv_cache_block_size
+    capacity = size.num_blocks * config.kv_cache_block_size
     return config.model_copy(
-        update={"num_kvcache_blocks": num_blocks, "max_model_len": min(config.max_model_len, capacity)}
+        update={
+            "num_kvcache_blocks": size.num_blocks,
+            "max_num_seqs": size.num_slots,
+            "max_model_len": min(config.max_model_len, capacity),
+        }
     )
 
 

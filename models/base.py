@@ -45,10 +45,10 @@ class StateCacheSpec(NamedTuple):
     dtypes: tuple[torch.dtype | None, ...]
     """Of each; None: the model's."""
 
-    @property
-    def elements_per_sequence(self) -> int:
-        """Elements of all its tensors."""
-        return sum(math.prod(shape) for shape in self.shapes)
+    def bytes_per_sequence(self, model_dtype: torch.dtype) -> int:
+        """Of all its tensors."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return sum(math.prod(shape) * (dtype or model_dtype).itemsize for shape, dtype in pairs)
 
 
 CacheSpec: TypeAlias = KVCacheSpec | VectorCacheSpec | StateCacheSpec

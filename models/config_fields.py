@@ -39,10 +39,12 @@ class Fields:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int = _REQUIRED, *, minimum: int = 1) -> int:
+    def integer(
+        self, name: str, default: int = _REQUIRED, *, minimum: int = 1, maximum: int = _LARGEST_INTEGER
+    ) -> int:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _LARGEST_INTEGER:
-            raise self.invalid(name, f"an integer from {minimum} to {_LARGEST_INTEGER}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.invalid(name, f"an integer from {minimum} to {maximum}")
         return int(value)
 
     def number(self, name: str, default: float = _REQUIRED) -> float:

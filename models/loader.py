@@ -4,34 +4,31 @@ Every parameter must be filled and every tensor used, or a `CheckpointError` nam
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
-from models.config_fields import Fields
+from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
 from models.kernels.cpu import ops
 from models.layers.attention import Attention
-from models.layers.embedding import VocabParallelEmbedding
-from models.layers.linear import ParallelLinear
-from models.layers.parameter import Shard, Spelling, WeightShapeError, pack, packed_of, sources_of, weight_loader_of
+from models.layers.mla import MLAAttention
+from models.layers.parameter import Shard, Spelling, WeightShapeError, pack_products, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.dequantize import Dequantizer
-from models.registry import resolve_model_class
+from models.quantization.stacked_experts import ExpertNames
+from models.registry import ARCHITECTURES, resolve_model_class
 from models.transformers_config import TransformersConfig
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_NAMED_IN_ERRORS = 5
 _BAR_AFTER_SECONDS = 1.0
 """A load that is over sooner shows no bar."""
 
@@ -44,11 +41,13 @@ def load_model(
     device: torch.device,
     progress: bool,
     parallel: TensorParallel = SINGLE_RANK,
+    available_bytes: int | None = None,
 ) -> CausalLM:
     """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
 
-    `progress` draws a bar of files on stderr. Raises `CheckpointError` for a checkpoint that is damaged, or is not
-    the model that `config` describes.
+    `progress` draws a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
+    the device grants, and a host grants more than it has. Raises `CheckpointError` for a checkpoint that is damaged,
+    does not fit, or is not the model that `config` describes.
     """
     if isinstance(config, TransformersConfig):
         from models.transformers_model import load_transformers_model
@@ -60,24 +59,26 @@ def load_model(
             )
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig)
-    files = _weight_files(path)
+    files = weight_files(path)
     model_class = resolve_model_class(config.architecture)
     try:
         with _default_dtype(dtype), device:
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
+    _require_memory(model, available_bytes, path)
     if dtype is torch.bfloat16 and device.type == "cpu" and ops.active():
-        _pack_products(model)
+        pack_products(model)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
     left_over: list[str] = []
-    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__)
+    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__, partial(_expert_names, missing))
     bar = tqdm(
         files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
     )
+    seen: dict[str, Path] = {}
     for file in bar:
-        for name, tensor in dequantizer.dense(_tensors(file, ignored)):
+        for name, tensor in dequantizer.dense(tensors_of_file(file, seen, ignored)):
             target = missing.pop(name, None)
             if target is not None:
                 _fill(target, tensor, name, file)
@@ -86,23 +87,26 @@ def load_model(
             elif not _is_harmless(name, config):
                 left_over.append(name)
     if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
-        raise CheckpointError(f"{path} lacks {_some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
-    if left_over := left_over + dequantizer.left_over():
-        raise CheckpointError(f"{path} holds {_some(left_over)}, for which {config.architecture} has no place")
+        raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
+    scales = dequantizer.kv_scales
     for module in model.modules():
-        if isinstance(module, Attention) and module.layer_name in dequantizer.kv_scales:
-            module.scale_cache(*dequantizer.kv_scales[module.layer_name])
+        if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
+            found = scales.pop(module.layer_name)
+            module.scale_cache(found.k, found.v)
+    left_over += [name for found in scales.values() for name in found.names]
+    if left_over := left_over + dequantizer.left_over():
+        raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
     return cast(CausalLM, model.eval())
 
 
-def _pack_products(model: nn.Module) -> None:
-    """Let weights that are used in products alone lie as the CPU's products read them."""
-    for module in model.modules():
-        is_product = isinstance(module, ParallelLinear) and module.is_packable
-        if is_product or isinstance(module, VocabParallelEmbedding):
-            weight = cast(nn.Parameter, module.weight)
-            if packed_of(weight) is None:  # A tied weight is met twice.
-                pack(weight)
+def _require_memory(model: nn.Module, available: int | None, path: Path) -> None:
+    """Raise `CheckpointError` for weights that do not fit. Empty ones take no memory of a host yet."""
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    if available is not None and needed > available:
+        raise CheckpointError(
+            f"{path} does not fit the memory: its weights take {needed / 2**30:.2f} GiB, and {available / 2**30:.2f} "
+            "GiB are available"
+        )
 
 
 class _Target(NamedTuple):
@@ -117,25 +121,6 @@ class _Target(NamedTuple):
     def is_alternative_to(self, missing: Mapping[str, "_Target"]) -> bool:
         """Whether nothing of the parameter was found, and another spelling is the one to name."""
         return not self.is_first_spelling and any(rival in missing for rival in self.rivals)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, as transformers chooses them: a single one before an index."""
-    if (path / _SINGLE_FILE).is_file():
-        return [path / _SINGLE_FILE]
-    if not (path / _INDEX_FILE).is_file():
-        raise CheckpointError(
-            f"{path} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; convert the weights to safetensors"
-        )
-    index = Fields.from_file(path / _INDEX_FILE)
-    weight_map = index.section("weight_map")
-    if weight_map is None or not all(isinstance(name, str) for name in weight_map.values.values()):
-        raise index.invalid("weight_map", "an object from tensor names to file names")
-    files = [path / name for name in sorted(set(weight_map.values.values()))]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise CheckpointError(f"{path} lacks {_some(absent, 'file')}, which {_INDEX_FILE} names; download it again")
-    return files
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
@@ -168,23 +153,16 @@ def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spel
     return targets
 
 
+def _expert_names(wanted: Mapping[str, _Target], stack: str) -> ExpertNames:
+    """By expert and part, what is wanted in place of a tensor of all experts; empty where `stack` is none."""
+    rivals = wanted[stack].rivals if stack in wanted else ()
+    return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
+
+
 def _checkpoint_name(name: str, model: nn.Module) -> str:
     """A parameter's name with its modules as the checkpoint calls them."""
     renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
     return ".".join(renamed.get(part, part) for part in name.split("."))
-
-
-def _tensors(file: Path, ignored: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored`."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, not a dict
-                if not name.startswith(ignored):
-                    yield name, tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is truncated or is not a safetensors file ({error}); download it again"
-        ) from error
 
 
 def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
@@ -200,22 +178,15 @@ def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
 
 
 def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
-    """What the tensors' names begin with of layers past the last one, which predict further tokens (DeepSeek-V3)."""
+    """How the names of tensors begin that predict further tokens: of layers past the last one, or modules beside."""
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
-    return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+    past = (f"model.layers.{layer}." for layer in range(first, first + count))
+    return (*past, *ARCHITECTURES[config.architecture].prediction_modules)
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def _some(names: Iterable[str], noun: str = "tensor") -> str:
-    """A count and the first few names."""
-    first = sorted(names)
-    dots = ", ..." if len(first) > _NAMED_IN_ERRORS else ""
-    plural = "" if len(first) == 1 else "s"
-    return f"{len(first)} {noun}{plural} ({', '.join(first[:_NAMED_IN_ERRORS])}{dots})"
 
 
 def _first_line(error: Exception) -> str:

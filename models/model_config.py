@@ -11,6 +11,8 @@ from models.quantization import QuantizationConfig, parse_quantization
 from models.registry import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture
 from models.rope_config import RopeConfig, parse_rope
 
+_MOST_LAYERS = 4096
+"""Many times those of any checkpoint; a damaged one must not have the loader build layers for hours."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
 """Whose model code runs; `auto`: ours where there is any of the architecture."""
@@ -50,7 +52,7 @@ class ModelConfig(CheckpointConfig):
         generation = _read_generation_config(path)
         _refuse_what_would_be_computed_wrong(config)
         hidden_size = config.integer("hidden_size")
-        num_layers = config.integer("num_hidden_layers")
+        num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -117,7 +119,8 @@ def _read_config(path: Path) -> Fields:
 def _architecture(config: Fields) -> str:
     names = config.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED_ARCHITECTURES:
-        raise config.invalid("architectures", f"a list of one of {', '.join(SUPPORTED_ARCHITECTURES)}")
+        own = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise config.invalid("architectures", f"a list of one of {own}; model_impl auto runs others by transformers")
     return str(names[0])
 
 

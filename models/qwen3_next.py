@@ -90,7 +90,8 @@ class Qwen3NextDecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
-        if _is_linear(config, layer):
+        self.is_linear = _is_linear(config, layer)
+        if self.is_linear:
             self.linear_attn = _delta_net(config, layer, parallel)
         else:
             self.self_attn = Qwen3NextAttention(config, layer, parallel)
@@ -102,10 +103,7 @@ class Qwen3NextDecoderLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         normed = self.input_layernorm(hidden)
-        if hasattr(self, "linear_attn"):
-            hidden = hidden + self.linear_attn(normed)
-        else:
-            hidden = hidden + self.self_attn(normed, cos, sin)
+        hidden = hidden + (self.linear_attn(normed) if self.is_linear else self.self_attn(normed, cos, sin))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 

@@ -27,6 +27,8 @@ class Architecture(NamedTuple):
     """Names in `layer_types` beside those of full and windowed attention."""
     full_attention_every: int | None = None
     """Every so manieth layer attends to all, the others in a window, where its config.json has no `layer_types`."""
+    prediction_modules: tuple[str, ...] = ()
+    """What predicts further tokens in its checkpoints beside the layers proper, by how its tensors' names begin."""
 
 
 ARCHITECTURES = {
@@ -77,6 +79,7 @@ ARCHITECTURES = {
         "Qwen3NextForCausalLM",
         {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
         layer_kinds=frozenset({"linear_attention"}),
+        prediction_modules=("mtp.",),
     ),
     "MixtralForCausalLM": Architecture("models.mixtral", "MixtralForCausalLM", is_windowed=True),
     "Glm4MoeForCausalLM": Architecture(

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from models.base import KVCacheSpec
 from models.errors import CheckpointError
 from models.layers.attention import Attention
+from models.transformers_indexed import IndexedAttention, IndexedCaches
 
 PAGED = "kaon"
 """The implementation's name. No mask function has it, so transformers makes no masks."""
@@ -42,7 +43,7 @@ _HARMLESS = frozenset(
     }
 )
 """Arguments of a call that change nothing of the attention, or are read apart."""
-_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+_READ = frozenset({"attention_mask", "scaling", "sliding_window", "softcap", "s_aux"})
 
 
 class PagedAttention:
@@ -84,14 +85,20 @@ class PagedAttention:
         return self.attend.cache_spec
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        s_aux: torch.Tensor | None = None,
+        **_call: Any,
     ) -> torch.Tensor:
         """# [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
 
         Gives [1, tokens, heads, value_dim].
         """
         q, k, v = (self._rows(part) for part in (query, key, value))
-        out: torch.Tensor = self.attend(q, k, v, sinks if self.has_sinks else None)
+        out: torch.Tensor = self.attend(q, k, v, s_aux if self.has_sinks else None)
         return out[..., : self.value_dim].to(query.dtype)[None]
 
     def _rows(self, part: torch.Tensor) -> torch.Tensor:
@@ -104,15 +111,15 @@ class PagedAttention:
 
 @contextmanager
 def watch_attention(
-    model: nn.Module, architecture: str, dtype: torch.dtype
-) -> Iterator[dict[nn.Module, PagedAttention]]:
+    model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
+) -> Iterator[dict[nn.Module, PagedAttention | IndexedAttention]]:
     """Record the attention that `model` computes inside: each module's, in the order of their calls.
 
-    A recorded call answers zeros. Raises `CheckpointError` from inside for what paged attention does not compute, and
-    at the end for windows that only its masks have, or only its calls.
+    `indexed` is what a model with indexed attention is given as its caches. A recorded call answers zeros.
+    Raises `CheckpointError` from inside for what paged attention does not compute.
     """
-    found: dict[nn.Module, PagedAttention] = {}
-    windows_of_masks: set[int] = set()
+    found: dict[nn.Module, PagedAttention | IndexedAttention] = {}
+    masks = _Masks(architecture)
 
     def record(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any) -> Any:
         if module in found:
@@ -120,31 +127,27 @@ def watch_attention(
                 f"{architecture} runs one attention layer several times a token, which the general route cannot "
                 "serve: each layer has one cache"
             )
+        name = f"attention.{len(found)}"
+        if indexed is not None and call.pop("indices", None) is not None:
+            _refuse_call(architecture, module, query, key, value, call)
+            found[module] = IndexedAttention(name, module, indexed, query, value, call)
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         _refuse_call(architecture, module, query, key, value, call)
         found[module] = PagedAttention(
-            f"attention.{len(found)}",
+            name,
             query,
             key,
             value,
             dtype=dtype,
             scaling=call.get("scaling"),
-            sliding_window=call.get("sliding_window"),
+            sliding_window=masks.window(call),
             softcap=call.get("softcap"),
             has_sinks=call.get("s_aux") is not None,
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-    def judge_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_asked: Any) -> None:
-        if not _is_causal(mask_function, local_size):
-            raise CheckpointError(
-                f"{architecture} masks other tokens than those after a token and those before a sliding window (as "
-                "bidirectional and chunked attention do), which the general route cannot serve"
-            )
-        if local_size is not None:
-            windows_of_masks.add(local_size)
-
     AttentionInterface.register(_WATCHED, _answer)
-    AttentionMaskInterface.register(_WATCHED, judge_mask)
+    AttentionMaskInterface.register(_WATCHED, masks.make)
     modules = list(model.modules())
     for module in modules:
         setattr(module, _ATTRIBUTE, record)
@@ -152,15 +155,9 @@ def watch_attention(
         yield found
     for module in modules:
         delattr(module, _ATTRIBUTE)
-    windows = {attention.cache_spec.sliding_window for attention in found.values()} - {None}
-    if differing := windows_of_masks ^ windows:
-        raise CheckpointError(
-            f"{architecture} has a sliding window of {differing.pop()} tokens only in its masks, or only in its "
-            "calls for attention, so the general route cannot tell what it means"
-        )
 
 
-def install(found: dict[nn.Module, PagedAttention]) -> None:
+def install(found: dict[nn.Module, PagedAttention | IndexedAttention]) -> None:
     """Let the recorded modules attend over the forward context's cache wherever the model uses `PAGED`."""
     for module, attention in found.items():
         setattr(module, _ATTRIBUTE, _installed(attention))
@@ -195,11 +192,11 @@ def _answer(
     return getattr(module, _ATTRIBUTE)(module, query, key, value, attention_mask=attention_mask, **call), None
 
 
-def _installed(attention: PagedAttention) -> Callable[..., torch.Tensor]:
+def _installed(attention: PagedAttention | IndexedAttention) -> Callable[..., torch.Tensor]:
     def answer(
         _module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **call: Any
     ) -> torch.Tensor:
-        return attention(query, key, value, call.get("s_aux"))
+        return attention(query, key, value, **call)
 
     return answer
 
@@ -228,6 +225,60 @@ def _refuse_call(
             f"{architecture} attends with {query.shape[1]} heads of {query.shape[2]} tokens to {key.shape[1]} key "
             f"heads of {key.shape[2]}, which the general route cannot serve"
         )
+
+
+class _Masks:
+    """The masks that a model makes in a watched pass, judged where one of its calls uses them: many are never used."""
+
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self._made: dict[int, tuple[torch.Tensor, bool, int | None]] = {}
+        """By address: the mask, which must outlive the pass, whether it is causal, and its window."""
+
+    def make(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Any],
+        local_size: int | None = None,
+        device: torch.device | str = "cpu",
+        **_asked: Any,
+    ) -> torch.Tensor:
+        """Called by transformers for each kind of mask. # -> [1, 1, q_length, kv_length]"""
+        mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+        self._made[_address(mask)] = mask, _is_causal(mask_function, local_size), local_size
+        return mask
+
+    def window(self, call: dict[str, Any]) -> int | None:
+        """The sliding window of a call. Raises `CheckpointError` for a mask that shows anything else."""
+        given: int | None = call.get("sliding_window")
+        mask = call.get("attention_mask")
+        if mask is None:
+            return given
+        if _address(mask) not in self._made:
+            raise CheckpointError(
+                f"{self._architecture} gives its attention an attention_mask of its own, which the general route "
+                "cannot serve; it serves causal attention with a sliding window, a soft cap and sinks"
+            )
+        _, is_causal, window = self._made[_address(mask)]
+        if not is_causal:
+            raise CheckpointError(
+                f"{self._architecture} masks other tokens than those after a token and those before a sliding window "
+                "(as bidirectional and chunked attention do), which the general route cannot serve"
+            )
+        # transformers' own attention goes by the mask; its calls may leave the window out, but not contradict it.
+        if given not in (None, window):
+            raise CheckpointError(
+                f"{self._architecture} has a sliding window of {given} tokens in its calls for attention and not in "
+                "their masks, so the general route cannot tell what it means"
+            )
+        return window
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """The same for a tensor and its slices."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:

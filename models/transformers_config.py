@@ -12,7 +12,7 @@ _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "se
 """Fields that hold the context length, in the order in which they are believed."""
 
 
-_KINDS_OF_LAYER = {"full_attention", "sliding_attention"}
+_KINDS_OF_LAYER = {"full_attention", "sliding_attention", "indexed_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TransformersConfig(CheckpointConfig):
         if others := sorted(set(kinds) - _KINDS_OF_LAYER):
             raise CheckpointError(
                 f"{architecture} of {config.where} has layers of {' and '.join(others)}, which the general route "
-                "cannot serve: it serves full and sliding-window attention, and no recurrent state"
+                "cannot serve: it serves full, sliding-window and indexed attention, and no recurrent state"
             )
         if getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False):
             raise CheckpointError(

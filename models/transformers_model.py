@@ -3,6 +3,7 @@
 The general route: `models.loader` takes it for checkpoints whose configuration is a `TransformersConfig`.
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,12 +14,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from models.base import CacheSpec
+from models.checkpoint_files import some
+from models.config_fields import Fields
 from models.errors import CheckpointError
+from models.quantization import parse_quantization
 from models.transformers_attention import PAGED, PagedAttention, install, using_attention, watch_attention
 from models.transformers_config import TransformersConfig
+from models.transformers_indexed import INDEXED_LAYER, IndexedAttention, IndexedCaches
 from models.transformers_probe import probe
-
-_NAMED_IN_ERRORS = 5
+from models.transformers_weights import load_dequantized
 
 
 class TransformersModel(nn.Module):
@@ -32,9 +36,10 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.model = model
         _fix_rotary_lengths(model, config.max_model_len)
-        anatomy = _dissect(model, config.architecture, dtype)
+        self._indexed = _indexed_caches(model, config.architecture)
+        anatomy = _dissect(model, config.architecture, dtype, self._indexed)
         install(anatomy.attention)
-        self._caches: list[CacheSpec] = [attention.cache_spec for attention in anatomy.attention.values()]
+        self._attention = list(anatomy.attention.values())
         self._body = [anatomy.body]
         """In a list, so that torch does not count its weights twice."""
         self._output_class = anatomy.output_class
@@ -42,7 +47,8 @@ class TransformersModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        caches = {} if self._indexed is None else self._indexed.served(positions)
+        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **caches)
         return cast(torch.Tensor, output.last_hidden_state[0])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,13 +70,18 @@ class TransformersModel(nn.Module):
 
     def kv_cache_layers(self) -> list[CacheSpec]:
         """See `CausalLM`."""
-        return self._caches
+        specs: list[CacheSpec] = [attention.cache_spec for attention in self._attention]
+        return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
 
     def linear_layers(self) -> dict[str, nn.Linear]:
-        """By transformers' name, those that adapters may add to: all but the head, which sees some tokens only."""
-        head = cast("Any", self.model).get_output_embeddings()
+        """By transformers' name, those that adapters may add to.
+
+        All but the head, which sees some tokens only, and what expands latents, which see every token's of a sequence.
+        """
+        apart = {cast("Any", self.model).get_output_embeddings()}
+        apart |= {attention.kv_b for attention in self._attention if isinstance(attention, IndexedAttention)}
         layers = ((name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear))
-        return {name: layer for name, layer in layers if layer is not head}
+        return {name: layer for name, layer in layers if layer not in apart}
 
     def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """What transformers itself computes, with its own attention, for a sequence alone. # [n] -> [n, vocab_size]"""
@@ -87,32 +98,33 @@ def load_transformers_model(
     Raises `CheckpointError` for what transformers cannot load, or what it does not compute alike over paged caches.
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
+    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=PAGED,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if quantization is not None:
+            model, report = load_dequantized(path, quantization, dtype=dtype, attention=PAGED)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=PAGED,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except CheckpointError:
+        raise
     except KeyError as error:
         if error.args == (PAGED,):
             raise _has_attention_of_its_own(config.architecture) from error
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
     except Exception as error:  # Whatever its many authors raise.
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
-    if getattr(model.config, "quantization_config", None) and getattr(model, "hf_quantizer", None) is None:
-        raise CheckpointError(
-            f"quantization_config of {path / 'config.json'} has a quant_method that transformers does not know, and "
-            f"{config.architecture} runs by its code; use the model's original checkpoint"
-        )
     if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(f"{path} lacks {_some(missing)}, which transformers' {config.architecture} needs")
+        raise CheckpointError(f"{path} lacks {some(missing)}, which transformers' {config.architecture} needs")
     if extra := sorted(report["unexpected_keys"]):
         raise CheckpointError(
-            f"{path} holds {_some(extra)}, for which transformers' {config.architecture} has no place"
+            f"{path} holds {some(extra)}, for which transformers' {config.architecture} has no place"
         )
     try:
         model = model.to(device).eval()
@@ -131,14 +143,20 @@ def load_transformers_model(
 class _Anatomy(NamedTuple):
     """What a pass showed of a model."""
 
-    attention: dict[nn.Module, PagedAttention]
+    attention: dict[nn.Module, PagedAttention | IndexedAttention]
     body: nn.Module
     """The part that the model's outermost code calls for hidden states."""
     output_class: Callable[..., Any]
     """Of what it answers."""
 
 
-def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatomy:
+def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
+    """What a model with layers of indexed attention is given as its caches; None for any other."""
+    text = cast("Any", model).config.get_text_config(decoder=True)
+    return IndexedCaches(architecture) if INDEXED_LAYER in (getattr(text, "layer_types", None) or ()) else None
+
+
+def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None) -> _Anatomy:
     """Run a few tokens and see who calls whom. Raises `CheckpointError` for a model that cannot be served."""
     depth = 0
     outermost: list[tuple[nn.Module, Any]] = []
@@ -158,8 +176,9 @@ def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatom
     hooks += [part.register_forward_hook(leave) for part in parts]
     tokens = torch.arange(4, device=next(model.parameters()).device)[None]
     try:
-        with torch.inference_mode(), watch_attention(model, architecture, dtype) as attention:
-            model(input_ids=tokens, position_ids=tokens, use_cache=False)
+        with torch.inference_mode(), watch_attention(model, architecture, dtype, indexed) as attention:
+            caches = {} if indexed is None else indexed.watched(tokens)
+            model(input_ids=tokens, position_ids=tokens, use_cache=False, **caches)
     except CheckpointError:
         raise
     except Exception as error:  # The model's code may raise anything.
@@ -176,6 +195,11 @@ def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype) -> _Anatom
     bodies = [(module, output) for module, output in outermost if inside in set(module.modules())]
     if len(bodies) != 1 or not hasattr(bodies[0][1], "last_hidden_state"):
         raise CheckpointError(f"{architecture} is not a body and a head, so the general route cannot serve it")
+    if "position_ids" not in inspect.signature(bodies[0][0].forward).parameters:
+        raise CheckpointError(
+            f"{architecture} takes no position_ids (it counts positions from the start of a step), so the general "
+            "route cannot serve it"
+        )
     return _Anatomy(attention, bodies[0][0], type(bodies[0][1]))
 
 
@@ -204,12 +228,6 @@ def _has_attention_of_its_own(architecture: str) -> CheckpointError:
         f"{architecture} computes no attention through transformers' attention interface (it has its own, as models "
         "with ALiBi biases do, or keeps a recurrent state), so the general route cannot serve it"
     )
-
-
-def _some(names: list[str]) -> str:
-    """A count and the first few names."""
-    dots = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:_NAMED_IN_ERRORS])}{dots})"
 
 
 def first_line(error: Exception) -> str:

@@ -10,9 +10,16 @@ import numpy as np
 import torch
 
 from models.attention import select_backend
-from models.base import KVCacheSpec
+from models.base import KVCacheSpec, VectorCacheSpec
 from models.errors import CheckpointError
-from models.forward_context import Context, KVCacheTensor, forward_context, get_forward_context
+from models.forward_context import (
+    Context,
+    KVCacheTensor,
+    LayerCache,
+    VectorCache,
+    forward_context,
+    get_forward_context,
+)
 from models.transformers_config import TransformersConfig
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ _LENGTHS = (9, 5)
 """Tokens of the two sequences, one block each."""
 _STEPS = (((0, 0, 5), (1, 0, 4)), ((1, 4, 5), (0, 5, 9)))
 """By step, the spans (sequence, start, end) that it computes: two prompts, then a decode beside a chunk."""
-_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE = {torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.1
 """Error of logits relative to their size; what is computed wrong errs by about 1."""
 
@@ -51,8 +58,12 @@ def _in_steps(
 ) -> list[torch.Tensor]:
     """Logits of both sequences. # each [n, vocab_size]"""
     backend = select_backend(device)
-    caches = {}
+    caches: dict[str, LayerCache] = {}
     for spec in model.kv_cache_layers():
+        if isinstance(spec, VectorCacheSpec):
+            vectors = torch.zeros(len(sequences), _BLOCK_SIZE, spec.dim, dtype=dtype, device=device)
+            caches[spec.name] = VectorCache(vectors)
+            continue
         assert isinstance(spec, KVCacheSpec)
         shape = backend.kv_cache_shape(len(sequences), _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         caches[spec.name] = KVCacheTensor(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))

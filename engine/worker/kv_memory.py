@@ -6,11 +6,17 @@ import mmap
 import torch
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    lower: str = "cpu_kvcache_gib or num_kvcache_blocks",
+) -> torch.Tensor:
     """A zeroed tensor; on CPU the system commits its pages when they are first written.
 
     `torch.zeros` would touch every page. Zeros, and not whatever was there: attention multiplies masked values by 0.
-    Raises `ValueError` when the host refuses the memory.
+    Raises `ValueError` when the host refuses the memory: the fields in `lower` would make it less.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -18,10 +24,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"the system refused {num_bytes} bytes for the KV cache ({error}); lower cpu_kvcache_gib or "
-            "num_kvcache_blocks"
-        ) from error
+        raise ValueError(f"the system refused {num_bytes} bytes for the KV cache ({error}); lower {lower}") from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 

@@ -61,11 +61,18 @@ class LayerCaches:
         paged = [spec for spec in self._specs if not isinstance(spec, StateCacheSpec)]
         return self._block_size * sum(spec.elements_per_token * self._kv_dtype.itemsize for spec in paged)
 
-    def allocate(self, num_blocks: int) -> dict[str, LayerCache]:
-        """Zeros, by layer name."""
-        return {spec.name: self._allocate(spec, num_blocks) for spec in self._specs}
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence's states in all layers."""
+        states = [spec for spec in self._specs if isinstance(spec, StateCacheSpec)]
+        return sum(spec.bytes_per_sequence(self._dtype) for spec in states)
 
-    def _allocate(self, spec: CacheSpec, num_blocks: int) -> LayerCache:
+    def allocate(self, num_blocks: int, num_slots: int | None = None) -> dict[str, LayerCache]:
+        """Zeros, by layer name; states for fewer sequences than declared where `num_slots` says so."""
+        slots = self._num_slots if num_slots is None else num_slots
+        return {spec.name: self._allocate(spec, num_blocks, slots) for spec in self._specs}
+
+    def _allocate(self, spec: CacheSpec, num_blocks: int, num_slots: int) -> LayerCache:
         match spec:
             case KVCacheSpec():
                 shape = self._backend.kv_cache_shape(num_blocks, self._block_size, spec.num_kv_heads, spec.head_dim)
@@ -75,7 +82,7 @@ class LayerCaches:
             case StateCacheSpec():
                 return StateCache(
                     tuple(
-                        zeros((self._num_slots, *shape), dtype or self._dtype, self._device)
+                        zeros((num_slots, *shape), dtype or self._dtype, self._device, lower="max_num_seqs")
                         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
                     )
                 )

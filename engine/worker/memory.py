@@ -52,38 +52,54 @@ class KVCacheSize:
     """Size of the KV cache, with one line for the log."""
 
     num_blocks: int
+    num_slots: int
+    """Sequences that may run at a time: recurrent layers keep a state for each."""
     num_bytes: int
+    """Of blocks and states together."""
     reason: str
 
 
 def kv_cache_size(
-    config: Config, *, block_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]
+    config: Config, *, block_bytes: int, slot_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]
 ) -> KVCacheSize:
     """As many blocks as `num_kvcache_blocks` says, else as fit `budget()`, and no more than all slots could fill.
 
-    `block_bytes` is one block's K and V in all layers. Raises `ValueError` when not even one block fits.
+    `block_bytes` is one block's K and V in all layers, `slot_bytes` one sequence's states. States take at most half
+    of the budget: fewer sequences than `max_num_seqs` run where more would not fit. Raises `ValueError` when not even
+    one block, or one sequence's states, fit.
     """
+    num_slots = config.max_num_seqs
     if config.num_kvcache_blocks is not None:
         num_blocks = config.num_kvcache_blocks
-        return KVCacheSize(num_blocks, num_blocks * block_bytes, f"num_kvcache_blocks is {num_blocks}")
+        num_bytes = num_blocks * block_bytes + num_slots * slot_bytes
+        return KVCacheSize(num_blocks, num_slots, num_bytes, f"num_kvcache_blocks is {num_blocks}")
     found = budget()
-    num_blocks = found.num_bytes // block_bytes
+    if slot_bytes:
+        num_slots = min(num_slots, found.num_bytes // 2 // slot_bytes)
+        if num_slots < 1:
+            raise _too_small(found, "twice the states of one sequence take", 2 * slot_bytes)
+    # A model may keep nothing but states: its blocks are numbers that cost nothing.
+    num_blocks = (found.num_bytes - num_slots * slot_bytes) // max(1, block_bytes)
     if num_blocks < 1:
-        raise ValueError(
-            f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but one block of "
-            f"{config.kv_cache_block_size} tokens takes {block_bytes}; free memory or raise {found.field}"
-        )
+        raise _too_small(found, f"one block of {config.kv_cache_block_size} tokens takes", block_bytes)
     reason = found.reason
-    useful = config.max_num_seqs * -(-max_model_len // config.kv_cache_block_size)
+    useful = num_slots * -(-max_model_len // config.kv_cache_block_size)
     if useful < num_blocks:
         num_blocks = useful
-        reason = f"all that {config.max_num_seqs} sequences of {max_model_len} tokens could fill"
+        reason = f"all that {num_slots} sequences of {max_model_len} tokens could fill"
     if found.max_tokens is not None:
         most = -(-max(found.max_tokens, max_model_len) // config.kv_cache_block_size)
         if most < num_blocks:
             num_blocks = most
             reason = f"{found.max_tokens} tokens, or one sequence's {max_model_len}, are the most unasked"
-    return KVCacheSize(num_blocks, num_blocks * block_bytes, reason)
+    return KVCacheSize(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes, reason)
+
+
+def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueError:
+    return ValueError(
+        f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but {what_takes} {num_bytes}; "
+        f"free memory or raise {found.field}"
+    )
 
 
 def gpu_budget(config: Config, memory: DeviceMemory, worst_case_step: Callable[[], None]) -> MemoryBudget:

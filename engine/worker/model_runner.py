@@ -19,7 +19,7 @@ from engine.worker.control_groups import available_cores
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
-from engine.worker.memory import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
+from engine.worker.memory import KVCacheSize, available_host_memory, cpu_budget, gpu_budget, kv_cache_size
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import Sampler
 from models.attention import select_backend
@@ -76,7 +76,14 @@ class ModelRunner:
         """Read the checkpoint. Raises `CheckpointError` for a bad one."""
         # Rope types that depend on the context's length depend on the length that is served.
         served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
-        self.model = load_model(self.model_path, served, dtype=self.dtype, device=self.device, progress=progress)
+        self.model = load_model(
+            self.model_path,
+            served,
+            dtype=self.dtype,
+            device=self.device,
+            progress=progress,
+            available_bytes=available_host_memory() if self.device.type == "cpu" else None,
+        )
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
         self.caches = LayerCaches(
             self.model.kv_cache_layers(),
@@ -101,6 +108,7 @@ class ModelRunner:
         return kv_cache_size(
             self.config,
             block_bytes=self.caches.block_bytes,
+            slot_bytes=self.caches.slot_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
                 cpu_budget(self.config)
@@ -109,9 +117,10 @@ class ModelRunner:
             ),
         )
 
-    def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Make what the layers keep, and register it with the forward context."""
-        set_kv_cache_data(self.caches.allocate(num_blocks))
+    def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
+        """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
+        set_kv_cache_data(self.caches.allocate(num_blocks, num_slots))
+        # A cache of one block is the profiling step's.
         self.program = self._record() if self.operators is not None and num_blocks > 1 else None
 
     def _record(self) -> Program | None:

@@ -26,7 +26,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     """Scores become `soft_cap * tanh(score / soft_cap)`."""
     k_scale: float = 1.0
-    """What keys in an 8-bit cache are multiplied by."""
+    """What keys, or latents, in an 8-bit cache are multiplied by."""
     v_scale: float = 1.0
     """What values in it are multiplied by."""
 

@@ -13,6 +13,12 @@ def to_cache(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.T
     return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
 
 
+def restored(stored: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """What `stored` means, as `dtype`; the same tensor where that is how it is stored."""
+    values = stored.to(dtype)
+    return values.mul_(scale) if stored.dtype == FP8_DTYPE and scale != 1.0 else values
+
+
 def from_cache(stored: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
     """What `stored` means, in the type and memory of `out`."""
     out.copy_(stored)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from models.attention.base import AttentionOptions
+from models.attention.cache_dtype import restored
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_pages import PageReader, chunks, token_slots, write_vectors
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, PrefillSpan
@@ -44,12 +45,13 @@ class LatentAttention:
         self._metadata = metadata
         self._plan = metadata.plan(1, cache.vectors.shape[1])
         self._attend = Attend(options, None)
+        self._scale = options.k_scale
         self._selected = selected
         self._pages = pages
 
     def run(self, latent: torch.Tensor) -> torch.Tensor:
         """Write the step's latents, then attend. # [T, rank + rope] -> [T, H, v]"""
-        latent = write_vectors(latent, self._cache, self._plan)
+        latent = write_vectors(latent, self._cache, self._plan, self._scale)
         out = self._q.new_empty(*self._q.shape[:2], self._heads.v_dim)
         decodes = self._metadata.num_decodes
         if decodes:
@@ -62,7 +64,7 @@ class LatentAttention:
             out[:decodes] = self._heads.values(attended)
         for span in self._plan.spans:
             if span.pages:
-                latents = self._pages.gather(self._cache, span.pages[0].rows)[: span.length].to(self._q.dtype)
+                latents = self._restored(self._pages.gather(self._cache, span.pages[0].rows)[: span.length])
             else:
                 latents = latent[span.tokens]
             self._attend_span(span, latents, out[span.tokens])
@@ -75,7 +77,7 @@ class LatentAttention:
             rows = torch.arange(len(q)) if bucket.rows is None else bucket.rows
             blocks = bucket.pages[0].rows.view(bucket.batch, -1)
             for some in chunks(bucket.batch, MAX_LATENT_ELEMENTS // (bucket.length * dim)):
-                latents = self._pages.gather(self._cache, blocks[some].flatten()).to(q.dtype)
+                latents = self._restored(self._pages.gather(self._cache, blocks[some].flatten()))
                 latents = latents.view(-1, 1, bucket.length, dim)
                 queries = q[rows[some], None]
                 attended = self._attend.grouped_rows(queries, latents, latents, bucket.mask[some], slice(None))
@@ -89,8 +91,12 @@ class LatentAttention:
         mask = torch.zeros_like(selected, dtype=torch.float32).masked_fill_(selected < 0, -torch.inf)[:, None, None]
         vectors = self._cache.vectors.view(-1, dim)
         for some in chunks(len(q), MAX_LATENT_ELEMENTS // (selected.shape[1] * dim)):
-            latents = vectors[slots[some]][:, None].to(q.dtype)
+            latents = self._restored(vectors[slots[some]][:, None])
             out[some] = self._attend.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
+
+    def _restored(self, stored: torch.Tensor) -> torch.Tensor:
+        """What latents of the cache mean, in the queries' type."""
+        return restored(stored, self._q.dtype, self._scale)
 
     def _attend_span(self, span: PrefillSpan, latents: torch.Tensor, out: torch.Tensor) -> None:
         """Consecutive tokens of one sequence. # [length, rank + rope], [n, H, v]"""

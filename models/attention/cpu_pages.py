@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from models.attention.cache_dtype import to_cache
+from models.attention.cache_dtype import restored, to_cache
 from models.attention.cpu_plan import StepPlan
 from models.forward_context import VectorCache
 
@@ -32,14 +32,14 @@ def chunks(count: int, size: int) -> Iterator[slice]:
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
-def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan) -> torch.Tensor:
-    """Put the step's vectors into their slots; what will be read back of them. # [T, dim]"""
+def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, scale: float = 1.0) -> torch.Tensor:
+    """Put the step's vectors into their slots, in 8 bits divided by `scale`; what they will mean there. # [T, dim]"""
     if plan.opened_blocks is not None:
         # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by 0.
         cache.vectors[plan.opened_blocks] = 0
-    stored = to_cache(vectors, cache.vectors.dtype)
+    stored = to_cache(vectors, cache.vectors.dtype, scale)
     cache.vectors[plan.write_blocks, plan.write_offsets] = stored
-    return stored.to(vectors.dtype)
+    return restored(stored, vectors.dtype, scale)
 
 
 def token_slots(block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache) -> torch.Tensor:

@@ -17,7 +17,7 @@ class VocabParallelEmbedding(nn.Module):
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
         self.first_row = parallel.rank * self.num_rows
-        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load)
+        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load, is_product=True)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """# [tokens] int64 -> [tokens, hidden_size]"""

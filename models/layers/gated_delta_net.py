@@ -79,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         assert isinstance(cache, StateCache)
         assert metadata.slots is not None
         conv_states, states = cache.tensors
-        read = torch.empty(len(mixed), decay.shape[1], self.value_dim)
+        read = decay.new_empty(*decay.shape, self.value_dim)
         if count := metadata.num_decodes:
             slots = metadata.slots[:count]
             window = torch.cat((conv_states[slots], mixed[:count, :, None]), dim=-1)

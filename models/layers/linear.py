@@ -22,8 +22,6 @@ class ParallelLinear(nn.Module):
     """This rank's among them."""
     parts: dict[str | int | None, OutputPart]
     """Where the output features of each tensor of the checkpoint are, by shard."""
-    is_packable: bool = True
-    """Whether the weight is used in products alone, so that it may lie as they read it."""
     lora: LinearLoRA | None = None
     """What adapters add to the output; None where no adapter has a part in this layer."""
 
@@ -53,7 +51,7 @@ class _PackedLinear(ParallelLinear):
         for shard, (whole, local, first) in parts.items():
             self.parts[shard] = OutputPart(whole, local, first, row)
             row += local
-        self.weight = empty_parameter(row, in_features, weight_loader=self._load)
+        self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +146,7 @@ class RowParallelLinear(ParallelLinear):
         local = parallel.share(in_features, "in_features")
         self.inputs = slice(parallel.rank * local, (parallel.rank + 1) * local)
         self.parts = {None: OutputPart(out_features, out_features, 0, 0)}
-        self.weight = empty_parameter(out_features, local, weight_loader=self._load)
+        self.weight = empty_parameter(out_features, local, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

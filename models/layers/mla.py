@@ -3,6 +3,7 @@
 The cache holds that latent and one rotated key for all heads; how it is attended to is the backend's affair.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from models.forward_context import VectorCache, get_forward_context
 from models.layers.indexer import LightningIndexer
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import RMSNorm
+from models.layers.parameter import read_whole
 from models.layers.rotary import deinterleave, rotate
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -74,9 +76,13 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )
-        self.kv_b_proj.is_packable = False  # Split by head.
+        read_whole(self.kv_b_proj.weight)  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
+
+    def scale_cache(self, k_scale: float, _v_scale: float) -> None:
+        """Take the checkpoint's scale for latents in an 8-bit cache: they are the keys."""
+        self.options = dataclasses.replace(self.options, k_scale=k_scale)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, qk_rope_head_dim] -> [tokens, hidden_size]"""

@@ -6,7 +6,8 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from models.kernels.cpu.ops import PackedWeight
+from models.kernels.cpu.library import MAX_IN_FEATURES
+from models.kernels.cpu.ops import PANEL, PackedWeight
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
@@ -28,16 +29,19 @@ def empty_parameter(
     weight_loader: WeightLoader,
     dtype: torch.dtype | None = None,
     sources: tuple[Spelling, ...] = (),
+    is_product: bool = False,
 ) -> nn.Parameter:
     """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
 
     `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
-    checkpoint holds under its own name.
+    checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.product` alone, and fills
+    it by `fill_rows`, so that it may lie as products read it.
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
     parameter.sources = sources  # type: ignore[attr-defined]
+    parameter.is_product = is_product  # type: ignore[attr-defined]
     return parameter
 
 
@@ -53,24 +57,35 @@ def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
     return spellings
 
 
-def pack(parameter: nn.Parameter) -> None:
-    """Keep a weight, not yet filled, as the CPU's products read it; its own memory goes."""
-    parameter.packed = PackedWeight(*parameter.shape)  # type: ignore[attr-defined]
-    parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+def read_whole(parameter: nn.Parameter) -> None:
+    """Say that a layer reads the weight itself, not by products alone."""
+    parameter.is_product = False  # type: ignore[attr-defined]
+
+
+def pack_products(model: nn.Module) -> None:
+    """Keep the weights of an unfilled model that are products' as the CPU's operators read them."""
+    for parameter in model.parameters():
+        *stack, out_features, in_features = (1, *parameter.shape) if parameter.dim() == 2 else parameter.shape
+        fits = not stack[1:] and (stack == [1] or out_features % PANEL == 0) and in_features <= MAX_IN_FEATURES
+        if parameter.is_product and fits:  # type: ignore[attr-defined]
+            # Weights of a stack follow each other.
+            parameter.packed = PackedWeight(stack[0] * out_features, in_features)  # type: ignore[attr-defined]
+            parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
-    """The memory of a weight that `pack` was called for."""
+    """The memory of a weight that lies as products read it."""
     return getattr(parameter, "packed", None)
 
 
-def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor) -> None:
-    """Put rows of a weight, or elements of a bias, into their places from `first` on."""
+def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: int | None = None) -> None:
+    """Put rows of a weight, or elements of a bias, into their places from `first` on; those of one of a stack."""
     packed = packed_of(parameter)
-    if packed is None:
-        parameter.data[first : first + len(rows)].copy_(rows)
+    if packed is not None:
+        packed.put(first + (place or 0) * parameter.shape[-2], rows)
     else:
-        packed.put(first, rows)
+        whole = parameter.data if place is None else parameter.data[place]
+        whole[first : first + len(rows)].copy_(rows)
 
 
 def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:

@@ -6,15 +6,19 @@ from typing import NamedTuple
 
 import torch
 
+from models.errors import CheckpointError
 from models.quantization.config import LayerQuantConfig, QuantizationConfig, Storage
 from models.quantization.layouts import dequantize, required_parts
+from models.quantization.stacked_experts import SCALE_SUFFIX, ExpertNames, unstacked
 
 _EXPERT_PARTS = ("_blocks", "_scales")
-_ATTENTION_PARTS = (".attn", ".k_proj", ".v_proj")
+_ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")
 """Modules in an attention layer under which checkpoints put the scales of its cache."""
 _UNUSED_PARTS = frozenset(
     {
+        "activation_scale",
         "input_scale",
+        "input_scale_ub",
         "input_zero_point",
         "input_g_idx",
         "output_scale",
@@ -31,6 +35,8 @@ class KVScales(NamedTuple):
 
     k: float = 1.0
     v: float = 1.0
+    names: tuple[str, ...] = ()
+    """Of the tensors that say so."""
 
 
 @dataclass(slots=True)
@@ -54,10 +60,18 @@ class Dequantizer:
     """
 
     def __init__(
-        self, config: QuantizationConfig | None, dtype: torch.dtype, is_wanted: Callable[[str], bool]
+        self,
+        config: QuantizationConfig | None,
+        dtype: torch.dtype,
+        is_wanted: Callable[[str], bool],
+        expert_names: Callable[[str], ExpertNames] = lambda _name: {},
     ) -> None:
-        """`is_wanted` tells whether the model still lacks the dense tensor of that name."""
+        """`is_wanted` tells whether the model still lacks the dense tensor of that name.
+
+        `expert_names` gives the names that a dense tensor's parts have alone; none where it is no stack of experts.
+        """
         self._config = config
+        self._expert_names = expert_names
         self._dtype = dtype
         self._is_wanted = is_wanted
         self._gathered: dict[str, _Gathered] = {}
@@ -74,7 +88,8 @@ class Dequantizer:
             yield from tensors
             return
         for name, tensor in tensors:
-            yield from self._feed(name, tensor)
+            for each, part in self._by_expert(name, tensor):
+                yield from self._feed(each, part)
         self._end_file()
 
     def lacking(self, missing: Iterable[str]) -> list[str]:
@@ -91,6 +106,10 @@ class Dequantizer:
                 names.append(name)
         return names
 
+    def incomplete(self) -> list[str]:
+        """The dense tensors that are still wanted, and some of whose parts were read."""
+        return [gathered.result for gathered in self._gathered.values() if self._is_wanted(gathered.result)]
+
     def left_over(self) -> list[str]:
         """Tensors beside a weight that was dense without them."""
         return [
@@ -99,6 +118,13 @@ class Dequantizer:
             if not self._is_wanted(gathered.result)
             for name in gathered.names.values()
         ]
+
+    def _by_expert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """This tensor, or its experts' parts where it is a stack of 8-bit weights or of their scales."""
+        stack = name.removesuffix(SCALE_SUFFIX)
+        is_part = stack != name or tensor.dtype.itemsize == 1
+        names = self._expert_names(stack) if is_part else {}
+        return unstacked(name, tensor, names) if names else iter([(name, tensor)])
 
     def _feed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What this tensor completes: itself, one weight, or nothing yet."""
@@ -110,7 +136,7 @@ class Dequantizer:
             yield name, tensor
             return
         part = _canonical(part, layer)
-        if part in _UNUSED_PARTS or _says_nothing(part, layer, tensor, is_wanted=self._is_wanted(name)):
+        if part in _UNUSED_PARTS or _says_nothing(name, part, layer, tensor, is_wanted=self._is_wanted(name)):
             return
         result = module if layer.storage is Storage.MXFP4_EXPERTS else f"{module}.weight"
         is_dense = part == "weight" and tensor.is_floating_point() and tensor.dtype.itemsize > 1
@@ -152,7 +178,9 @@ class Dequantizer:
         scales = self.kv_scales.get(module, KVScales())
         # A scale that was never calibrated is written as -1 or 0.
         value = float(tensor) if tensor > 0 else 1.0
-        self.kv_scales[module] = KVScales(value if "k" in side else scales.k, value if "v" in side else scales.v)
+        self.kv_scales[module] = KVScales(
+            value if "k" in side else scales.k, value if "v" in side else scales.v, (*scales.names, name)
+        )
         return True
 
 
@@ -173,15 +201,26 @@ def _canonical(part: str, layer: LayerQuantConfig) -> str:
     """One name for what formats spell differently."""
     if part == "weight_scale_inv":
         return "weight_scale"
+    if part.endswith("_activation_scale"):
+        return "activation_scale"
     if part == "weight_packed" and layer.storage is Storage.MXFP4:
         return "weight"
     return part
 
 
-def _says_nothing(part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
+def _says_nothing(name: str, part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
     """Whether a tensor repeats what the configuration says: groups of neighbours, zero points and biases of zero."""
-    if part in ("g_idx", "weight_g_idx"):
-        return not layer.has_group_index
+    if part in ("g_idx", "weight_g_idx") and not layer.has_group_index:
+        _require_neighbours(name, tensor, layer.group_size)
+        return True
     if part == "weight_zero_point":
         return layer.symmetric
     return part == "bias" and not is_wanted and layer.storage is Storage.GPTQ and not tensor.any()
+
+
+def _require_neighbours(name: str, listed: torch.Tensor, group_size: int | None) -> None:
+    """Raise `CheckpointError` where the group of each input in `listed` is not that of its neighbours. # [I]"""
+    inputs = torch.arange(listed.numel())
+    is_unset = bool((listed < 0).any())
+    if not is_unset and not torch.equal(listed.flatten().long(), inputs // (group_size or max(1, len(inputs)))):
+        raise CheckpointError(f"{name} orders inputs by activation, where the quantisation in config.json does not")

@@ -57,6 +57,8 @@ def dequantize(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.
 def _scaled(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
     """# weight [O, I], weight_scale a number a block of them"""
     weight, scale = parts["weight"], parts["weight_scale"]
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
     wanted = torch.float8_e4m3fn if layer.quant_dtype == "fp8" else torch.int8
     _require_dtype(module, "weight", weight, wanted)
     if weight.ndim != 2:

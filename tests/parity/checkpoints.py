@@ -83,7 +83,8 @@ def make_checkpoint(
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)
             else:
-                parameter.copy_(noise * (1.5 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5))
+                fan_in = 1 if "embed" in name or parameter.dim() == 0 else parameter.shape[-1]
+                parameter.copy_(noise * (1.5 * fan_in**-0.5))
     model.generation_config.eos_token_id = fields["eos_token_id"]
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     _write_tokenizer(directory, fields["vocab_size"])

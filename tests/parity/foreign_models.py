@@ -32,21 +32,60 @@ GPT2 = Foreign("GPT2", head="LMHeadModel")
 GEMMA2 = Foreign("Gemma2", {"sliding_window": 20, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0})
 OLMO2 = Foreign("Olmo2")
 
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_INDEXED = {
+    **_MLA,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+    "index_topk": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 48,
+}
+
+GLM_MOE_DSA = Foreign("GlmMoeDsa", {**_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]})
+
 SERVED = [
+    Foreign("Apertus"),
+    Foreign("Arcee"),
     Foreign("Cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     Foreign("Cohere2", {"sliding_window": 20, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    Foreign("Dots1", {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
     Foreign("Ernie4_5"),
+    Foreign("Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48}),
+    Foreign("Exaone4", {"sliding_window": 20, "sliding_window_pattern": 4, "num_hidden_layers": 4}),
     GEMMA2,
+    Foreign("Glm4"),
+    GLM_MOE_DSA,
     GPT2,
     Foreign("GPTBigCode"),
     Foreign("GPTNeoX", {"rotary_pct": 0.5}),
     Foreign("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    Foreign("GraniteMoe", _EXPERTS),
+    Foreign("HunYuanDenseV1"),
     Foreign("JetMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
     Foreign("Nemotron"),
     OLMO2,
+    Foreign("Olmo3", {"sliding_window": 20, "num_hidden_layers": 4}),
     Foreign("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     Foreign("OPT", {"word_embed_proj_dim": 64, "ffn_dim": 112}),
     Foreign("Phi", {"partial_rotary_factor": 0.5}),
+    # Its sliding window is in its masks only.
+    Foreign("Phimoe", {**_EXPERTS, "sliding_window": 20}),
+    # It makes masks of a sliding window that no layer uses.
+    Foreign("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
+    Foreign("SeedOss"),
     Foreign("SmolLM3", {"no_rope_layers": [1, 0]}),
     Foreign("StableLm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     Foreign("Starcoder2", {"sliding_window": 24}),
@@ -54,12 +93,16 @@ SERVED = [
 
 _OF_ITS_OWN = "computes no attention through transformers' attention interface"
 REFUSED = [
-    (Foreign("Bert", head="LMHeadModel"), "masks other tokens"),
+    (Foreign("Bamba"), "has layers of linear_attention"),
+    (Foreign("Bart"), "takes no position_ids"),
+    (Foreign("Bert", head="LMHeadModel"), "not causal"),
     (Foreign("Bloom"), _OF_ITS_OWN),
     (Foreign("DiffLlama"), "several times a token"),
-    (Foreign("Doge"), "gives its attention attention_mask"),
+    (Foreign("Doge"), "an attention_mask of its own"),
     (Foreign("GPTJ", {"rotary_dim": 8}), _OF_ITS_OWN),
     (Foreign("Lfm2", {"layer_types": ["conv", "full_attention"]}), "has layers of conv"),
+    (Foreign("HYV4", _INDEXED), "sinks over chosen tokens"),
+    (Foreign("Jamba"), "has layers of linear_attention"),
     (Foreign("Mamba"), "has layers of linear_attention"),
     (Foreign("Mpt", {"attn_config": {"alibi": True}}), "alibi of .* is true"),
 ]

@@ -94,6 +94,25 @@ def scatter(path: Path, *, seed: int = 0, shards: int = 5) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def stack_experts(path: Path, parts: tuple[str, ...], into: str, *, leaves: Mapping[str, str]) -> None:
+    """Stack tensors of all experts: `experts.E.PART.LEAF` of each part, one after the other, into `experts.INTO`.
+
+    `leaves`: which, and what the stack's name ends with for each.
+    """
+
+    def stack(tensors: Tensors) -> None:
+        for leaf, ending in leaves.items():
+            first = f".0.{parts[0]}.{leaf}"
+            for experts in [name.removesuffix(first) for name in tensors if name.endswith(f".experts{first}")]:
+                rows = []
+                while f"{experts}.{len(rows)}.{parts[0]}.{leaf}" in tensors:
+                    alone = [tensors.pop(f"{experts}.{len(rows)}.{part}.{leaf}") for part in parts]
+                    rows.append(torch.cat(alone))
+                tensors[f"{experts}.{into}{ending}"] = torch.stack(rows)
+
+    change(path, stack)
+
+
 def change(path: Path, edit: Callable[[Tensors], object]) -> None:
     """Rewrite a checkpoint of one file."""
     tensors = load_file(path / "model.safetensors")

@@ -246,3 +246,19 @@ class TestAttention:
         assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
         (whole,) = run_steps([q], [k], [v], [[(0, 0, n)]], options, 16)
         assert torch.equal(found, whole)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("counts", [[0, 3, 0, 1, 40, 600], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool) -> None:
+    x, weights = bf16(sum(counts) + 2, 100), bf16(6, 96, 100, seed=1)
+    bias = bf16(6, 96, seed=2) if has_bias else None
+    stack = ops.PackedWeight(6 * 96, 100)
+    for place, weight in enumerate(weights):
+        stack.put(place * 96, weight)
+    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts))
+    for place, rows in enumerate(x[:-2].split(counts)):
+        own = ops.linear(rows, packed(weights[place]), None if bias is None else bias[place])
+        assert torch.equal(found[sum(counts[:place]) : sum(counts[: place + 1])], own)
+    assert not found[-2:].any()

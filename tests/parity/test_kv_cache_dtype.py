@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.config import QuantizationConfig
 from models.attention.cache_dtype import from_cache, to_cache
@@ -73,6 +74,42 @@ def test_a_checkpoints_scales_of_the_kv_cache_are_taken(tmp_path: Path, k_name: 
     assert torch.equal(PagedModel(pair.quantised).logits(tokens).log_softmax(-1), exact)
     scaled = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
     assert 0 < (scaled - exact).abs().mean() < 0.12 < (without - exact).abs().mean()
+
+
+@pytest.mark.parametrize("name", ["k_scale", "mla_attn.k_scale", "kv_a_proj_with_mqa.k_scale"])
+def test_a_checkpoints_scale_of_latents_is_taken(tmp_path: Path, name: str) -> None:
+    """Latents too large for 8 bits fit by the scale, however a prompt is computed."""
+    experts = ("gate_proj", "up_proj", "down_proj")
+    pair = q.write_pair(
+        tmp_path,
+        q.fp8_block,
+        q.FP8_BLOCK_CONFIG,
+        module=lambda module: module.endswith(experts),
+        family=first_family("DeepseekV3ForCausalLM"),
+    )
+    path = pair.quantised
+
+    def enlarge(tensors: q.Tensors) -> None:
+        for name in tensors:
+            if name.endswith("kv_a_layernorm.weight"):
+                tensors[name] *= 2048
+            if name.endswith("kv_b_proj.weight"):
+                tensors[name] /= 2048
+
+    q.change(path, enlarge)
+    tokens = prompt(60)
+    exact = PagedModel(path).logits(tokens).log_softmax(-1)
+    without = PagedModel(path, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
+    layers = sorted({name.partition(".kv_a")[0] for name in load_file(path / "model.safetensors") if ".kv_a" in name})
+    q.change(path, lambda tensors: tensors.update({f"{layer}.{name}": torch.tensor(32.0) for layer in layers}))
+    assert torch.equal(PagedModel(path).logits(tokens).log_softmax(-1), exact)
+    model = PagedModel(path, kv_dtype=torch.float8_e4m3fn)
+    scaled = model.logits(tokens)
+    error = (scaled.log_softmax(-1) - exact).abs().mean()
+    assert 0 < error < (without - exact).abs().mean() / 2
+    row = Row(tokens)
+    pieces = [model.step([(row, 43)])[0]] + [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]
+    assert_same_distribution(torch.cat(pieces), scaled)
 
 
 def test_an_8_bit_cache_has_blocks_of_a_quarter_of_float32s_bytes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from models.model_config import ModelConfig
 from models.registry import resolve_model_class
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, prompt
+from tests.parity.variants.qwen3_next import VARIANTS as QWEN3_NEXT
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,6 +42,19 @@ def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:
     sharded = make_checkpoint(tmp_path / "sharded", "qwen3", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
     assert torch.equal(PagedModel(whole).logits(prompt(20)), PagedModel(sharded).logits(prompt(20)))
+
+
+def test_the_module_that_predicts_further_tokens_in_published_qwen3_next_checkpoints_is_ignored(
+    tmp_path: Path,
+) -> None:
+    """Its config.json names no such layers, unlike DeepSeek's."""
+    path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family)
+    extra = {name: torch.zeros(3) for name in ("mtp.fc.weight", "mtp.layers.0.input_layernorm.weight")}
+    rewrite(path, lambda tensors: tensors.update(extra))
+    load(path)
+    rewrite(path, lambda tensors: tensors.update({"mtpfc.weight": torch.zeros(3)}))
+    with pytest.raises(CheckpointError, match=r"holds 1 tensor \(mtpfc\.weight\)"):
+        load(path)
 
 
 def test_weights_are_converted_to_the_asked_type(checkpoint: Path) -> None:
@@ -163,6 +177,33 @@ def test_an_index_without_file_names_is_refused(checkpoint: Path, weight_map: ob
 def test_a_config_of_another_model_is_caught(checkpoint: Path) -> None:
     edit_json(checkpoint / "config.json", num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"holds 9 tensors \(model\.layers\.1\."):
+        load(checkpoint)
+
+
+def test_a_tensor_in_two_files_is_named_with_both(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, max_shard_size="60KB")
+    first, *_, last = sorted(path.glob("*.safetensors"))
+    name = next(iter(load_file(first)))
+    save_file({**load_file(last), name: load_file(first)[name]}, last)
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    assert str(error.value) == f"{name} is in both {first} and {last.name}; only one may hold it"
+
+
+def test_weights_that_exceed_the_memory_are_refused_before_any_is_read(checkpoint: Path) -> None:
+    (checkpoint / WEIGHTS).write_bytes(b"")
+    config = ModelConfig.from_checkpoint(checkpoint)
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the memory: its weights take 0\.00 GiB, and 0\.00 GiB are"
+    ):
+        load_model(checkpoint, config, dtype=torch.float32, device=CPU, progress=False, available_bytes=100_000)
+
+
+def test_a_depth_that_no_model_has_is_refused_before_a_layer_is_built(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", num_hidden_layers=2**31 - 1)
+    with pytest.raises(
+        CheckpointError, match=r"num_hidden_layers of .* is 2147483647; it must be an integer from 1 to"
+    ):
         load(checkpoint)
 
 

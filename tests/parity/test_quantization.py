@@ -195,6 +195,75 @@ def test_excluded_modules_are_dense(tmp_path: Path, config: dict[str, Any], is_q
     assert parsed.for_layer("model.layers.1.mlp.up_proj") is not None
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("leaves", [("weight_scale_inv",), ("weight", "weight_scale_inv")])
+@pytest.mark.parametrize(
+    ("architecture", "names", "fields"),
+    [
+        ("Qwen3MoeForCausalLM", ("gate_proj", "up_proj", "down_proj"), {"moe_intermediate_size": 40}),
+        ("DeepseekV3ForCausalLM", ("gate_proj", "up_proj", "down_proj"), {"moe_intermediate_size": 160}),
+        ("MixtralForCausalLM", ("w1", "w3", "w2"), {"intermediate_size": 160}),
+    ],
+)
+def test_fp8_experts_may_be_stacked_or_just_their_scales_as_transformers_saves_them(
+    tmp_path: Path,
+    architecture: str,
+    names: tuple[str, str, str],
+    fields: dict[str, Any],
+    leaves: tuple[str, ...],
+    scattered: bool,
+) -> None:
+    pair = q.write_pair(
+        tmp_path,
+        q.fp8_block,
+        q.FP8_BLOCK_CONFIG,
+        module=lambda module: module.endswith(names),
+        family=first_family(architecture),
+        **fields,
+    )
+    gate, up, down = names
+    endings = {leaf: leaf.removeprefix("weight") for leaf in leaves}
+    q.stack_experts(pair.quantised, (gate, up), "gate_up_proj", leaves=endings)
+    q.stack_experts(pair.quantised, (down,), "down_proj", leaves=endings)
+    stored = load_file(pair.quantised / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj_scale_inv") for name in stored)
+    if scattered:
+        q.scatter(pair.quantised)
+    assert_same_model(pair)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_fp8_scales_may_be_bare_exponents(tmp_path: Path, dtype: torch.dtype) -> None:
+    def quantize(weight: torch.Tensor) -> tuple[q.Tensors, torch.Tensor]:
+        scale = torch.full((-(-weight.shape[0] // 128), -(-weight.shape[1] // 128)), 2.0**-7)
+        stored = (weight * 2**7).to(torch.float8_e4m3fn)
+        scales = scale.to(torch.float8_e8m0fnu).view(dtype)
+        return {"weight": stored, "weight_scale_inv": scales}, stored.float() / 2**7
+
+    assert_same_model(q.write_pair(tmp_path, quantize, q.FP8_BLOCK_CONFIG | {"scale_fmt": "ue8m0"}))
+
+
+def test_scales_of_activations_are_not_needed(tmp_path: Path) -> None:
+    def quantize(weight: torch.Tensor) -> tuple[q.Tensors, torch.Tensor]:
+        parts, meant = q.fp8_tensor(weight)
+        scales = {"weight_scale_inv": parts["weight_scale"], "activation_scale": torch.tensor(0.25)}
+        return {"weight": parts["weight"], **scales}, meant
+
+    assert_same_model(q.write_pair(tmp_path, quantize, q.FP8_CONFIG | {"weight_block_size": None}))
+
+
+def test_a_checkpoint_may_quantise_nothing_but_its_cache(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    config = q.compressed_tensors("naive-quantized") | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    edit_json(path / "config.json", quantization_config=config)
+    tokens = prompt(40)
+    exact = PagedModel(path).logits(tokens)
+    for side in ("k", "v"):
+        scale = {f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor([0.5]) for layer in range(2)}
+        q.change(path, lambda tensors, scale=scale: tensors.update(scale))  # type: ignore[misc]
+    assert torch.equal(PagedModel(path).logits(tokens), exact)
+
+
 def test_targets_tell_the_formats_of_modules_apart(tmp_path: Path) -> None:
     config = q.compressed_tensors("int-quantized", strategy="channel") | {"format": "mixed-precision"}
     int8 = config["config_groups"]["group_0"] | {"format": "int-quantized", "targets": ["re:.*mlp.*"]}

@@ -15,7 +15,7 @@ from models.model_config import ModelConfig
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel
-from tests.parity.test_quantization import FORMATS
+from tests.parity.test_quantization import FORMATS, first_family
 
 
 def refusal(run: Callable[[], object]) -> str:
@@ -81,9 +81,40 @@ def test_tensors_that_do_not_fit_one_another_are_named(
     assert said in message
 
 
+def test_an_activation_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    pair = q.write_pair(tmp_path, q.gptq(shuffled=True), q.gptq_config(desc_act=False))
+    assert "proj.g_idx orders inputs by activation, where" in refusal(lambda: PagedModel(pair.quantised))
+
+
+def test_a_stack_whose_parts_share_blocks_is_refused(tmp_path: Path) -> None:
+    pair = q.write_pair(
+        tmp_path,
+        q.fp8_block,
+        q.FP8_BLOCK_CONFIG,
+        module=lambda module: module.endswith(("gate_proj", "up_proj", "down_proj")),
+        family=first_family("Qwen3MoeForCausalLM"),
+        moe_intermediate_size=160,
+    )
+    q.stack_experts(
+        pair.quantised, ("gate_proj", "up_proj"), "gate_up_proj", leaves={"weight_scale_inv": "_scale_inv"}
+    )
+    name = "model.layers.0.mlp.experts.gate_up_proj_scale_inv"
+    q.change(pair.quantised, lambda tensors: tensors.update({name: tensors[name][:, :3]}))
+    said = refusal(lambda: PagedModel(pair.quantised))
+    assert said.startswith(f"{name} has shape [8, 3, 1], where the model needs 8 experts, each with rows for 2 equal")
+
+
+def test_a_scale_of_a_cache_that_no_layer_has_is_left_over(tmp_path: Path) -> None:
+    pair = q.write_pair(tmp_path, *FORMATS["fp8 blocks"])
+    name = "model.layers.2.self_attn.k_scale"
+    q.change(pair.quantised, lambda tensors: tensors.update({name: torch.tensor(0.5)}))
+    assert f"holds 1 tensor ({name}), for which" in refusal(lambda: PagedModel(pair.quantised))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        (q.FP8_BLOCK_CONFIG | {"expert_dtype": "fp4"}, 'is "fp4"; it must be "fp8"'),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 'is "bitsandbytes"; it must be one of fp8'),
         ({"load_in_4bit": True}, "quant_method of quantization_config of"),
         (q.FP8_CONFIG | {"fmt": "e5m2"}, "fmt of quantization_config of"),

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from models.base import KVCacheSpec
+from models.base import KVCacheSpec, VectorCacheSpec
 from models.errors import CheckpointError
 from models.loader import load_model
 from models.model_config import ModelConfig, read_checkpoint_config
@@ -17,14 +17,13 @@ from models.transformers_attention import PagedAttention
 from models.transformers_config import TransformersConfig
 from models.transformers_model import TransformersModel
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.foreign_models import GEMMA2, GPT2, OLMO2, REFUSED, SERVED, Foreign
+from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, OLMO2, REFUSED, SERVED, Foreign
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.test_architectures import GREEDY_TOKENS, generate
 from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
 
 ONLY_OURS = {
-    "DeepseekV32ForCausalLM": "layers of indexed_attention",
     "Qwen3NextForCausalLM": "layers of linear_attention",
 }
 """Architectures that only our own code serves, with the reason."""
@@ -79,6 +78,22 @@ def test_a_rope_that_depends_on_the_longest_sequence_fits_the_longest_that_is_se
     assert_same_distribution(general.logits(tokens), ours.logits(tokens))
 
 
+def test_indexed_attention_keeps_a_latent_and_an_index_key_a_token(tmp_path: Path) -> None:
+    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path)).model
+    assert isinstance(model, TransformersModel)
+    latents = [VectorCacheSpec(f"attention.{layer}", 40) for layer in range(3)]
+    # The second layer attends to what the first has chosen.
+    assert model.kv_cache_layers() == [*latents, VectorCacheSpec("indexer.0", 24), VectorCacheSpec("indexer.2", 24)]
+
+
+def test_an_adapter_of_what_expands_latents_finds_no_layer_where_tokens_are_chosen(tmp_path: Path) -> None:
+    model = PagedModel(GLM_MOE_DSA.checkpoint(tmp_path)).model
+    assert isinstance(model, TransformersModel)
+    layers = model.linear_layers()
+    assert "model.layers.0.self_attn.q_b_proj" in layers
+    assert "model.layers.0.self_attn.kv_b_proj" not in layers
+
+
 def test_keys_and_values_may_differ_in_size() -> None:
     query, key, value = torch.randn(1, 4, 3, 24), torch.randn(1, 2, 3, 24), torch.randn(1, 2, 3, 16)
     attention = PagedAttention(
@@ -128,10 +143,10 @@ def test_a_tensor_that_is_missing_is_named_rather_than_made_up(tmp_path: Path) -
         PagedModel(path)
 
 
-def test_a_format_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     path = OLMO2.checkpoint(tmp_path)
     edit_json(path / "config.json", quantization_config={"quant_method": "unheard-of"})
-    with pytest.raises(CheckpointError, match="a quant_method that transformers does not know"):
+    with pytest.raises(CheckpointError, match=r'quant_method of .* is "unheard-of"; it must be one of'):
         PagedModel(path)
 
 
@@ -153,6 +168,16 @@ def test_a_state_between_tokens_that_no_config_names_is_found_by_running(
         transformers.models.olmo2.modeling_olmo2.Olmo2MLP, "forward", lambda self, x: own(self, x) + x.roll(1, dims=1)
     )
     with pytest.raises(CheckpointError, match="gives other logits in a batch than alone"):
+        PagedModel(path)
+
+
+def test_a_window_in_calls_that_their_masks_do_not_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Foreign("Starcoder2", {"sliding_window": 24}).checkpoint(tmp_path)
+    starcoder2 = transformers.models.starcoder2.modeling_starcoder2
+    monkeypatch.setattr(starcoder2, "create_sliding_window_causal_mask", starcoder2.create_causal_mask)
+    with pytest.raises(CheckpointError, match="a sliding window of 24 tokens in its calls"):
         PagedModel(path)
 
 

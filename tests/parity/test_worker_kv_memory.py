@@ -31,3 +31,5 @@ def test_memory_is_taken_only_where_it_is_written():
 def test_memory_that_the_system_refuses_is_an_error_that_names_the_fields(num_elements: int):
     with pytest.raises(ValueError, match="lower cpu_kvcache_gib or num_kvcache_blocks"):
         zeros((num_elements,), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"lower max_num_seqs$"):
+        zeros((num_elements,), torch.float32, CPU, lower="max_num_seqs")

@@ -19,9 +19,19 @@ from engine.worker.memory import (
 BLOCK = 1000
 
 
-def size(config: Config, num_bytes: int, max_model_len: int = 4096, max_tokens: int | None = None):
+def size(
+    config: Config,
+    num_bytes: int,
+    max_model_len: int = 4096,
+    max_tokens: int | None = None,
+    *,
+    block_bytes: int = BLOCK,
+    slot_bytes: int = 0,
+):
     budget = MemoryBudget(num_bytes, "said so", "cpu_kvcache_gib", max_tokens)
-    return kv_cache_size(config, block_bytes=BLOCK, max_model_len=max_model_len, budget=lambda: budget)
+    return kv_cache_size(
+        config, block_bytes=block_bytes, slot_bytes=slot_bytes, max_model_len=max_model_len, budget=lambda: budget
+    )
 
 
 def host(root: Path, available_kib: int, cgroup: str | None = None, files: dict[str, object] | None = None) -> Path:
@@ -46,7 +56,7 @@ def test_an_explicit_number_of_blocks_wins_and_nothing_is_measured():
         raise AssertionError("measured")
 
     config = Config(num_kvcache_blocks=7, max_num_seqs=1)
-    found = kv_cache_size(config, block_bytes=BLOCK, max_model_len=16, budget=measure)
+    found = kv_cache_size(config, block_bytes=BLOCK, slot_bytes=0, max_model_len=16, budget=measure)
     assert (found.num_blocks, found.num_bytes) == (7, 7000)
     assert "num_kvcache_blocks is 7" in found.reason
 
@@ -66,6 +76,31 @@ def test_unasked_the_cache_holds_no_more_than_the_most_tokens_or_one_whole_seque
 def test_room_for_less_than_a_block_is_an_error_that_names_the_field(num_bytes: int):
     with pytest.raises(ValueError, match=r"one block of 16 tokens takes 1000; .*raise cpu_kvcache_gib"):
         size(Config(), num_bytes)
+
+
+def test_states_are_counted_beside_the_blocks():
+    found = size(Config(max_num_seqs=4), 20_500, slot_bytes=2000)
+    assert (found.num_slots, found.num_blocks, found.num_bytes) == (4, 12, 20_000)
+
+
+def test_fewer_sequences_run_where_their_states_would_fill_over_half_of_the_budget():
+    found = size(Config(max_num_seqs=512), 20_500, slot_bytes=3000)
+    assert (found.num_slots, found.num_blocks) == (3, 11)
+
+
+def test_states_are_counted_beside_an_explicit_number_of_blocks():
+    found = size(Config(max_num_seqs=4, num_kvcache_blocks=7), 0, slot_bytes=50)
+    assert (found.num_slots, found.num_bytes) == (4, 7200)
+
+
+def test_room_for_no_sequences_states_is_an_error_that_names_the_field():
+    with pytest.raises(ValueError, match=r"twice the states of one sequence take 20002; .*raise cpu_kvcache_gib"):
+        size(Config(), 20_000, slot_bytes=10_001)
+
+
+def test_a_model_that_keeps_nothing_but_states_has_blocks_that_cost_nothing():
+    found = size(Config(max_num_seqs=2), 10**6, max_model_len=100, block_bytes=0, slot_bytes=1000)
+    assert (found.num_blocks, found.num_bytes) == (2 * 7, 2000)
 
 
 def test_cpu_takes_a_quarter_of_what_is_available_up_to_four_gib(tmp_path: Path):

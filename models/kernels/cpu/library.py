@@ -179,6 +179,24 @@ class Gated(Arguments):
     ]
 
 
+class GroupedLinear(Arguments):
+    """`struct grouped_linear`."""
+
+    kind = 8
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("counts", _POINTER),
+        ("groups", _INTEGER),
+        ("in_features", _INTEGER),
+        ("out_features", _INTEGER),
+    ]
+
+
 class _Operation(ctypes.Structure):
     _fields_: ClassVar = [("kind", _INTEGER), ("arguments", _POINTER)]
 

@@ -89,32 +89,75 @@ static void multiply_rows(struct meeting at, const bf16 *staged, int64_t rows, c
     }
 }
 
+/* A thread's room for a product. */
+struct bench {
+    const struct panel_products *products;
+    bf16 *staged;
+    float *sums;
+    int64_t first_row; /* of the rows that are staged, -1 for none */
+};
+
+static struct bench prepare(struct worker *worker) {
+    prepare_tiles(worker->isa);
+    return (struct bench){panel_products(worker->isa), (bf16 *)worker->scratch, (float *)(worker->scratch + STAGED), -1};
+}
+
+/* `count` rows from `first` on by the panels from `panel` to `past`. */
+static void multiply_panels(const struct linear *op, struct bench *bench, int64_t first, int64_t count, int64_t panel,
+                            int64_t past) {
+    int64_t steps = parts(op->in_features, DEPTH);
+    if (bench->first_row != first) {
+        stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        bench->first_row = first;
+    }
+    struct meeting at = {.op = op, .products = bench->products, .row = first};
+    for (; panel < past; panel++) {
+        at.output = panel * PANEL;
+        multiply_rows(at, bench->staged, count, op->weight + panel * steps * STEP, bench->sums);
+    }
+}
+
+/* Panels of a task: enough to be read in one go, and several tasks a thread, in case one is held up. */
+static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
+    int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * threads)));
+    return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
+}
+
 /* Tasks: blocks of rows, of each one share of the panels after the other. */
 void linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct linear *op = arguments;
     int64_t rows = op->rows < 0 ? step->num_tokens : op->rows;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
-    /* Shares large enough to be read in one go, and several a thread, in case one is held up. */
-    int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * worker->threads)));
-    if (rows > FEW_ROWS) share = max64(share, min64(16, parts(panels, 2 * worker->threads)));
-    int64_t shares = parts(panels, share), staged_block = -1;
-    bf16 *staged = (bf16 *)worker->scratch;
-    float *sums = (float *)(worker->scratch + STAGED);
-    struct meeting at = {.op = op, .products = panel_products(worker->isa)};
-    prepare_tiles(worker->isa);
+    int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
+    struct bench bench = prepare(worker);
     for (int64_t task; (task = take_task(worker)) < blocks * shares;) {
-        at.row = task / shares * block;
-        int64_t count = min64(block, rows - at.row);
-        if (task / shares != staged_block) {
-            stage(staged, op->x + at.row * op->x_stride, op->x_stride, count, op->in_features);
-            staged_block = task / shares;
-        }
-        int64_t panel = task % shares * share, past = min64(panels, panel + share);
-        for (; panel < past; panel++) {
-            at.output = panel * PANEL;
-            multiply_rows(at, staged, count, op->weight + panel * steps * STEP, sums);
-        }
+        int64_t first = task / shares * block, panel = task % shares * share;
+        multiply_panels(op, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
+    }
+}
+
+/* Tasks: groups, of each one share of the panels after the other. */
+void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    (void)step;
+    const struct grouped_linear *op = arguments;
+    int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
+    int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
+    struct bench bench = prepare(worker);
+    for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
+        for (; group < task / shares; group++) start += op->counts[group];
+        const struct linear one = {.x = op->x,
+                                   .x_stride = op->x_stride,
+                                   .weight = op->weight + group * panels * steps * STEP,
+                                   .bias = op->bias ? op->bias + group * op->out_features : NULL,
+                                   .out = op->out,
+                                   .out_stride = op->out_stride,
+                                   .in_features = op->in_features,
+                                   .out_features = op->out_features};
+        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = start + op->counts[group];
+        for (int64_t first = start; first < end; first += block)
+            multiply_panels(&one, &bench, first, min64(block, end - first), panel, past);
     }
 }
 

@@ -7,7 +7,7 @@
 
 #define MAX_THREADS 1024
 
-enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, OPERATORS };
+enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR, OPERATORS };
 
 struct operation {
     int64_t kind;
@@ -103,7 +103,19 @@ struct gated {
 };
 enum { SILU, GELU_TANH };
 
-operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated;
+/* Runs of rows, each by its own weight of a stack. */
+struct grouped_linear {
+    const bf16 *x; /* [rows, in_features] */
+    int64_t x_stride;
+    const bf16 *weight; /* packed, one after the other: out_features is a multiple of PANEL */
+    const bf16 *bias;   /* [groups, out_features] or NULL */
+    bf16 *out;          /* [rows, out_features]; rows past the last run are left as they are */
+    int64_t out_stride;
+    const int64_t *counts; /* [groups] rows of each run */
+    int64_t groups, in_features, out_features;
+};
+
+operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
 
 extern operator *const operators[OPERATORS];
 

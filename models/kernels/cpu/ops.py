@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from models.attention.base import AttentionOptions, Rotation
     from models.layers.norm import HeadNorms
 
-_PANEL, _DEPTH = 32, 32
+PANEL, DEPTH = 32, 32
 """Outputs and inputs of which a packed weight has a multiple."""
 
 
@@ -98,8 +98,8 @@ class PackedWeight:
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
-        inputs = -(-in_features // _DEPTH) * _DEPTH
-        self.memory = torch.zeros(-(-out_features // _PANEL) * _PANEL * inputs, dtype=torch.bfloat16)
+        inputs = -(-in_features // DEPTH) * DEPTH
+        self.memory = torch.zeros(-(-out_features // PANEL) * PANEL * inputs, dtype=torch.bfloat16)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Fill rows from `first` on. # [count, in_features]"""
@@ -131,6 +131,35 @@ def linear(
         -1,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
+    return out
+
+
+def grouped_linear(
+    x: torch.Tensor, weights: PackedWeight, bias: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    """The first `counts[0]` rows by the stack's first weight, the next `counts[1]` by its second ...; 0 past the last.
+
+    # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
+    """
+    runtime = _current()
+    groups = len(counts)
+    out_features = weights.out_features // groups
+    out = runtime.rows(len(x), out_features)
+    if (total := int(counts.sum())) < len(x):
+        out[total:] = 0
+    arguments = library.GroupedLinear(
+        x.data_ptr(),
+        x.stride(0),
+        weights.memory.data_ptr(),
+        _pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        counts.data_ptr(),
+        groups,
+        weights.in_features,
+        out_features,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weights.memory, bias, counts, out))
     return out
 
 
@@ -266,7 +295,7 @@ def attention(
 def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` compute heads and caches such as these."""
     block_size, dim = k_cache.shape[2:]
-    return runs(q, k_cache) and dim % _DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
+    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
 
 
 def make_step(

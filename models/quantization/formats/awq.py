@@ -19,7 +19,7 @@ def parse(section: Fields, method: str) -> QuantizationConfig:
         "int4",
         Granularity.GROUP,
         4,
-        group_size=group_size(section, "group_size" if section.has("group_size") else "q_group_size"),
+        group_size=group_size(section, "q_group_size" if section.has("q_group_size") else "group_size"),
         symmetric=False,
     )
     return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))

@@ -31,10 +31,11 @@ def parse(section: Fields, method: str) -> QuantizationConfig:
     if transform is not None and transform.values:
         raise section.invalid("transform_config", "left out: transformed weights do not run here")
     groups = section.section("config_groups")
-    if groups is None or not groups.values:
+    if not section.has("kv_cache_scheme") and (groups is None or not groups.values):
         raise section.invalid("config_groups", "an object of quantisation groups")
     everywhere: LayerQuantConfig | None = None
     special: list[tuple[str, LayerQuantConfig | None]] = []
+    groups = groups or Fields({}, section.where)
     for name in groups.values:
         group = groups.section(name) or Fields({}, groups.where)
         weights = group.section("weights")

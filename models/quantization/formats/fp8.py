@@ -9,6 +9,8 @@ def parse(section: Fields, method: str) -> QuantizationConfig:
     """`weight_block_size` makes a scale a block; without it a scale's own shape tells a tensor's from a channel's."""
     if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.invalid("fmt", '"e4m3"')
+    if section.string("expert_dtype", "fp8") != "fp8":
+        raise section.invalid("expert_dtype", '"fp8"')
     if not section.has("weight_block_size"):
         layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.TENSOR, 8)
     else:

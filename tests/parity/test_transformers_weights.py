@@ -1,0 +1,85 @@
+"""Quantised checkpoints of models without a class here compute what the dense weights that they mean compute."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from models.errors import CheckpointError
+from tests.parity import quantized_checkpoints as q
+from tests.parity.checkpoints import Family, edit_json
+from tests.parity.foreign_models import GPT2, OLMO2
+from tests.parity.paged_model import PagedModel, assert_same_distribution, prompt
+from tests.parity.test_quantization import FORMATS
+from tests.parity.variants.gpt_oss import VARIANTS
+
+OLMO = Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
+OLMOE = Family(transformers.OlmoeConfig, transformers.OlmoeForCausalLM)
+WIDE: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 8}
+EXPERTS: dict[str, Any] = {**WIDE, "head_dim": 20, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("family", [OLMO, OLMOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int4 groups", "awq", "gptq"])
+def test_a_quantised_checkpoint_computes_what_its_dense_twin_computes(
+    tmp_path: Path, name: str, family: Family
+) -> None:
+    fields = WIDE if family is OLMO else EXPERTS
+    pair = q.write_pair(tmp_path, *FORMATS[name], family=family, **fields)
+    q.scatter(pair.quantised)
+    tokens = prompt(40)
+    assert torch.equal(PagedModel(pair.quantised).logits(tokens), PagedModel(pair.dense).logits(tokens))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"), r"lacks 1 tensor .*up_proj\.scales"),
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.qweight"), r"lacks 1 tensor .*up_proj\.qweight"),
+        (lambda tensors: tensors.pop("model.norm.weight"), r"lacks 1 tensor \(model\.norm\.weight\)"),
+        (lambda tensors: tensors.update(stray=torch.zeros(2)), r"holds 1 tensor \(stray\)"),
+        (
+            lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.scales": torch.zeros(3, 4)}),
+            r"up_proj\.scales has shape \[3, 4\]",
+        ),
+    ],
+)
+def test_a_damaged_one_is_refused_in_a_sentence(tmp_path: Path, damage: Any, reason: str) -> None:
+    path = q.write_pair(tmp_path, *FORMATS["awq"], family=OLMO, **WIDE).quantised
+    q.change(path, damage)
+    with pytest.raises(CheckpointError, match=reason) as refusal:
+        PagedModel(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_transposed_weights_are_refused_rather_than_taken_the_wrong_way(tmp_path: Path) -> None:
+    path = GPT2.checkpoint(tmp_path)
+    edit_json(path / "config.json", quantization_config=q.AWQ_CONFIG)
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel keeps its weights transposed"):
+        PagedModel(path)
+
+
+def test_8_bit_experts_in_one_stack_are_refused(tmp_path: Path) -> None:
+    path = q.write_pair(tmp_path, *FORMATS["fp8 blocks"], family=OLMOE, **EXPERTS).quantised
+    leaves = {"weight": "", "weight_scale_inv": "_scale_inv"}
+    q.stack_experts(path, ("gate_proj", "up_proj"), "gate_up_proj", leaves=leaves)
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj in .* is torch\.float8_e4m3fn"):
+        PagedModel(path)
+
+
+def test_gpt_oss_as_it_is_published_computes_the_same_by_both_routes(tmp_path: Path) -> None:
+    overrides = {"intermediate_size": 64, **VARIANTS[0].overrides}
+    pair = q.write_gpt_oss_pair(tmp_path, VARIANTS[0].family, **overrides)
+    tokens = prompt(40)
+    general = [PagedModel(path, model_impl="transformers").logits(tokens) for path in pair]
+    assert torch.equal(*general)
+    assert_same_distribution(general[0], PagedModel(pair.quantised, model_impl="kaon").logits(tokens))
+
+
+def test_experts_as_gpt_oss_has_them_are_refused_for_another_model(tmp_path: Path) -> None:
+    path = OLMO2.checkpoint(tmp_path)
+    edit_json(path / "config.json", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"quant_method mxfp4 .* Olmo2ForCausalLM has others"):
+        PagedModel(path)
