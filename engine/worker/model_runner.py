@@ -33,7 +33,6 @@ from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 
-_RECORDED_TOKENS = 512
 _log = logging.getLogger(__name__)
 
 
@@ -124,9 +123,9 @@ class ModelRunner:
         self.program = self._record() if self.operators is not None and num_blocks > 1 else None
 
     def _record(self) -> Program | None:
-        """The pass as one call, for small steps: in large ones Python's part is small."""
+        """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
         assert self.operators is not None
-        num_tokens = min(_RECORDED_TOKENS, self.config.max_num_batched_tokens)
+        num_tokens = self.config.max_num_batched_tokens
         none = np.zeros(0, dtype=np.int64)
         metadata = self.backend.build_metadata(
             query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0

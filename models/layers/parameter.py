@@ -65,12 +65,15 @@ def read_whole(parameter: nn.Parameter) -> None:
 def pack_products(model: nn.Module) -> None:
     """Keep the weights of an unfilled model that are products' as the CPU's operators read them."""
     for parameter in model.parameters():
-        *stack, out_features, in_features = (1, *parameter.shape) if parameter.dim() == 2 else parameter.shape
-        fits = not stack[1:] and (stack == [1] or out_features % PANEL == 0) and in_features <= MAX_IN_FEATURES
-        if parameter.is_product and fits:  # type: ignore[attr-defined]
+        if parameter.is_product and _can_be_packed(parameter):  # type: ignore[attr-defined]
             # Weights of a stack follow each other.
-            parameter.packed = PackedWeight(stack[0] * out_features, in_features)  # type: ignore[attr-defined]
+            parameter.packed = PackedWeight(parameter.shape[:-1].numel(), parameter.shape[-1])  # type: ignore[attr-defined]
             parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _can_be_packed(parameter: nn.Parameter) -> bool:
+    is_one_weight = parameter.dim() == 2
+    return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:

@@ -225,11 +225,11 @@ class Library:
         self.isa: int = self._library.kaon_isa()
 
     def start(self, threads: int, isa: int = AMX) -> None:
-        """Make the threads, the caller's among them; `isa` is the most to use. Once a process.
+        """Run on so many threads, the caller's among them, with at most this instruction set.
 
-        Raises `RuntimeError` where the system has no more threads or memory, or others were started.
+        Raises `RuntimeError` where the system has no more threads or memory.
         """
-        self.isa = min(self.isa, isa)
+        self.isa = min(self._library.kaon_isa(), isa)
         if self._library.kaon_start(threads, self.isa):
             raise RuntimeError(f"{threads} threads for the CPU's operators could not be started")
 

@@ -23,8 +23,12 @@ struct program {
     const struct step *step;
 };
 
+#define LAST -1 /* count of the program at which threads end */
+
 static struct {
     int threads;
+    pthread_t others[MAX_THREADS];
+    unsigned started_before; /* programs, when these threads were made */
     enum isa isa;
     char *scratch[MAX_THREADS];
     struct program program;
@@ -84,32 +88,46 @@ static void run_part(int thread) {
 static void *work(void *argument) {
     int thread = (int)(intptr_t)argument;
     prctl(PR_SET_NAME, "kaon-cpu");
-    for (unsigned seen = 0;; seen++) {
+    for (unsigned seen = pool.started_before;; seen++) {
         wait_for_change(&pool.started, seen, SPINS_WHEN_IDLE);
+        if (pool.program.count == LAST) return NULL;
         run_part(thread);
     }
-    return NULL;
 }
 
-/* Start the threads, once a process, and use at most `isa` from here on. -1 where memory or threads are short, or
- * another number of threads runs already. */
+static void end_threads(void) {
+    pool.program.count = LAST;
+    if (pool.threads > 1) change(&pool.started);
+    for (int thread = 0; thread < pool.threads; thread++) {
+        if (thread) pthread_join(pool.others[thread], NULL);
+        free(pool.scratch[thread]);
+    }
+    pool.threads = 0;
+}
+
+/* Use so many threads, the caller's among them, and at most `isa` from here on. -1 where memory or threads are short;
+ * then nothing runs until another call succeeds. */
 int kaon_start(int threads, int isa) {
     pool.isa = min64(isa, kaon_isa());
-    if (pool.threads) return pool.threads == threads ? 0 : -1;
-    for (int thread = 0; thread < threads; thread++) {
-        if (posix_memalign((void **)&pool.scratch[thread], 4096, SCRATCH)) return -1;
+    if (pool.threads == threads) return 0;
+    end_threads();
+    pool.started_before = atomic_load(&pool.started);
+    for (; pool.threads < threads; pool.threads++) {
+        int thread = pool.threads;
+        if (posix_memalign((void **)&pool.scratch[thread], 4096, SCRATCH)) break;
+        if (thread && pthread_create(&pool.others[thread], NULL, work, (void *)(intptr_t)thread)) {
+            free(pool.scratch[thread]);
+            break;
+        }
     }
-    pool.threads = threads;
-    for (int thread = 1; thread < threads; thread++) {
-        pthread_t made;
-        if (pthread_create(&made, NULL, work, (void *)(intptr_t)thread)) return -1;
-        pthread_detach(made);
-    }
-    return 0;
+    if (pool.threads == threads) return 0;
+    end_threads();
+    return -1;
 }
 
 /* Run a program on a step. One caller at a time. */
 void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
+    if (count == 0) return;
     pool.program = (struct program){operations, count, step};
     if (pool.threads > 1) change(&pool.started);
     run_part(0);
