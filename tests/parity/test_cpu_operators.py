@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +113,19 @@ class TestElementwise:
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def test_where_the_operators_were_not_built_the_log_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.load_library.cache_clear()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with caplog.at_level("INFO"):
+        assert ops.start(2) is ops.start(2) is None
+    library.load_library.cache_clear()
+    assert not ops.active()
+    assert len(caplog.messages) == 1
+    assert "installed without a C compiler" in caplog.messages[0]
 
 
 class Cache:

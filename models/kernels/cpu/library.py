@@ -1,11 +1,14 @@
 """The compiled operators of this directory by ctypes: their arguments, field by field as in operators.h, and `run`."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
 
+_log = logging.getLogger(__name__)
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 PORTABLE, AVX512_BF16, AMX = range(3)
@@ -240,6 +243,9 @@ class Library:
 
 @cache
 def load_library() -> Library | None:
-    """The operators, None where they were not built."""
-    built = sorted(Path(__file__).parent.glob("_library*.so"))
-    return Library(built[0]) if built else None
+    """The operators; None, and the reason in the log, where they were not built."""
+    path = Path(__file__).with_name(f"_library{EXTENSION_SUFFIXES[0]}")
+    if path.exists():
+        return Library(path)
+    _log.info("installed without a C compiler, so torch computes everything, slower: install one, then Kaon again")
+    return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from models.host_memory import mapped_zeros
 from models.kernels.cpu import library
 from models.kernels.cpu.library import Arguments, Library, Operations, Step
 
@@ -99,7 +100,8 @@ class PackedWeight:
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features, self.in_features = out_features, in_features
         inputs = -(-in_features // DEPTH) * DEPTH
-        self.memory = torch.zeros(-(-out_features // PANEL) * PANEL * inputs, dtype=torch.bfloat16)
+        elements = -(-out_features // PANEL) * PANEL * inputs
+        self.memory = torch.frombuffer(mapped_zeros(2 * elements), dtype=torch.bfloat16)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Fill rows from `first` on. # [count, in_features]"""

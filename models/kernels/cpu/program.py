@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.host_memory import mapped_zeros
 from models.kernels.cpu import ops
 from models.kernels.cpu.library import Arguments, Library, Operations, Step
 
-_LINE = 64
 _Memory = npt.NDArray[np.uint8]
 
 
@@ -73,7 +73,7 @@ class _Recorder:
         size = num_rows * columns * dtype.itemsize
         free = self._free[size]
         if not free:
-            self.memory.append(_whole_lines(size))
+            self.memory.append(np.frombuffer(mapped_zeros(size), dtype=np.uint8))
             free.append(self.memory[-1])
         memory = free.pop()
         view = memory[:]
@@ -89,13 +89,6 @@ class _Recorder:
         self.constants.extend(
             tensor for tensor in kept if tensor is not None and tensor.untyped_storage().data_ptr() not in ours
         )
-
-
-def _whole_lines(size: int) -> _Memory:
-    """Memory that begins with a cache line."""
-    memory = np.empty(size + _LINE, dtype=np.uint8)
-    first = -memory.ctypes.data % _LINE
-    return memory[first : first + size]
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
