@@ -1,4 +1,4 @@
-"""Benchmarks: each module measures one thing, `python -m benchmarks` all of them."""
+"""Micro-benchmarks and side-by-side runs; `make bench` runs them. Nothing here is imported by the server."""
 
 import os
 
