@@ -1,4 +1,4 @@
-"""The CPU operators on random shapes, built so that an access out of bounds or undefined arithmetic ends the process."""
+"""The CPU operators on random shapes, in a build that an access out of bounds or undefined arithmetic ends."""
 
 import os
 import shutil
