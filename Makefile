@@ -58,7 +58,7 @@ clean: ## Remove .venv, caches and build output
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What pip compiles.
-COMPILED := $(wildcard setup.py models/kernels/*.c)
+COMPILED := $(wildcard setup.py models/kernels/cpu/*.[ch])
 
 # One stamp a set of extras. As long as it is newer than what it was installed from, pip does not run again.
 $(VENV)/.installed-test: EXTRAS := [test]

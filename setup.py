@@ -1,14 +1,24 @@
 """The compiled operators; everything else of the build is in pyproject.toml. Without a compiler they are left out."""
 
+import platform
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+_CPU = Path("models/kernels/cpu")
+_ARGUMENTS = ["-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-Wno-psabi"]
+if platform.machine() in ("x86_64", "AMD64"):
+    _ARGUMENTS.append("-mprefer-vector-width=512")
 
 setup(
     ext_modules=[
         Extension(
-            "models.kernels._native",
-            ["models/kernels/grouped_linear.c"],
-            extra_compile_args=["-O3"],
+            "models.kernels.cpu._library",
+            sorted(str(source) for source in _CPU.glob("*.c")),
+            depends=sorted(str(header) for header in _CPU.glob("*.h")),
+            extra_compile_args=_ARGUMENTS,
+            libraries=["m"],
             optional=True,
-        )
+        ),
     ]
 )

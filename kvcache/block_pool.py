@@ -30,7 +30,8 @@ class FreeBlocks:
         if cached:
             self._cached[block_id] = None
         else:
-            self._vacant.append(block_id)
+            # First out again: on a host, its memory is committed, and likely still near the processor.
+            self._vacant.appendleft(block_id)
 
     def __len__(self) -> int:
         return len(self._vacant) + len(self._cached)

@@ -1,12 +1,14 @@
 """Gemma 3's text model: norms on both sides of attention and feed-forward, and another rope in windowed layers."""
 
+from typing import ClassVar
+
 import torch
 from torch import nn
 
 from models.config_fields import Fields
 from models.layers.activation import geglu_tanh
 from models.layers.embedding import VocabParallelEmbedding
-from models.layers.norm import OffsetRMSNorm
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
@@ -21,10 +23,7 @@ _LOCAL_THETA = 10000.0
 class Gemma3Attention(Qwen3Attention):
     """Grouped-query attention with norms on queries and keys, and a scale of its own."""
 
-    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
-        super().__init__(config, layer, parallel)
-        self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+    norm: ClassVar[type[RMSNorm]] = OffsetRMSNorm
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
@@ -81,8 +80,8 @@ class Gemma3Model(DecoderBody):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embed_scale
-        everywhere = self.rotary_emb(positions, hidden.dtype)
-        nearby = self.local_rotary_emb(positions, hidden.dtype)
+        everywhere = self.rotary_emb(positions)
+        nearby = self.local_rotary_emb(positions)
         for layer in self.layers:
             hidden = layer(hidden, *(nearby if layer.is_local else everywhere))
         return self.norm(hidden)  # type: ignore[no-any-return]

@@ -5,22 +5,24 @@ from typing import ClassVar
 from torch import nn
 
 from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.norm import HeadNorms, RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
-from models.qwen3 import Qwen3Attention
 
 
-class Glm4MoeAttention(Qwen3Attention):
+class Glm4MoeAttention(LlamaAttention):
     """Grouped-query attention that normalises queries and keys if the config says so."""
 
     has_output_bias: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        if not config.fields.boolean("use_qk_norm", False):
-            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+        if config.fields.boolean("use_qk_norm", False):
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.norms = HeadNorms(self.q_norm, self.k_norm)
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):

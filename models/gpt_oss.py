@@ -9,7 +9,7 @@ from torch import nn
 
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
-from models.layers.parameter import Shard, empty_parameter, load_whole, require_shape
+from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
 from models.layers.routing import experts_per_token
 from models.llama import LlamaAttention, LlamaForCausalLM
 from models.model_config import ModelConfig
@@ -54,8 +54,9 @@ class GptOssExperts(FusedMoE):
         # Views of the tensor, so that nothing but the parameter itself takes memory.
         rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
         mine = rows[:, 2 * first : 2 * (first + local)]
-        parameter.data[:, :local].copy_(mine[:, 0::2])
-        parameter.data[:, local:].copy_(mine[:, 1::2])
+        for place, one in enumerate(mine):
+            fill_rows(parameter, 0, one[0::2], place)
+            fill_rows(parameter, local, one[1::2], place)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
         if parameter is not self.w2_bias:

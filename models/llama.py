@@ -11,8 +11,8 @@ from models.layers.activation import swiglu
 from models.layers.attention import Attention
 from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from models.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryEmbedding, rotate
+from models.layers.norm import HeadNorms, RMSNorm
+from models.layers.rotary import RotaryEmbedding
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -42,6 +42,7 @@ class LlamaAttention(nn.Module):
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sinks: nn.Parameter | None = None
+        self.norms: HeadNorms | None = None
         self.attn = Attention(
             f"model.layers.{layer}.self_attn",
             num_kv_heads=self.num_kv_heads,
@@ -54,8 +55,8 @@ class LlamaAttention(nn.Module):
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        q, k = self.position(qkv[:, : self.num_heads + self.num_kv_heads], cos, sin)
-        attended = self.attn(q, k, qkv[:, -self.num_kv_heads :], self.sinks)
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        attended = self.attn(q, k, v, self.sinks, norms=self.norms, rotation=(cos, sin))
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 
     @staticmethod
@@ -63,11 +64,6 @@ class LlamaAttention(nn.Module):
         """Of the scores; None: that of the head's size."""
         del config
         return None
-
-    def position(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys with their positions. # [tokens, heads + kv_heads, head_dim]"""
-        rotated = rotate(qk, cos, sin)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :]
 
 
 class LlamaMLP(nn.Module):
@@ -149,7 +145,7 @@ class LlamaModel(DecoderBody):
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        cos, sin = self.rotary_emb(positions, hidden.dtype)
+        cos, sin = self.rotary_emb(positions)
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, cos, sin)
         assert residual is not None, "a model has at least one layer"

@@ -18,9 +18,10 @@ from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
+from models.kernels.cpu import ops
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
-from models.layers.parameter import Shard, Spelling, WeightShapeError, sources_of, weight_loader_of
+from models.layers.parameter import Shard, Spelling, WeightShapeError, pack_products, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.dequantize import Dequantizer
@@ -66,6 +67,8 @@ def load_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
     _require_memory(model, available_bytes, path)
+    if dtype is torch.bfloat16 and device.type == "cpu" and ops.active():
+        pack_products(model)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
     left_over: list[str] = []

@@ -9,9 +9,9 @@ from models.layers.attention import Attention
 from models.layers.embedding import VocabParallelEmbedding
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import QKVParallelLinear, RowParallelLinear
-from models.layers.norm import OffsetRMSNorm
+from models.layers.norm import HeadNorms, OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
-from models.layers.rotary import RotaryEmbedding, rotate
+from models.layers.rotary import RotaryEmbedding
 from models.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -53,7 +53,7 @@ class Qwen3NextAttention(nn.Module):
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)
         q, gate = qkv[:, : 2 * self.num_heads].reshape(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
         k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
-        attended = self.attn(rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v)
+        attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm, self.k_norm), rotation=(cos, sin))
         return self.o_proj((attended * gate.sigmoid()).view(num_tokens, -1))  # type: ignore[no-any-return]
 
 
@@ -122,7 +122,7 @@ class Qwen3NextModel(DecoderBody):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(positions, hidden.dtype)
+        cos, sin = self.rotary_emb(positions)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
         return self.norm(hidden)  # type: ignore[no-any-return]

@@ -1,9 +1,10 @@
 """Memory of the KV cache's tensors, and a GPU's memory figures. Used by the model runner."""
 
 import math
-import mmap
 
 import torch
+
+from models.host_memory import mapped_zeros
 
 
 def zeros(
@@ -22,7 +23,7 @@ def zeros(
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mapped_zeros(num_bytes)
     except (OSError, OverflowError) as error:
         raise ValueError(f"the system refused {num_bytes} bytes for the KV cache ({error}); lower {lower}") from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)

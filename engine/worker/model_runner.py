@@ -4,9 +4,11 @@ Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cach
 """
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
@@ -21,12 +23,17 @@ from engine.worker.memory import KVCacheSize, available_host_memory, cpu_budget,
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import Sampler
 from models.attention import select_backend
+from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
+from models.kernels.cpu import ops
+from models.kernels.cpu.program import NotRecordable, Program, record
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
+
+_log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -45,6 +52,9 @@ class ModelRunner:
     ) -> None:
         if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(available_cores())
+        self.operators = None
+        if device.type == "cpu" and dtype is torch.bfloat16:
+            self.operators = ops.start(torch.get_num_threads())
         self.config = config
         self.model_path = model_path
         self.model_config = model_config
@@ -109,6 +119,24 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
         set_kv_cache_data(self.caches.allocate(num_blocks, num_slots))
+        # A cache of one block is the profiling step's.
+        self.program = self._record() if self.operators is not None and num_blocks > 1 else None
+
+    def _record(self) -> Program | None:
+        """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
+        assert self.operators is not None
+        num_tokens = self.config.max_num_batched_tokens
+        none = np.zeros(0, dtype=np.int64)
+        metadata = self.backend.build_metadata(
+            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
+        )
+        context = Context(positions=torch.zeros(num_tokens, dtype=torch.int64), is_prefill=False, batch_size=0)
+        with forward_context(metadata, context):
+            try:
+                return record(self.operators, self.model, num_tokens)
+            except NotRecordable as reason:
+                _log.info("Steps run operator by operator: %s", reason)
+                return None
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
@@ -149,7 +177,7 @@ class ModelRunner:
         if inputs.adapters is not None:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
         with forward_context(metadata, context, lora=lora):
-            hidden = self.model(input_ids, positions)  # [T, H]
+            hidden = self._hidden_states(input_ids, positions, metadata, has_adapters=lora is not None)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
                 vocab_size = self.model_config.vocab_size
@@ -157,6 +185,15 @@ class ModelRunner:
             if len(inputs.last_tokens) < len(hidden):
                 hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
             return self.model.compute_logits(hidden), prompt_logprobs
+
+    def _hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
+    ) -> torch.Tensor:
+        """# 2 x [T] int64 -> [T, H]"""
+        if self.program is None or has_adapters or len(input_ids) > self.program.max_tokens:
+            return self.model(input_ids, positions)
+        assert isinstance(metadata, NativeMetaData)
+        return self.program.run(input_ids, positions, metadata.step)
 
     def postprocess(self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor) -> ScheduledBatchOutput:
         """Sample, keep the tokens for the next step, and report them by sequence."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.layers.norm import HeadNorms
+
+Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines of a step's positions, of `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +71,13 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetaData,
         options: AttentionOptions,
         sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
 
-        `sinks` [Hq] are logits beside the scores: they take probability and add no value.
+        `sinks` [Hq] are logits beside the scores: they take probability and add no value. `norms` and `rotation`, in
+        this order, are applied to queries and keys first; queries may be changed in place.
         """
 
     def latent_attention(

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.base import AttentionOptions
+from models.attention.base import AttentionOptions, Rotation
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_cache import PagedKV, Scratch
 from models.attention.cpu_index import index_top_k
@@ -15,6 +15,8 @@ from models.attention.cpu_mla import LatentAttention
 from models.attention.cpu_pages import PageReader
 from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.layers.norm import HeadNorms
+from models.layers.rotary import rotate
 
 
 class CPUAttentionBackend:
@@ -70,9 +72,15 @@ class CPUAttentionBackend:
         metadata: AttentionMetaData,
         options: AttentionOptions,
         sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
         assert isinstance(metadata, CPUAttentionMetaData)
+        if norms is not None:
+            q, k = norms.q(q), norms.k(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
         plan = metadata.plan(num_kv_heads, block_size, options.sliding_window)
         paged = PagedKV(cache, options, q.dtype, self._scratch)

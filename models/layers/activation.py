@@ -3,15 +3,21 @@
 import torch
 import torch.nn.functional as F
 
+from models.kernels.cpu import library, ops
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
+    if ops.runs(gate_up):
+        return ops.gated(gate_up, library.SILU)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
+    if ops.runs(gate_up):
+        return ops.gated(gate_up, library.GELU_TANH)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

@@ -5,9 +5,10 @@ import dataclasses
 import torch
 from torch import nn
 
-from models.attention.base import AttentionOptions
+from models.attention.base import AttentionOptions, Rotation
 from models.base import KVCacheSpec
 from models.forward_context import KVCacheTensor, get_forward_context
+from models.layers.norm import HeadNorms
 
 
 class Attention(nn.Module):
@@ -38,9 +39,19 @@ class Attention(nn.Module):
         self.options = dataclasses.replace(self.options, k_scale=k_scale, v_scale=v_scale)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Attend. `sinks` are logits that take probability, a head each, and add no value.
+
+        With `norms` and `rotation`, queries and keys are normalised and rotated first; queries may be changed in
+        place.
 
         # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
         """
@@ -48,4 +59,4 @@ class Attention(nn.Module):
         metadata = context.attn_metadata
         cache = context.kv_cache_data[self.layer_name]
         assert isinstance(cache, KVCacheTensor)
-        return metadata.backend.forward(q, k, v, cache, metadata, self.options, sinks)
+        return metadata.backend.forward(q, k, v, cache, metadata, self.options, sinks, norms, rotation)

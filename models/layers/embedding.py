@@ -1,10 +1,10 @@
 """Token embedding and language-model head, the vocabulary shared out over tensor-parallel ranks."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import Shard, empty_parameter, require_shape
+from models.layers.parameter import Shard, empty_parameter, fill_rows, require_shape
+from models.layers.product import logits, rows_of
 from models.parallel import SINGLE_RANK, TensorParallel
 
 
@@ -17,22 +17,22 @@ class VocabParallelEmbedding(nn.Module):
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
         self.first_row = parallel.rank * self.num_rows
-        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load)
+        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load, is_product=True)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """# [tokens] int64 -> [tokens, hidden_size]"""
         if self.parallel.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return rows_of(self.weight, input_ids)
         rows = input_ids - self.first_row
         elsewhere = (rows < 0) | (rows >= self.num_rows)
-        hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        hidden = rows_of(self.weight, rows.masked_fill(elsewhere, 0))
         return self.parallel.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0.0))
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         require_shape(loaded, (self.vocab_size, parameter.shape[1]))
         part = loaded[self.first_row : self.first_row + self.num_rows]
-        parameter.data[: len(part)].copy_(part)
-        parameter.data[len(part) :].zero_()
+        fill_rows(parameter, 0, part)
+        fill_rows(parameter, len(part), part.new_zeros(self.num_rows - len(part), part.shape[1]))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -44,4 +44,4 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        return self.parallel.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size].float()
+        return self.parallel.all_gather(logits(hidden, self.weight))[:, : self.vocab_size]

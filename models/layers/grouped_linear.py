@@ -2,25 +2,25 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from models.kernels import native
+from models.kernels.cpu import ops
+from models.layers.parameter import packed_of
 
 
 def grouped_linear(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
+    rows: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, counts: torch.Tensor
 ) -> torch.Tensor:
     """The first `counts[0]` rows through expert 0, the next `counts[1]` through expert 1 ...; past the last run, zero.
 
     # [pairs, in], [experts, out, in], [experts, out], [experts] int64 -> [pairs, out]
     """
+    packed = packed_of(weight)
+    if packed is not None:
+        return ops.grouped_linear(rows, packed, bias, counts)
     runs = counts.tolist()
-    total = sum(runs)
     out = rows.new_empty(len(rows), weight.shape[1])
-    out[total:] = 0
-    kernel = native.grouped_linear()
-    if kernel is not None and max(runs) <= native.ROWS_WORTHWHILE and kernel.takes(rows, weight):
-        kernel(rows, weight, bias, counts, out)
-        return out
+    out[sum(runs) :] = 0
     start = 0
     for expert, count in enumerate(runs):
         if count:

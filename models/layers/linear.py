@@ -5,10 +5,10 @@ follows the first, and its partial sums are added up over the ranks. Weights are
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from models.layers.parameter import Shard, empty_parameter, require_shape
+from models.layers.parameter import Shard, empty_parameter, fill_rows, require_shape
+from models.layers.product import linear
 from models.lora.layer import LinearLoRA, OutputPart
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -51,12 +51,12 @@ class _PackedLinear(ParallelLinear):
         for shard, (whole, local, first) in parts.items():
             self.parts[shard] = OutputPart(whole, local, first, row)
             row += local
-        self.weight = empty_parameter(row, in_features, weight_loader=self._load)
+        self.weight = empty_parameter(row, in_features, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(row, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, in_features] -> [tokens, the rank's features]"""
-        output = F.linear(x, self.weight, self.bias)
+        output = linear(x, self.weight, self.bias)
         if self.lora is not None:
             self.lora.apply(output, x)
         return output
@@ -68,7 +68,7 @@ class _PackedLinear(ParallelLinear):
         require_shape(loaded, (sum(part.whole for part in parts), *parameter.shape[1:]))
         start = 0
         for whole, local, first, row in parts:
-            parameter.data[row : row + local].copy_(loaded[start + first : start + first + local])
+            fill_rows(parameter, row, loaded[start + first : start + first + local])
             start += whole
 
 
@@ -146,14 +146,14 @@ class RowParallelLinear(ParallelLinear):
         local = parallel.share(in_features, "in_features")
         self.inputs = slice(parallel.rank * local, (parallel.rank + 1) * local)
         self.parts = {None: OutputPart(out_features, out_features, 0, 0)}
-        self.weight = empty_parameter(out_features, local, weight_loader=self._load)
+        self.weight = empty_parameter(out_features, local, weight_loader=self._load, is_product=True)
         self.bias = empty_parameter(out_features, weight_loader=self._load) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's in_features] -> [tokens, out_features]"""
         # One rank alone adds the bias, or the sum would hold it once a rank.
         bias = self.bias if self.parallel.rank == 0 else None
-        output = F.linear(x, self.weight, bias)
+        output = linear(x, self.weight, bias)
         if self.lora is not None:
             self.lora.apply(output, x)
         return self.parallel.all_reduce(output)
@@ -165,4 +165,4 @@ class RowParallelLinear(ParallelLinear):
             return
         out_features, local = parameter.shape
         require_shape(loaded, (out_features, self.in_features))
-        parameter.data.copy_(loaded.narrow(1, self.parallel.rank * local, local))
+        fill_rows(parameter, 0, loaded.narrow(1, self.parallel.rank * local, local))

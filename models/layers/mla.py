@@ -15,6 +15,7 @@ from models.forward_context import VectorCache, get_forward_context
 from models.layers.indexer import LightningIndexer
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import RMSNorm
+from models.layers.parameter import read_whole
 from models.layers.rotary import deinterleave, rotate
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -75,6 +76,7 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )
+        read_whole(self.kv_b_proj.weight)  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
 

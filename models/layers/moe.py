@@ -11,7 +11,7 @@ from torch import nn
 
 from models.layers.activation import swiglu
 from models.layers.grouped_linear import grouped_linear
-from models.layers.parameter import Shard, Spelling, empty_parameter, require_shape
+from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, require_shape
 from models.parallel import SINGLE_RANK, TensorParallel
 
 _STACKED = "stacked"
@@ -70,6 +70,7 @@ class FusedMoE(nn.Module):
             hidden_size,
             weight_loader=self._load_gate_up,
             sources=self._sources({names.gate: _GATE, names.up: _UP}, "gate_up_proj", "weight"),
+            is_product=True,
         )
         self.w2 = empty_parameter(
             here,
@@ -77,6 +78,7 @@ class FusedMoE(nn.Module):
             local,
             weight_loader=self._load_down,
             sources=self._sources({names.down: _DOWN}, "down_proj", "weight"),
+            is_product=True,
         )
         self.w13_bias: nn.Parameter | None = None
         self.w2_bias: nn.Parameter | None = None
@@ -138,16 +140,16 @@ class FusedMoE(nn.Module):
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
             mine = loaded[self.local_experts.start : self.local_experts.stop]
-            parameter.data[:, :local].copy_(mine[:, first : first + local])
-            parameter.data[:, local:].copy_(mine[:, whole + first : whole + first + local])
+            for place, one in enumerate(mine):
+                fill_rows(parameter, 0, one[first : first + local], place)
+                fill_rows(parameter, local, one[whole + first : whole + first + local], place)
             return
         assert isinstance(shard, tuple)
         expert, part = shard
         require_shape(loaded, (whole, *parameter.shape[2:]))
         if expert in self.local_experts:
             row = local if part == _UP else 0
-            place = expert - self.local_experts.start
-            parameter.data[place, row : row + local].copy_(loaded[first : first + local])
+            fill_rows(parameter, row, loaded[first : first + local], expert - self.local_experts.start)
 
     def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
         """Columns of the rank's part; a bias whole."""
@@ -155,13 +157,14 @@ class FusedMoE(nn.Module):
         columns = () if parameter is self.w2_bias else (self.intermediate_size,)
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, hidden_size, *columns))
-            parameter.data.copy_(self._columns(loaded[self.local_experts.start : self.local_experts.stop], parameter))
+            for place, one in enumerate(loaded[self.local_experts.start : self.local_experts.stop]):
+                fill_rows(parameter, 0, self._columns(one, parameter), place)
             return
         assert isinstance(shard, tuple)
         expert, _ = shard
         require_shape(loaded, (hidden_size, *columns))
         if expert in self.local_experts:
-            parameter.data[expert - self.local_experts.start].copy_(self._columns(loaded, parameter))
+            fill_rows(parameter, 0, self._columns(loaded, parameter), expert - self.local_experts.start)
 
     def _columns(self, loaded: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         if parameter is self.w2_bias:

@@ -1,14 +1,20 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019), and layer normalisation (Ba, 2016)."""
 
+from typing import ClassVar, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.kernels.cpu import ops
 from models.layers.parameter import empty_parameter, load_whole
 
 
 class RMSNorm(nn.Module):
     """Scales the last dimension to unit root mean square, then by a weight; computed in float32."""
+
+    offset: ClassVar[float] = 0.0
+    """What is added to the weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -18,12 +24,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        if x.dim() == 2 and ops.runs(x, self.weight):
+            return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
+        return self._compute(x)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, which is the next residual. # [..., size] each"""
+        """The norm of `x + residual`, and that sum, the next residual, for which the old may be used up.
+
+        # [..., size] each
+        """
+        if x.dim() == 2 and ops.runs(x, residual, self.weight):
+            return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual), residual
         residual = x + residual
-        return self.forward(residual), residual
+        return self._compute(residual), residual
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -44,6 +60,15 @@ class LayerNorm(nn.Module):
 class OffsetRMSNorm(RMSNorm):
     """An `RMSNorm` whose checkpoint holds its weight less one, as Gemma's and Qwen3-Next's do; scaled in float32."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """# [..., size] -> [..., size]"""
-        return F.rms_norm(x.float(), self.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+    offset: ClassVar[float] = 1.0
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.offset + self.weight.float()
+        return F.rms_norm(x.float(), self.shape, weight, self.eps).to(x.dtype)
+
+
+class HeadNorms(NamedTuple):
+    """Norms of each head's query and key, before they are rotated."""
+
+    q: RMSNorm
+    k: RMSNorm

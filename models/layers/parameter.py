@@ -6,6 +6,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from models.kernels.cpu.library import MAX_IN_FEATURES
+from models.kernels.cpu.ops import PANEL, PackedWeight
+
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
 WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
@@ -26,16 +29,19 @@ def empty_parameter(
     weight_loader: WeightLoader,
     dtype: torch.dtype | None = None,
     sources: tuple[Spelling, ...] = (),
+    is_product: bool = False,
 ) -> nn.Parameter:
     """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
 
     `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
-    checkpoint holds under its own name.
+    checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.product` alone, and fills
+    it by `fill_rows`, so that it may lie as products read it.
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
     parameter.sources = sources  # type: ignore[attr-defined]
+    parameter.is_product = is_product  # type: ignore[attr-defined]
     return parameter
 
 
@@ -49,6 +55,40 @@ def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
     """What `empty_parameter` was given."""
     spellings: tuple[Spelling, ...] = parameter.sources  # type: ignore[attr-defined]
     return spellings
+
+
+def read_whole(parameter: nn.Parameter) -> None:
+    """Say that a layer reads the weight itself, not by products alone."""
+    parameter.is_product = False  # type: ignore[attr-defined]
+
+
+def pack_products(model: nn.Module) -> None:
+    """Keep the weights of an unfilled model that are products' as the CPU's operators read them."""
+    for parameter in model.parameters():
+        if parameter.is_product and _can_be_packed(parameter):  # type: ignore[attr-defined]
+            # Weights of a stack follow each other.
+            parameter.packed = PackedWeight(parameter.shape[:-1].numel(), parameter.shape[-1])  # type: ignore[attr-defined]
+            parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _can_be_packed(parameter: nn.Parameter) -> bool:
+    is_one_weight = parameter.dim() == 2
+    return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
+
+
+def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
+    """The memory of a weight that lies as products read it."""
+    return getattr(parameter, "packed", None)
+
+
+def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: int | None = None) -> None:
+    """Put rows of a weight, or elements of a bias, into their places from `first` on; those of one of a stack."""
+    packed = packed_of(parameter)
+    if packed is not None:
+        packed.put(first + (place or 0) * parameter.shape[-2], rows)
+    else:
+        whole = parameter.data if place is None else parameter.data[place]
+        whole[first : first + len(rows)].copy_(rows)
 
 
 def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:

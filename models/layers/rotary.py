@@ -13,6 +13,7 @@ import math
 import torch
 from torch import nn
 
+from models.kernels.cpu import ops
 from models.rope_config import RopeConfig
 
 
@@ -32,13 +33,17 @@ class RotaryEmbedding(nn.Module):
         # Twice, with the sign of the sine: `rotate` then needs no halves.
         self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
 
-    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines signed for `rotate`. # [tokens] int64 -> 2 x [tokens, 1, rotary_dim]"""
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines signed for `rotate`. # [tokens] int64 -> 2 x [tokens, 1, rotary_dim] float32"""
+        if ops.active() and positions.device.type == "cpu":
+            pairs = len(self.inv_freq) // 2
+            cos, sin = ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor)
+            return cos[:, None], sin[:, None]
         angles = (positions.float()[:, None] * self.inv_freq)[:, None]
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        return cos.to(dtype), sin.to(dtype)
+        return cos, sin
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -46,7 +51,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
+    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin).to(x.dtype)
 
 
 def deinterleave(x: torch.Tensor) -> torch.Tensor:

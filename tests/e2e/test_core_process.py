@@ -187,7 +187,7 @@ def test_idle_core_uses_no_processor(manager: CoreManager) -> None:
     before = core.cpu_times()
     time.sleep(2.0)
     after = core.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.05
+    assert after.user + after.system - before.user - before.system <= 0.1  # spinning would take 2
 
 
 def test_two_engines_do_not_meet(manager: CoreManager) -> None:

@@ -61,18 +61,17 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint
 
 
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
-    prompts = [prompt(60, seed=seed) for seed in range(3, 11)]
-    exact = [reference.logits(tokens).log_softmax(-1) for tokens in prompts]
-
-    def errors(model: PagedModel | Reference) -> torch.Tensor:
-        """By token. Where two experts are nearly equal, rounding chooses: so of many tokens, and no mean of them."""
-        found = (model.logits(tokens).float().log_softmax(-1) for tokens in prompts)
-        return torch.cat([(each - right).abs().mean(-1) for each, right in zip(found, exact, strict=True)])
-
-    theirs = errors(Reference(checkpoint, dtype=torch.bfloat16))
-    ours = errors(PagedModel(checkpoint, dtype=torch.bfloat16))
+    theirs = errors_by_token(reference, Reference(checkpoint, dtype=torch.bfloat16))
+    ours = errors_by_token(reference, PagedModel(checkpoint, dtype=torch.bfloat16))
     assert ours.median() < 1.25 * theirs.median()
     assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
+
+
+def errors_by_token(exact: Reference, model: PagedModel | Reference) -> torch.Tensor:
+    """Of log probabilities. Where two experts are nearly equal, rounding chooses: so of many tokens, and no mean."""
+    prompts = [prompt(60, seed=seed) for seed in range(3, 11)]
+    pairs = ((exact.logits(tokens), model.logits(tokens)) for tokens in prompts)
+    return torch.cat([(a.log_softmax(-1) - b.float().log_softmax(-1)).abs().mean(-1) for a, b in pairs])
 
 
 class Ignored:
@@ -82,8 +81,8 @@ class Ignored:
         pass
 
 
-def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy completions of the prompts, which arrive two by two; all that run are preempted once."""
+def generate(runner: ModelRunner, prompts: list[list[int]], *, preempted_at: int | None = 20) -> list[list[int]]:
+    """Greedy completions of the prompts, which arrive two by two; all that run are preempted once, at that step."""
     scheduler = Scheduler(runner.config, window=runner.window)
     params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
     size = runner.config.kv_cache_block_size
@@ -98,7 +97,7 @@ def generate(runner: ModelRunner, prompts: list[list[int]]) -> list[list[int]]:
         hits += sum(batch.num_cached_tokens)
         scheduler.postprocess(list(running.values()), runner.forward(batch), Ignored())  # type: ignore[arg-type]
         step += 1
-        if step == 20:
+        if step == preempted_at:
             for seq in list(scheduler.running):
                 scheduler.preempt(seq)
     assert hits > 0 or not runner.config.enable_prefix_caching

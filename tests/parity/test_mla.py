@@ -82,7 +82,7 @@ def run_layer(layer: nn.Module, config: ModelConfig, specs: list[Any], hidden: t
         num_decodes=0,
     )
     positions = torch.arange(length)
-    cos, sin = RotaryEmbedding(config.rope, config.max_model_len)(positions, torch.float32)
+    cos, sin = RotaryEmbedding(config.rope, config.max_model_len)(positions)
     set_kv_cache_data(caches.allocate(blocks))
     context = Context(positions=positions, is_prefill=True, batch_size=1)
     with torch.inference_mode(), forward_context(metadata, context):

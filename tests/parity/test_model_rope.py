@@ -147,8 +147,8 @@ def test_only_the_leading_share_of_a_head_turns() -> None:
     rope = parsed({"partial_rotary_factor": 0.5})
     assert rope.rotary_dim == 8
     x = torch.randn(5, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, *RotaryEmbedding(rope, 256)(torch.arange(5), torch.float32))
-    whole = rotate(x[..., :8], *RotaryEmbedding(rope, 256)(torch.arange(5), torch.float32))
+    turned = rotate(x, *RotaryEmbedding(rope, 256)(torch.arange(5)))
+    whole = rotate(x[..., :8], *RotaryEmbedding(rope, 256)(torch.arange(5)))
     assert torch.equal(turned[..., 8:], x[..., 8:])
     assert torch.equal(turned[..., :8], whole)
     assert not torch.equal(turned[1:, :, :8], x[1:, :, :8])
@@ -156,7 +156,7 @@ def test_only_the_leading_share_of_a_head_turns() -> None:
 
 def test_angles_are_as_exact_at_a_million_as_at_zero() -> None:
     rope = parsed({})
-    cos, _ = RotaryEmbedding(rope, 256)(torch.tensor([1_000_000]), torch.float32)
+    cos, _ = RotaryEmbedding(rope, 256)(torch.tensor([1_000_000]))
     assert cos[0, 0, 0] == pytest.approx(math.cos(1_000_000), abs=1e-6)
 
 

@@ -71,10 +71,10 @@ def expected(reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list
     return [output[0, len(prompt) :].tolist() for prompt, output in zip(prompts, outputs, strict=True)]
 
 
-def runner_for(checkpoint: Path, **fields: object) -> ModelRunner:
+def runner_for(checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: object) -> ModelRunner:
     config = Config(**{"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields})
     model_config = read_checkpoint_config(checkpoint, config.model_impl)
-    runner = ModelRunner(config, checkpoint, model_config, torch.device("cpu"), torch.float32)
+    runner = ModelRunner(config, checkpoint, model_config, torch.device("cpu"), dtype)
     runner.load()
     runner.allocate_kv_cache(config.num_kvcache_blocks or 0)
     return runner

@@ -1,0 +1,99 @@
+"""The CPU attention backend over the compiled operators, where these compute a layer; torch computes the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.attention.base import AttentionOptions, Rotation
+from models.attention.cpu import CPUAttentionBackend
+from models.attention.cpu_plan import CPUAttentionMetaData
+from models.forward_context import AttentionMetaData, KVCacheTensor
+from models.kernels.cpu import ops
+from models.kernels.cpu.library import Step
+from models.layers.norm import HeadNorms
+
+
+@dataclass(slots=True, kw_only=True)
+class NativeMetaData(CPUAttentionMetaData):
+    """A step, also as the operators read it."""
+
+    step: Step
+
+
+class NativeCPUAttentionBackend(CPUAttentionBackend):
+    """Reads keys and values where they lie, decodes and spans of a prompt alike.
+
+    A layer's values lie in another order than torch's code has them, so a layer is one backend's or the other's.
+    """
+
+    name = "cpu-native"
+
+    def build_metadata(
+        self,
+        *,
+        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
+        block_tables: npt.NDArray[np.int32],
+        slot_mapping: npt.NDArray[np.int64],
+        num_decodes: int,
+        slots: npt.NDArray[np.int64] | None = None,
+    ) -> NativeMetaData:
+        """See `AttentionBackend`."""
+        made = super().build_metadata(
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=np.ascontiguousarray(block_tables),
+            slot_mapping=slot_mapping,
+            num_decodes=num_decodes,
+            slots=slots,
+        )
+        return NativeMetaData(
+            backend=self,
+            cu_seqlens_q=made.cu_seqlens_q,
+            seq_lens=made.seq_lens,
+            block_tables=made.block_tables,
+            slot_mapping=made.slot_mapping,
+            num_decodes=made.num_decodes,
+            slots=made.slots,
+            query_lens=made.query_lens,
+            context_lens=made.context_lens,
+            host_block_tables=made.host_block_tables,
+            host_slot_mapping=made.host_slot_mapping,
+            step=ops.make_step(
+                slots=made.slot_mapping,
+                query_starts=made.cu_seqlens_q,
+                seq_lens=made.seq_lens,
+                block_tables=made.block_tables,
+            ),
+        )
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
+        assert isinstance(metadata, NativeMetaData)
+        if not ops.attends(q, cache.k_cache):
+            return super().forward(q, k, v, cache, metadata, options, sinks, norms, rotation)
+        q, k, v = (_heads_in_a_row(part) for part in (q, k, v))
+        ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, metadata.step, norms=norms, rotation=rotation)
+        return ops.attention(
+            q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
+        )
+
+
+def _heads_in_a_row(part: torch.Tensor) -> torch.Tensor:
+    """The same with the heads of a token one after the other. # [T, heads, D]"""
+    return part if part.stride(1) == part.shape[2] and part.stride(2) == 1 else part.contiguous()

@@ -1,0 +1,19 @@
+"""Zeroed host memory, committed as it is written, in huge pages where it is large. Used for weights and caches."""
+
+import contextlib
+import mmap
+
+_HUGE_PAGE = 2 << 20
+
+
+def mapped_zeros(num_bytes: int) -> mmap.mmap:
+    """Memory that nothing else holds. Raises `OSError` or `OverflowError` where the system refuses it.
+
+    Huge pages are committed at several times the speed of small ones, and seldom miss the processor's table of pages.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Kernels may be built without them.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

@@ -1,0 +1,1 @@
+"""Operators for the CPU in C, and how they are called."""

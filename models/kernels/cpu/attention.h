@@ -1,0 +1,54 @@
+/* The two products of attention, for each instruction set. Called by attention.c.
+ *
+ * 16 columns, each a head of a query, meet 64 keys in four units of 16, which lie wherever their blocks do. */
+
+#ifndef ATTENTION_H
+#define ATTENTION_H
+
+#include "operators.h"
+
+#define UNIT LANES /* keys that lie together */
+#define UNITS 4    /* of a step */
+#define KEYS (UNIT * UNITS)
+
+/* Where a step's keys or values are; NULL: no query sees these. */
+struct units {
+    const bf16 *at[UNITS];
+};
+
+/* scores[key][column] = key . query.
+ * keys: unit [16][dim]; queries: [dim / 32][16 pairs][16 columns][2]. */
+typedef void score_keys(const struct units *keys, const bf16 *queries, int64_t dim, float scores[KEYS][LANES]);
+
+/* sums[column][dim] += the column's weights . values.
+ * values: [32 pairs of keys][dim][2]; weights: [2][16 columns][32 keys]. */
+typedef void add_values(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums);
+
+/* What 16 columns have seen so far. */
+struct seen {
+    ALIGNED float most[LANES];  /* largest score, as a power of two */
+    ALIGNED float total[LANES]; /* of the probabilities, relative to it */
+    ALIGNED float sums[LANES * MAX_HEAD_DIM];
+};
+
+struct columns {
+    int64_t count;
+    ALIGNED int32_t last[LANES], first[LANES]; /* positions of the keys that each sees; the unused see what 0 does */
+    int64_t least, past;                       /* of all */
+    int64_t always_from, always_past;          /* what each of them sees */
+};
+
+/* Scores [key][column], relative to the largest so far and by the columns' sight, to weights [2][16 columns][32 keys]; what
+ * was seen before is made relative to it too. */
+typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
+                        float scores[KEYS][LANES], struct seen *seen, bf16 *weights);
+
+struct attention_products {
+    score_keys *score;
+    weigh_keys *weigh;
+    add_values *add;
+};
+
+const struct attention_products *attention_products(enum isa isa);
+
+#endif

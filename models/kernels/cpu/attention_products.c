@@ -1,0 +1,252 @@
+/* See attention.h. A column's results do not depend on what the others hold. */
+
+#include <math.h>
+
+#include "attention.h"
+#include "transpose.h"
+#include "vectors.h"
+
+/* ---- any processor ---- */
+
+CLONES static void score_portable(const struct units *keys, const bf16 *queries, int64_t dim,
+                                  float scores[KEYS][LANES]) {
+    for (int unit = 0; unit < UNITS; unit++) {
+        if (!keys->at[unit]) continue;
+        for (int key = 0; key < UNIT; key++) {
+            const bf16 *k = keys->at[unit] + key * dim;
+            float sums[LANES] = {0};
+            for (int64_t pair = 0; pair < dim / 2; pair++) {
+                const bf16 *q = queries + pair * LANES * 2;
+                float k0 = widen(k[2 * pair]), k1 = widen(k[2 * pair + 1]);
+                for (int lane = 0; lane < LANES; lane++) sums[lane] += k0 * widen(q[2 * lane]);
+                for (int lane = 0; lane < LANES; lane++) sums[lane] += k1 * widen(q[2 * lane + 1]);
+            }
+            memcpy(scores[unit * UNIT + key], sums, sizeof sums);
+        }
+    }
+}
+
+CLONES static void add_portable(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums) {
+    for (int64_t column = 0; column < columns; column++) {
+        float *to = sums + column * dim;
+        for (int key = 0; key < KEYS; key++) {
+            const bf16 *v = values + key / 2 * dim * 2 + key % 2;
+            float weight = widen(weights[(key / 32 * LANES + column) * 32 + key % 32]);
+            for (int64_t i = 0; i < dim; i++) to[i] += weight * widen(v[2 * i]);
+        }
+    }
+}
+
+/* Scaled, capped, and in powers of two; those of keys that a column does not see at minus infinity. */
+CLONES static void prepare_scores(const struct attention *op, const struct columns *columns, int64_t first_key,
+                                  float scores[KEYS][LANES]) {
+    int hides = first_key < columns->always_from || first_key + KEYS > columns->always_past;
+    float scale = (float)op->scale * (op->soft_cap > 0 ? 1 : LOG2_E), cap = (float)op->soft_cap;
+    integers first, last;
+    memcpy(&first, columns->first, sizeof first);
+    memcpy(&last, columns->last, sizeof last);
+    for (int key = 0; key < KEYS; key++) {
+        vector s = load(scores[key]) * scale;
+        if (cap > 0) s = cap * LOG2_E * tanh_of(s / cap);
+        if (hides) {
+            integers at = (int32_t)(first_key + key) - (integers){0};
+            s = choose((at < first) | (at > last), all(-INFINITY), s);
+        }
+        store(scores[key], s);
+    }
+}
+
+CLONES static void weigh_portable(const struct attention *op, const struct columns *columns, int64_t first_key,
+                         float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+    prepare_scores(op, columns, first_key, scores);
+    vector before = load(seen->most), most = before;
+    for (int key = 0; key < KEYS; key++) most = larger(load(scores[key]), most);
+    vector base = choose(most == -INFINITY, all(0), most), fade = exp2_of(before - base);
+    vector total = load(seen->total) * fade;
+    for (int key = 0; key < KEYS; key++) {
+        vector p = exp2_of(load(scores[key]) - base);
+        total += p;
+        for (int column = 0; column < LANES; column++)
+            weights[(key / 32 * LANES + column) * 32 + key % 32] = narrow(p[column]);
+    }
+    store(seen->most, most);
+    store(seen->total, total);
+    for (int64_t column = 0; column < columns->count; column++) {
+        if (fade[column] == 1) continue;
+        float *sums = seen->sums + column * op->dim;
+        for (int64_t i = 0; i < op->dim; i += LANES) store(sums + i, load(sums + i) * fade[column]);
+    }
+}
+
+static const struct attention_products portable = {score_portable, weigh_portable, add_portable};
+
+#if HAS_AMX
+/* ---- AVX-512 with products of bfloat16 pairs ---- */
+
+#define KEYS_OF_VECTORS 8
+
+AVX512 static void score_avx512(const struct units *keys, const bf16 *queries, int64_t dim,
+                                float scores[KEYS][LANES]) {
+    for (int first = 0; first < KEYS; first += KEYS_OF_VECTORS) {
+        if (!keys->at[first / UNIT]) continue;
+        const bf16 *k = keys->at[first / UNIT] + first % UNIT * dim;
+        __m512 sums[KEYS_OF_VECTORS];
+        for (int key = 0; key < KEYS_OF_VECTORS; key++) sums[key] = _mm512_setzero_ps();
+        for (int64_t pair = 0; pair < dim / 2; pair++) {
+            __m512bh q = (__m512bh)_mm512_loadu_si512(queries + pair * LANES * 2);
+            for (int key = 0; key < KEYS_OF_VECTORS; key++) {
+                int both;
+                memcpy(&both, k + key * dim + 2 * pair, sizeof both);
+                sums[key] = _mm512_dpbf16_ps(sums[key], (__m512bh)_mm512_set1_epi32(both), q);
+            }
+        }
+        for (int key = 0; key < KEYS_OF_VECTORS; key++) _mm512_storeu_ps(scores[first + key], sums[key]);
+    }
+}
+
+AVX512 static void add_avx512(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums) {
+    for (int64_t i = 0; i < dim; i += LANES)
+        for (int64_t column = 0; column < columns; column++) {
+            __m512 sum = _mm512_loadu_ps(sums + column * dim + i);
+            for (int pair = 0; pair < KEYS / 2; pair++) {
+                int both;
+                memcpy(&both, weights + (pair / LANES * LANES + column) * 32 + pair % LANES * 2, sizeof both);
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both),
+                                       (__m512bh)_mm512_loadu_si512(values + (pair * dim + i) * 2));
+            }
+            _mm512_storeu_ps(sums + column * dim + i, sum);
+        }
+}
+
+/* As exp2_of of vectors.h, with what AVX-512 has for it; 0 below -149. */
+AVX512 static inline __m512 exp2_avx512(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x); /* a NaN stays one */
+    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(9.58279e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.590624e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4024099e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9312421e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+#define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
+
+AVX512 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
+                                float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+    ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                 8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i order = _mm512_load_si512(in_turn);
+    __m512 scale = _mm512_set1_ps((float)op->scale * LOG2_E), most[CHAINS], total[CHAINS];
+    /* Most steps hide nothing, and are scaled on the way. */
+    int is_plain = op->soft_cap == 0 && first_key >= columns->always_from && first_key + KEYS <= columns->always_past;
+    if (!is_plain) {
+        prepare_scores(op, columns, first_key, scores);
+        scale = _mm512_set1_ps(1);
+    }
+    for (int chain = 0; chain < CHAINS; chain++) most[chain] = _mm512_load_ps(scores[chain]);
+    for (int key = CHAINS; key < KEYS; key += CHAINS)
+#pragma GCC unroll 4
+        for (int chain = 0; chain < CHAINS; chain++)
+            most[chain] = _mm512_max_ps(_mm512_load_ps(scores[key + chain]), most[chain]);
+    __m512 before = _mm512_load_ps(seen->most);
+    __m512 most_now = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+    most_now = _mm512_max_ps(_mm512_mul_ps(most_now, scale), before);
+    __mmask16 sees = _mm512_cmp_ps_mask(most_now, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    __m512 base = _mm512_maskz_mov_ps(sees, most_now), fade = exp2_avx512(_mm512_sub_ps(before, base));
+    for (int chain = 0; chain < CHAINS; chain++) total[chain] = _mm512_setzero_ps();
+    for (int half = 0; half < 2; half++) {
+        __m512i pairs[LANES];
+#pragma GCC unroll 16
+        for (int pair = 0; pair < LANES; pair++) {
+            float(*s)[LANES] = scores + half * 32 + 2 * pair;
+            __m512 even = exp2_avx512(_mm512_fmsub_ps(_mm512_load_ps(s[0]), scale, base));
+            __m512 odd = exp2_avx512(_mm512_fmsub_ps(_mm512_load_ps(s[1]), scale, base));
+            total[pair % 2 * 2] = _mm512_add_ps(total[pair % 2 * 2], even);
+            total[pair % 2 * 2 + 1] = _mm512_add_ps(total[pair % 2 * 2 + 1], odd);
+            pairs[pair] = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+        }
+        transpose(pairs);
+        for (int column = 0; column < LANES; column++)
+            _mm512_store_si512(weights + (half * LANES + column) * 32, pairs[column]);
+    }
+    __m512 all_now = _mm512_add_ps(_mm512_add_ps(total[0], total[1]), _mm512_add_ps(total[2], total[3]));
+    _mm512_store_ps(seen->most, most_now);
+    _mm512_store_ps(seen->total, _mm512_fmadd_ps(_mm512_load_ps(seen->total), fade, all_now));
+    uint32_t fades = _mm512_cmp_ps_mask(fade, _mm512_set1_ps(1), _CMP_NEQ_UQ) & ((1u << columns->count) - 1);
+    if (!fades) return;
+    ALIGNED float by[LANES];
+    _mm512_store_ps(by, fade);
+    for (; fades; fades &= fades - 1) {
+        int column = __builtin_ctz(fades);
+        __m512 factor = _mm512_set1_ps(by[column]);
+        float *sums = seen->sums + column * op->dim;
+        for (int64_t i = 0; i < op->dim; i += LANES)
+            _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
+    }
+}
+
+static const struct attention_products avx512 = {score_avx512, weigh_avx512, add_avx512};
+
+/* ---- AMX ---- */
+
+AMX static void score_amx(const struct units *keys, const bf16 *queries, int64_t dim, float scores[KEYS][LANES]) {
+    /* A unit that is not there is multiplied as another, and its scores are masked. */
+    const bf16 *k0 = keys->at[0], *k1 = keys->at[1], *k2 = keys->at[2], *k3 = keys->at[3];
+    const bf16 *any = k0 ? k0 : k1 ? k1 : k2 ? k2 : k3;
+    k0 = k0 ? k0 : any, k1 = k1 ? k1 : any, k2 = k2 ? k2 : any, k3 = k3 ? k3 : any;
+    int64_t stride = dim * sizeof(bf16);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < dim; i += DEPTH) {
+        _tile_loadd(4, queries + i * LANES, LINE);
+        _tile_loadd(5, k0 + i, stride);
+        _tile_dpbf16ps(0, 5, 4);
+        _tile_loadd(6, k1 + i, stride);
+        _tile_dpbf16ps(1, 6, 4);
+        _tile_loadd(7, k2 + i, stride);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_loadd(5, k3 + i, stride);
+        _tile_dpbf16ps(3, 5, 4);
+    }
+    _tile_stored(0, scores[0], LINE);
+    _tile_stored(1, scores[UNIT], LINE);
+    _tile_stored(2, scores[2 * UNIT], LINE);
+    _tile_stored(3, scores[3 * UNIT], LINE);
+}
+
+AMX static void add_amx(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums) {
+    (void)columns;
+    int64_t sums_stride = dim * sizeof(float), values_stride = 2 * dim * sizeof(bf16);
+    const bf16 *later = values + LANES * 2 * dim;
+    _tile_loadd(6, weights, LINE);
+    _tile_loadd(7, weights + LANES * DEPTH, LINE);
+    for (int64_t i = 0; i < dim; i += 2 * LANES) {
+        _tile_loadd(0, sums + i, sums_stride);
+        _tile_loadd(4, values + 2 * i, values_stride);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(1, sums + i + LANES, sums_stride);
+        _tile_loadd(5, values + 2 * (i + LANES), values_stride);
+        _tile_dpbf16ps(1, 6, 5);
+        _tile_loadd(2, later + 2 * i, values_stride);
+        _tile_dpbf16ps(0, 7, 2);
+        _tile_loadd(3, later + 2 * (i + LANES), values_stride);
+        _tile_dpbf16ps(1, 7, 3);
+        _tile_stored(0, sums + i, sums_stride);
+        _tile_stored(1, sums + i + LANES, sums_stride);
+    }
+}
+
+static const struct attention_products amx = {score_amx, weigh_avx512, add_amx};
+#endif
+
+const struct attention_products *attention_products(enum isa isa) {
+#if HAS_AMX
+    if (isa == WITH_AMX) return &amx;
+    if (isa == WITH_AVX512_BF16) return &avx512;
+#endif
+    (void)isa;
+    return &portable;
+}

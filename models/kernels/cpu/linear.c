@@ -1,0 +1,221 @@
+/* y = x @ weight.T + bias, in bfloat16 with float32 sums.
+ *
+ * A packed weight is made of panels of 32 outputs; a panel of steps of 32 inputs; a step of two tiles of 16 outputs,
+ * each [16 pairs of inputs][16 outputs][2], which is what AMX multiplies by and what a vector of pair products reads.
+ * So a thread reads its panels in order, once for all rows of a step. Both sizes are filled up with zeros.
+ *
+ * A sum runs over the inputs in order, whatever the number of rows: a row's result does not depend on its company. */
+
+#include "operators.h"
+#include "panels.h"
+#include "transpose.h"
+
+#define TILE (LANES * DEPTH)         /* bfloat16 of a tile */
+#define STEP (2 * TILE)              /* of a step of a panel */
+#define STAGED_ROWS 512              /* rows at most that are multiplied by a panel while it is near */
+#define STAGED (SCRATCH - (256 << 10)) /* bytes of the scratch for them; their sums take the rest */
+#define FEW_ROWS 64                  /* up to here reading the weight is what takes time */
+#define INPUTS_AT_ONCE 256           /* with more rows: what of a panel stays in the first cache */
+#define AHEAD (8192 / 2)             /* with few: bfloat16 between what is read of a weight and what is fetched */
+
+static int64_t staged_rows(int64_t inputs) {
+    return max64(LANES, min64(STAGED_ROWS, (1 << 20) / (2 * inputs)) & -(2 * LANES));
+}
+
+/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
+static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+    int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
+    for (int64_t row = 0; row < rounded; row++) {
+        bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
+        const bf16 *from = x + row * stride;
+        for (int64_t step = 0; step < steps; step++) {
+            int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
+            if (inputs < DEPTH) memset(to + step * TILE, 0, DEPTH * sizeof(bf16));
+            memcpy(to + step * TILE, from + step * DEPTH, inputs * sizeof(bf16));
+        }
+    }
+}
+
+/* Where one group of rows meets one panel. */
+struct meeting {
+    const struct linear *op;
+    const struct panel_products *products;
+    int64_t row, count, output; /* the first row and output, and how many rows */
+};
+
+/* The sums, with the panel's bias, to where they belong. */
+CLONES static void finish(const struct meeting *at, const float *sums) {
+    const struct linear *op = at->op;
+    int64_t width = min64(PANEL, op->out_features - at->output), first = at->row * op->out_stride + at->output;
+    ALIGNED float bias[PANEL] = {0};
+    for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[at->output + i]);
+    if (!op->is_float && width == PANEL) {
+        at->products->round(sums, bias, at->count, (bf16 *)op->out + first, op->out_stride);
+        return;
+    }
+    for (int64_t row = 0; row < at->count; row++, first += op->out_stride)
+        for (int64_t i = 0; i < width; i++) {
+            float sum = sums[row * PANEL + i] + bias[i];
+            if (op->is_float) ((float *)op->out)[first + i] = sum;
+            else ((bf16 *)op->out)[first + i] = narrow(sum);
+        }
+}
+
+/* Lines that are about to be written, from memory into this core's cache. */
+static void fetch_output(const struct meeting *at) {
+    int64_t size = at->op->is_float ? sizeof(float) : sizeof(bf16), bytes = PANEL * size;
+    const char *line = (const char *)at->op->out + (at->row * at->op->out_stride + at->output) * size;
+    for (int64_t row = 0; row < at->count; row++, line += at->op->out_stride * size)
+        for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(line + byte, 1);
+}
+
+/* Staged rows by one panel. With many, as many inputs at once as stay in the first cache from group to group. */
+static void multiply_rows(struct meeting at, const bf16 *staged, int64_t rows, const bf16 *weight, float *sums) {
+    int64_t steps = parts(at.op->in_features, DEPTH), groups = parts(rows, GROUP), first_row = at.row;
+    int64_t at_once = rows > FEW_ROWS ? INPUTS_AT_ONCE / DEPTH : steps;
+    for (int64_t step = 0; step < steps; step += at_once) {
+        int64_t count = min64(at_once, steps - step), lines = parts(STEP * sizeof(bf16) / LINE, groups);
+        const bf16 *now = weight + step * STEP, *later = groups == 1 ? now + AHEAD : now + count * STEP;
+        struct ahead ahead = {(const char *)later, (int)lines, groups == 1};
+        int is_last = step + count == steps;
+        for (int64_t group = 0; group < groups; group++) {
+            at.row = first_row + group * GROUP, at.count = min64(GROUP, rows - group * GROUP);
+            if (is_last && groups > 1) fetch_output(&at);
+            float *here = sums + group * GROUP * PANEL;
+            at.products->multiply(staged + group * GROUP * steps * DEPTH + step * TILE, at.count, steps, now,
+                                  count, step == 0, here, &ahead);
+            if (is_last) finish(&at, here);
+        }
+    }
+}
+
+/* A thread's room for a product. */
+struct bench {
+    const struct panel_products *products;
+    bf16 *staged;
+    float *sums;
+    int64_t first_row; /* of the rows that are staged, -1 for none */
+};
+
+static struct bench prepare(struct worker *worker) {
+    prepare_tiles(worker->isa);
+    return (struct bench){panel_products(worker->isa), (bf16 *)worker->scratch, (float *)(worker->scratch + STAGED), -1};
+}
+
+/* `count` rows from `first` on by the panels from `panel` to `past`. */
+static void multiply_panels(const struct linear *op, struct bench *bench, int64_t first, int64_t count, int64_t panel,
+                            int64_t past) {
+    int64_t steps = parts(op->in_features, DEPTH);
+    if (bench->first_row != first) {
+        stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        bench->first_row = first;
+    }
+    struct meeting at = {.op = op, .products = bench->products, .row = first};
+    for (; panel < past; panel++) {
+        at.output = panel * PANEL;
+        multiply_rows(at, bench->staged, count, op->weight + panel * steps * STEP, bench->sums);
+    }
+}
+
+/* Panels of a task: enough to be read in one go, and several tasks a thread, in case one is held up. */
+static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
+    int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * threads)));
+    return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
+}
+
+/* Tasks: blocks of rows, of each one share of the panels after the other. */
+void linear(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct linear *op = arguments;
+    int64_t rows = op->rows < 0 ? step->num_tokens : op->rows;
+    int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
+    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
+    int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
+    struct bench bench = prepare(worker);
+    for (int64_t task; (task = take_task(worker)) < blocks * shares;) {
+        int64_t first = task / shares * block, panel = task % shares * share;
+        multiply_panels(op, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
+    }
+}
+
+/* Tasks: groups, of each one share of the panels after the other. */
+void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    (void)step;
+    const struct grouped_linear *op = arguments;
+    int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
+    int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
+    struct bench bench = prepare(worker);
+    for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
+        for (; group < task / shares; group++) start += op->counts[group];
+        const struct linear one = {.x = op->x,
+                                   .x_stride = op->x_stride,
+                                   .weight = op->weight + group * panels * steps * STEP,
+                                   .bias = op->bias ? op->bias + group * op->out_features : NULL,
+                                   .out = op->out,
+                                   .out_stride = op->out_stride,
+                                   .in_features = op->in_features,
+                                   .out_features = op->out_features};
+        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = start + op->counts[group];
+        for (int64_t first = start; first < end; first += block)
+            multiply_panels(&one, &bench, first, min64(block, end - first), panel, past);
+    }
+}
+
+/* Rows `from` to `past` of a tile of 16. */
+static void pack_rows(const struct pack *op, int64_t from, int64_t past, bf16 *to) {
+    for (int64_t row = from; row < past; row++) {
+        const bf16 *values = op->rows + (row - op->first) * op->row_stride;
+        bf16 *column = to + row % LANES * 2;
+        for (int64_t i = 0; i < op->in_features; i++)
+            column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2 + i % 2] = values[i];
+    }
+}
+
+#if HAS_AMX
+/* All 16, for inputs in whole steps. */
+AVX512 static void pack_tile(const struct pack *op, int64_t from, bf16 *to) {
+    const bf16 *values = op->rows + (from - op->first) * op->row_stride;
+    for (int64_t i = 0; i < op->in_features; i += DEPTH, to += STEP) {
+        __m512i pairs[LANES];
+        for (int row = 0; row < LANES; row++) pairs[row] = _mm512_loadu_si512(values + row * op->row_stride + i);
+        transpose(pairs);
+        for (int pair = 0; pair < LANES; pair++) _mm512_storeu_si512(to + pair * LANES * 2, pairs[pair]);
+    }
+}
+#endif
+
+/* Tasks: 16 rows each, as they lie in the packed weight. */
+void pack(const void *arguments, const struct step *step, struct worker *worker) {
+    (void)step;
+    const struct pack *op = arguments;
+    int64_t steps = parts(op->in_features, DEPTH), last = op->first + op->count;
+    for (int64_t task; (task = take_task(worker)) < parts(last, LANES) - op->first / LANES;) {
+        int64_t tile = op->first / LANES + task;
+        bf16 *to = op->weight + tile / 2 * steps * STEP + tile % 2 * TILE;
+        int64_t from = max64(op->first, tile * LANES), past = min64(last, (tile + 1) * LANES);
+#if HAS_AMX
+        if (worker->isa >= WITH_AVX512_BF16 && past - from == LANES && op->in_features % DEPTH == 0) {
+            pack_tile(op, from, to);
+            continue;
+        }
+#endif
+        pack_rows(op, from, past, to);
+    }
+}
+
+/* Tasks: tokens. A token's row is one column of a packed tile. */
+void embed(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct embed *op = arguments;
+    int64_t steps = parts(op->in_features, DEPTH);
+    for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
+        int64_t row = step->input_ids[token];
+        const bf16 *column = op->weight + row / PANEL * steps * STEP + row % PANEL / LANES * TILE + row % LANES * 2;
+        bf16 *to = op->out + token * op->out_stride;
+        for (int64_t i = 0; i + 1 < op->in_features; i += 2)
+            memcpy(to + i, column + i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2, 2 * sizeof(bf16));
+        if (op->in_features % 2) {
+            int64_t i = op->in_features - 1;
+            to[i] = column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2];
+        }
+    }
+}

@@ -1,0 +1,326 @@
+"""The operators over tensors, bfloat16 on the CPU: run at once, or written down while a `Recorder` listens.
+
+Rows are a step's tokens. Matrices may have any stride from row to row.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from models.host_memory import mapped_zeros
+from models.kernels.cpu import library
+from models.kernels.cpu.library import Arguments, Library, Operations, Step
+
+if TYPE_CHECKING:
+    from models.attention.base import AttentionOptions, Rotation
+    from models.layers.norm import HeadNorms
+
+PANEL, DEPTH = 32, 32
+"""Outputs and inputs of which a packed weight has a multiple."""
+
+
+class Runtime(Protocol):
+    """Where operators go."""
+
+    def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Memory for an operator's output."""
+
+    def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
+        """Run an operator, or see that it is. `kept` is the memory that its arguments point to."""
+
+
+class _Immediate:
+    """Runs each operator when it is called."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(num_rows, columns, dtype=dtype)
+
+    def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
+        del kept
+        self._library.run(Operations((arguments,)), step)
+
+
+_runtime: Runtime | None = None
+
+
+def start(threads: int, isa: int = library.AMX) -> Library | None:
+    """Have the operators run on `threads` threads from here on; None where they were not built.
+
+    Raises `RuntimeError` where the threads cannot be made.
+    """
+    global _runtime
+    loaded = library.load_library()
+    if loaded is not None:
+        loaded.start(threads, isa)
+        _runtime = _Immediate(loaded)
+    return loaded
+
+
+def stop() -> None:
+    """Have torch compute everything again."""
+    global _runtime
+    _runtime = None
+
+
+def active() -> bool:
+    """Whether the operators were started."""
+    return _runtime is not None
+
+
+def runs(*tensors: torch.Tensor) -> bool:
+    """Whether the operators compute tensors such as these."""
+    return _runtime is not None and all(
+        tensor.dtype is torch.bfloat16 and tensor.device.type == "cpu" and tensor.stride(-1) == 1 for tensor in tensors
+    )
+
+
+def redirect(runtime: Runtime) -> Runtime:
+    """Send operators there from here on; where they went before."""
+    global _runtime
+    assert _runtime is not None, "operators are redirected after `start`"
+    before, _runtime = _runtime, runtime
+    return before
+
+
+def _current() -> Runtime:
+    assert _runtime is not None, "an operator is called after `start`"
+    return _runtime
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class PackedWeight:
+    """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
+
+    def __init__(self, out_features: int, in_features: int) -> None:
+        self.out_features, self.in_features = out_features, in_features
+        inputs = -(-in_features // DEPTH) * DEPTH
+        elements = -(-out_features // PANEL) * PANEL * inputs
+        self.memory = torch.frombuffer(mapped_zeros(2 * elements), dtype=torch.bfloat16)
+
+    def put(self, first: int, rows: torch.Tensor) -> None:
+        """Fill rows from `first` on. # [count, in_features]"""
+        rows = rows.to(torch.bfloat16)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        arguments = library.Pack(
+            rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr()
+        )
+        _current().run(arguments, Step(), (rows, self.memory))
+
+
+def linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    runtime = _current()
+    out = runtime.rows(len(x), weight.out_features, dtype)
+    arguments = library.Linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.memory.data_ptr(),
+        _pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        weight.in_features,
+        weight.out_features,
+        dtype is torch.float32,
+        -1,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
+    return out
+
+
+def grouped_linear(
+    x: torch.Tensor, weights: PackedWeight, bias: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    """The first `counts[0]` rows by the stack's first weight, the next `counts[1]` by its second ...; 0 past the last.
+
+    # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
+    """
+    runtime = _current()
+    groups = len(counts)
+    out_features = weights.out_features // groups
+    out = runtime.rows(len(x), out_features)
+    if (total := int(counts.sum())) < len(x):
+        out[total:] = 0
+    arguments = library.GroupedLinear(
+        x.data_ptr(),
+        x.stride(0),
+        weights.memory.data_ptr(),
+        _pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        counts.data_ptr(),
+        groups,
+        weights.in_features,
+        out_features,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weights.memory, bias, counts, out))
+    return out
+
+
+def embed(input_ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """Rows of a weight. # [rows] int64 -> [rows, in_features]"""
+    runtime = _current()
+    out = runtime.rows(len(input_ids), weight.in_features)
+    arguments = library.Embed(weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features)
+    step = Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
+    runtime.run(arguments, step, (input_ids, weight.memory, out))
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The norm of `x`, or of its sum with `residual`, which then holds that sum. # [rows, size]"""
+    runtime = _current()
+    out = runtime.rows(*x.shape)
+    arguments = library.RMSNorm(
+        x.data_ptr(),
+        x.stride(0),
+        _pointer(residual),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[1],
+        offset,
+        eps,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
+    return out
+
+
+def gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+    """`activation(gate) * up` of the two side by side. # [rows, 2 * size] -> [rows, size]"""
+    runtime = _current()
+    out = runtime.rows(len(gate_up), gate_up.shape[1] // 2)
+    arguments = library.Gated(
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), out.shape[1], activation
+    )
+    runtime.run(arguments, Step(num_tokens=len(gate_up)), (gate_up, out))
+    return out
+
+
+def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines, and sines of which the first half has its sign turned. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
+
+    `frequencies` and both results are float32.
+    """
+    runtime = _current()
+    pairs = len(frequencies)
+    cos, sin = (runtime.rows(len(positions), 2 * pairs, torch.float32) for _ in range(2))
+    arguments = library.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
+    step = Step(num_tokens=len(positions), positions=positions.data_ptr())
+    runtime.run(arguments, step, (positions, frequencies, cos, sin))
+    return cos, sin
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
+    *,
+    norms: "HeadNorms | None" = None,
+    rotation: "Rotation | None" = None,
+) -> None:
+    """Normalise and rotate queries, in place, and keys; write keys and values to the cache.
+
+    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim]
+    """
+    cos, sin = (None, None) if rotation is None else rotation
+    arguments = library.RopeStore(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        q.shape[1],
+        k.shape[1],
+        k.shape[2],
+        None if norms is None else norms.q.weight.data_ptr(),
+        None if norms is None else norms.k.weight.data_ptr(),
+        0.0 if norms is None else norms.q.offset,
+        0.0 if norms is None else norms.q.eps,
+        _pointer(cos),
+        _pointer(sin),
+        0 if cos is None else cos.shape[-1],
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.shape[2],
+    )
+    _current().run(arguments, step, (q, k, v, cos, sin, k_cache, v_cache))
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
+    options: "AttentionOptions",
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to what `rope_store` wrote, this step's tokens included. # [T, heads, dim], sinks [heads] f32 -> q's"""
+    runtime = _current()
+    num_tokens, heads, dim = q.shape
+    out = runtime.rows(num_tokens, heads * dim)
+    arguments = library.Attention(
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        heads,
+        k_cache.shape[1],
+        dim,
+        k_cache.shape[2],
+        options.scale,
+        options.sliding_window or 0,
+        options.soft_cap or 0.0,
+        _pointer(sinks),
+    )
+    runtime.run(arguments, step, (q, k_cache, v_cache, sinks, out))
+    return out.view(num_tokens, heads, dim)
+
+
+def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+    """Whether `rope_store` and `attention` compute heads and caches such as these."""
+    block_size, dim = k_cache.shape[2:]
+    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
+
+
+def make_step(
+    *,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> Step:
+    """A step of these arrays, which it keeps. # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64"""
+    assert block_tables.is_contiguous()
+    step = Step(
+        len(slots),
+        len(seq_lens),
+        _pointer(input_ids),
+        _pointer(positions),
+        slots.data_ptr(),
+        query_starts.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.shape[1],
+    )
+    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions
+    return step

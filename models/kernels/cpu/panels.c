@@ -1,0 +1,244 @@
+/* See panels.h. Each follows one order of sums whatever `count` is. */
+
+#include "panels.h"
+#include "operators.h"
+
+#if HAS_AMX
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define TILE (LANES * DEPTH)
+#define STEP (2 * TILE)
+
+/* ---- any processor ---- */
+
+#define PORTABLE_ROWS 4
+
+CLONES static void add_rows(const bf16 *x, int64_t rows, const bf16 *weight, int64_t steps, float *sums) {
+    float s[PORTABLE_ROWS][PANEL];
+    memcpy(s, sums, rows * sizeof s[0]);
+    for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
+        for (int pair = 0; pair < DEPTH / 2; pair++) {
+            float even[PANEL], odd[PANEL];
+            for (int half = 0; half < 2; half++) {
+                const bf16 *w = weight + half * TILE + pair * LANES * 2;
+                for (int lane = 0; lane < LANES; lane++) {
+                    uint32_t both;
+                    memcpy(&both, w + lane * 2, sizeof both);
+                    uint32_t low = both << 16, high = both & 0xffff0000u;
+                    memcpy(&even[half * LANES + lane], &low, sizeof low);
+                    memcpy(&odd[half * LANES + lane], &high, sizeof high);
+                }
+            }
+            for (int64_t row = 0; row < rows; row++) {
+                float x0 = widen(x[row * DEPTH + 2 * pair]), x1 = widen(x[row * DEPTH + 2 * pair + 1]);
+                for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x0 * even[lane];
+                for (int lane = 0; lane < PANEL; lane++) s[row][lane] += x1 * odd[lane];
+            }
+        }
+    }
+    memcpy(sums, s, rows * sizeof s[0]);
+}
+
+static void multiply_portable(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight,
+                              int64_t steps, int is_first, float *sums, struct ahead *ahead) {
+    (void)ahead;
+    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
+    for (int64_t row = 0; row < count; row += PORTABLE_ROWS)
+        add_rows(staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH,
+                 min64(PORTABLE_ROWS, count - row), weight, steps, sums + row * PANEL);
+}
+
+CLONES static void round_portable(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < PANEL; i++) out[row * out_stride + i] = narrow(sums[row * PANEL + i] + bias[i]);
+}
+
+static const struct panel_products portable = {multiply_portable, round_portable};
+
+#if HAS_AMX
+/* ---- AVX-512 with products of bfloat16 pairs ---- */
+
+AVX512 static inline void fetch(struct ahead *ahead) {
+    if (ahead->is_near)
+        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
+    else
+        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T1);
+    ahead->at += ahead->lines * LINE;
+}
+
+/* ROWS rows: a function each, so that the sums stay in registers. */
+#define ADD_ROWS(ROWS)                                                                                       \
+    AVX512 static void add_rows##ROWS(const bf16 *x, const bf16 *weight, int64_t steps, float *sums,         \
+                                      struct ahead *ahead) {                                                 \
+        __m512 s0[ROWS], s1[ROWS];                                                                           \
+        for (int r = 0; r < ROWS; r++) {                                                                     \
+            s0[r] = _mm512_loadu_ps(sums + r * PANEL);                                                       \
+            s1[r] = _mm512_loadu_ps(sums + r * PANEL + LANES);                                               \
+        }                                                                                                    \
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {                            \
+            if (ahead) fetch(ahead);                                                                         \
+            for (int pair = 0; pair < DEPTH / 2; pair++) {                                                   \
+                const bf16 *w = weight + pair * LANES * 2;                                                   \
+                __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + TILE);  \
+                for (int r = 0; r < ROWS; r++) {                                                             \
+                    int both;                                                                                \
+                    memcpy(&both, x + r * DEPTH + 2 * pair, sizeof both);                                    \
+                    __m512bh xs = (__m512bh)_mm512_set1_epi32(both);                                         \
+                    s0[r] = _mm512_dpbf16_ps(s0[r], xs, w0);                                                 \
+                    s1[r] = _mm512_dpbf16_ps(s1[r], xs, w1);                                                 \
+                }                                                                                            \
+            }                                                                                                \
+        }                                                                                                    \
+        for (int r = 0; r < ROWS; r++) {                                                                     \
+            _mm512_storeu_ps(sums + r * PANEL, s0[r]);                                                       \
+            _mm512_storeu_ps(sums + r * PANEL + LANES, s1[r]);                                               \
+        }                                                                                                    \
+    }
+ADD_ROWS(1)
+ADD_ROWS(2)
+ADD_ROWS(4)
+ADD_ROWS(8)
+
+static void multiply_avx512(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
+                            int is_first, float *sums, struct ahead *ahead) {
+    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
+    for (int64_t row = 0; row < count; sums += PANEL * 8, row += 8) {
+        const bf16 *x = staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH;
+        struct ahead *once = row == 0 ? ahead : NULL;
+        int64_t left = min64(8, count - row);
+        float *to = sums;
+        if (left == 8) {
+            add_rows8(x, weight, steps, to, once);
+            continue;
+        }
+        if (left & 4) add_rows4(x, weight, steps, to, once), x += 4 * DEPTH, to += 4 * PANEL, once = NULL;
+        if (left & 2) add_rows2(x, weight, steps, to, once), x += 2 * DEPTH, to += 2 * PANEL, once = NULL;
+        if (left & 1) add_rows1(x, weight, steps, to, once);
+    }
+}
+
+AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+    __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + LANES);
+    for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
+        __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), high);
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+}
+
+static const struct panel_products avx512 = {multiply_avx512, round_avx512};
+
+/* ---- AMX: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
+
+AMX static void multiply_amx(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
+                             int is_first, float *sums, struct ahead *ahead) {
+    const bf16 *x0 = staged, *x1 = staged + all_steps * TILE;
+    float *below = sums + LANES * PANEL;
+    int two = count > LANES;
+    if (is_first) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, PANEL * sizeof(float));
+        _tile_loadd(1, sums + LANES, PANEL * sizeof(float));
+        if (two) {
+            _tile_loadd(2, below, PANEL * sizeof(float));
+            _tile_loadd(3, below + LANES, PANEL * sizeof(float));
+        }
+    }
+    if (two) {
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE, x1 += TILE) {
+            fetch(ahead);
+            _tile_loadd(4, x0, LINE);
+            _tile_loadd(6, weight, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weight + TILE, LINE);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x1, LINE);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    } else {
+        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE) {
+            fetch(ahead);
+            _tile_loadd(4, x0, LINE);
+            _tile_loadd(6, weight, LINE);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, weight + TILE, LINE);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums, PANEL * sizeof(float));
+    _tile_stored(1, sums + LANES, PANEL * sizeof(float));
+    if (two) {
+        _tile_stored(2, below, PANEL * sizeof(float));
+        _tile_stored(3, below + LANES, PANEL * sizeof(float));
+    }
+}
+
+static const struct panel_products amx = {multiply_amx, round_avx512};
+
+/* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
+ * leave out the stores to the rest of a variable. */
+static const struct ALIGNED {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} whole_tiles = {
+    .palette = 1,
+    .bytes = {LINE, LINE, LINE, LINE, LINE, LINE, LINE, LINE},
+    .rows = {LANES, LANES, LANES, LANES, LANES, LANES, LANES, LANES},
+};
+
+AMX static void load_palette(void) { _tile_loadconfig(&whole_tiles); }
+
+AMX static void release_palette(void) { _tile_release(); }
+
+/* The kernel lends a process the tiles' state on request. */
+static int may_use_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
+
+int kaon_isa(void) {
+#if HAS_AMX
+    __builtin_cpu_init();
+    if (!(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16")))
+        return PORTABLE;
+    unsigned a, b, c, d;
+    __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
+    int has_tiles = (d >> 24 & 1) && (d >> 22 & 1); /* AMX-TILE, AMX-BF16 */
+    return has_tiles && may_use_tiles() ? WITH_AMX : WITH_AVX512_BF16;
+#else
+    return PORTABLE;
+#endif
+}
+
+const struct panel_products *panel_products(enum isa isa) {
+#if HAS_AMX
+    if (isa == WITH_AMX) return &amx;
+    if (isa == WITH_AVX512_BF16) return &avx512;
+#endif
+    (void)isa;
+    return &portable;
+}
+
+void prepare_tiles(enum isa isa) {
+#if HAS_AMX
+    if (isa == WITH_AMX) load_palette();
+#endif
+    (void)isa;
+}
+
+void release_tiles(enum isa isa) {
+#if HAS_AMX
+    if (isa == WITH_AMX) release_palette();
+#endif
+    (void)isa;
+}

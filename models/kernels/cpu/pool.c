@@ -1,0 +1,134 @@
+/* The threads, and running a program on them: operators in order, each shared out, none begun before the last is done.
+ *
+ * The caller is thread 0. A thread that waits spins for a moment and then sleeps, so that an idle engine costs
+ * nothing and a busy one does not keep the API process from its core. */
+
+#define _GNU_SOURCE
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "operators.h"
+
+#define SPINS_AT_BARRIER 4000 /* 50 to 150 microseconds: others are at work, and end soon */
+#define SPINS_WHEN_IDLE 200   /* 5 microseconds */
+
+struct program {
+    const struct operation *operations;
+    int64_t count;
+    const struct step *step;
+};
+
+#define LAST -1 /* count of the program at which threads end */
+
+static struct {
+    int threads;
+    pthread_t others[MAX_THREADS];
+    unsigned started_before; /* programs, when these threads were made */
+    enum isa isa;
+    char *scratch[MAX_THREADS];
+    struct program program;
+    ALIGNED atomic_uint started; /* programs so far */
+    ALIGNED atomic_uint phase;   /* barriers so far */
+    ALIGNED atomic_int arrived;  /* threads at the current barrier */
+    ALIGNED atomic_int sleeping; /* threads that may have to be woken */
+    ALIGNED atomic_long next;    /* task of the current operator */
+} pool;
+
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
+    for (int spin = 0; spin < spins; spin++) {
+        if (atomic_load_explicit(word, memory_order_acquire) != seen) return;
+        relax();
+    }
+    atomic_fetch_add(&pool.sleeping, 1);
+    while (atomic_load(word) == seen) syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+    atomic_fetch_sub(&pool.sleeping, 1);
+}
+
+static void change(atomic_uint *word) {
+    atomic_fetch_add(word, 1);
+    if (atomic_load(&pool.sleeping)) syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+}
+
+static void barrier(void) {
+    unsigned seen = atomic_load_explicit(&pool.phase, memory_order_relaxed);
+    if (atomic_fetch_add(&pool.arrived, 1) + 1 == pool.threads) {
+        atomic_store_explicit(&pool.arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+        change(&pool.phase);
+    } else {
+        wait_for_change(&pool.phase, seen, SPINS_AT_BARRIER);
+    }
+}
+
+static void run_part(int thread) {
+    struct worker worker = {thread, pool.threads, pool.isa, &pool.next, pool.scratch[thread]};
+    const struct program program = pool.program;
+    for (int64_t i = 0; i < program.count; i++) {
+        const struct operation *operation = &program.operations[i];
+        operators[operation->kind](operation->arguments, program.step, &worker);
+        if (pool.threads > 1) barrier();
+        else atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+    }
+    release_tiles(pool.isa);
+}
+
+static void *work(void *argument) {
+    int thread = (int)(intptr_t)argument;
+    prctl(PR_SET_NAME, "kaon-cpu");
+    for (unsigned seen = pool.started_before;; seen++) {
+        wait_for_change(&pool.started, seen, SPINS_WHEN_IDLE);
+        if (pool.program.count == LAST) return NULL;
+        run_part(thread);
+    }
+}
+
+static void end_threads(void) {
+    pool.program.count = LAST;
+    if (pool.threads > 1) change(&pool.started);
+    for (int thread = 0; thread < pool.threads; thread++) {
+        if (thread) pthread_join(pool.others[thread], NULL);
+        free(pool.scratch[thread]);
+    }
+    pool.threads = 0;
+}
+
+/* Use so many threads, the caller's among them, and at most `isa` from here on. -1 where memory or threads are short;
+ * then nothing runs until another call succeeds. */
+int kaon_start(int threads, int isa) {
+    pool.isa = min64(isa, kaon_isa());
+    if (pool.threads == threads) return 0;
+    end_threads();
+    pool.started_before = atomic_load(&pool.started);
+    for (; pool.threads < threads; pool.threads++) {
+        int thread = pool.threads;
+        if (posix_memalign((void **)&pool.scratch[thread], 4096, SCRATCH)) break;
+        if (thread && pthread_create(&pool.others[thread], NULL, work, (void *)(intptr_t)thread)) {
+            free(pool.scratch[thread]);
+            break;
+        }
+    }
+    if (pool.threads == threads) return 0;
+    end_threads();
+    return -1;
+}
+
+/* Run a program on a step. One caller at a time. */
+void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
+    if (count == 0) return;
+    pool.program = (struct program){operations, count, step};
+    if (pool.threads > 1) change(&pool.started);
+    run_part(0);
+}

@@ -1,0 +1,112 @@
+"""`record`: a model's forward pass as one call of the operators. Used by the model runner.
+
+A pass of a model whose code does nothing but call operators and look at their tensors from another side is the same
+list of operators for any number of tokens: only the number changes, and what the step's arrays hold. So it is written
+down once, over memory for the largest step, and run from then on without Python between the operators.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.host_memory import mapped_zeros
+from models.kernels.cpu import ops
+from models.kernels.cpu.library import Arguments, Library, Operations, Step
+
+_Memory = npt.NDArray[np.uint8]
+
+
+class NotRecordable(Exception):
+    """The model's code computes with something else than the operators."""
+
+
+class Program:
+    """The pass, for steps of up to `max_tokens` tokens."""
+
+    def __init__(self, library: Library, operations: Operations, output: torch.Tensor, kept: list[Any]) -> None:
+        self._library = library
+        self._operations = operations
+        self._output = output
+        self._kept = kept
+        self.max_tokens = len(output)
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
+        step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
+        self._library.run(self._operations, step)
+        return self._output[: step.num_tokens]
+
+
+def record(
+    library: Library, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], max_tokens: int
+) -> Program:
+    """Write down `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
+    recorder = _Recorder(max_tokens)
+    places = torch.zeros(max_tokens, dtype=torch.int64)
+    with _sent_to(recorder), torch.inference_mode(), _OnlyViews():  # type: ignore[no-untyped-call]
+        output = forward(places, places)
+    kept = [*recorder.memory, *recorder.constants]
+    return Program(library, Operations(recorder.arguments), output, kept)
+
+
+class _Recorder:
+    """Writes operators down. Memory that the pass no longer refers to is given to later operators, as at run time."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.arguments: list[Arguments] = []
+        self.memory: list[_Memory] = []
+        self.constants: list[torch.Tensor] = []
+        self._free: dict[int, list[_Memory]] = defaultdict(list)
+
+    def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `Runtime`."""
+        if num_rows != self.max_tokens:
+            raise NotRecordable(f"an operator has {num_rows} rows where the step has {self.max_tokens} tokens")
+        size = num_rows * columns * dtype.itemsize
+        free = self._free[size]
+        if not free:
+            self.memory.append(np.frombuffer(mapped_zeros(size), dtype=np.uint8))
+            free.append(self.memory[-1])
+        memory = free.pop()
+        view = memory[:]
+        # The view lives as long as any tensor over it.
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).view(num_rows, columns)
+
+    def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
+        """See `Runtime`."""
+        del step  # Each run has its own.
+        self.arguments.append(arguments)
+        ours = {memory.ctypes.data for memory in self.memory}
+        self.constants.extend(
+            tensor for tensor in kept if tensor is not None and tensor.untyped_storage().data_ptr() not in ours
+        )
+
+
+class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets tensors be seen from another side, and nothing be computed."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if not func.is_view:
+            raise NotRecordable(f"the model's code calls {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _sent_to(recorder: _Recorder) -> Iterator[None]:
+    before = ops.redirect(recorder)
+    try:
+        yield
+    finally:
+        ops.redirect(before)

@@ -1,0 +1,13 @@
+"""Nothing of one test's operators is left for the next."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from models.kernels.cpu import ops
+
+
+@pytest.fixture(autouse=True)
+def _operators_end_with_their_test() -> Iterator[None]:
+    yield
+    ops.stop()

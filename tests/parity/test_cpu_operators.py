@@ -1,0 +1,278 @@
+"""The CPU's compiled operators against float32 references, for every instruction set that this processor has."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.attention.base import AttentionOptions
+from models.kernels.cpu import library, ops
+
+LIBRARY = library.load_library()
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None, reason="the operators were not built: install again where there is a C compiler"
+)
+BEST = library.PORTABLE if LIBRARY is None else LIBRARY.isa
+NAMES = {library.PORTABLE: "portable", library.AVX512_BF16: "avx512-bf16", library.AMX: "amx"}
+
+
+@pytest.fixture(params=range(BEST + 1), ids=NAMES.get)
+def operators(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The operators on two threads, with at most this instruction set."""
+    ops.start(2, request.param)
+    yield
+    ops.stop()
+
+
+def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def packed(weight: torch.Tensor) -> ops.PackedWeight:
+    made = ops.PackedWeight(*weight.shape)
+    made.put(0, weight)
+    return made
+
+
+@pytest.mark.usefixtures("operators")
+class TestLinear:
+    @pytest.mark.parametrize(
+        ("rows", "inputs", "outputs"),
+        [(1, 64, 64), (3, 100, 70), (17, 1024, 96), (33, 48, 1000), (70, 1031, 65), (513, 544, 40), (16, 1, 1)],
+    )
+    def test_equals_the_reference(self, rows: int, inputs: int, outputs: int) -> None:
+        x, weight, bias = bf16(rows, inputs), bf16(outputs, inputs, seed=1), bf16(outputs, seed=2)
+        expected = x.double() @ weight.double().T + bias.double()
+        found = ops.linear(x, packed(weight), bias, dtype=torch.float32)
+        assert (found - expected).abs().max() <= 2e-6 * math.sqrt(inputs) * expected.abs().max()
+        assert torch.equal(ops.linear(x, packed(weight), bias), found.bfloat16())
+
+    def test_gives_a_row_the_same_in_any_company(self) -> None:
+        x, weight = bf16(600, 1056), packed(bf16(96, 1056, seed=1))
+        together = ops.linear(x, weight, dtype=torch.float32)
+        for size in (1, 2, 5, 16, 31, 100):
+            found = torch.cat([ops.linear(part, weight, dtype=torch.float32) for part in x.split(size)])
+            assert torch.equal(found, together), size
+
+    def test_reads_rows_of_any_stride(self) -> None:
+        wide, weight = bf16(9, 200), bf16(40, 96, seed=1)
+        assert torch.equal(
+            ops.linear(wide[:, 64:160], packed(weight)), ops.linear(wide[:, 64:160].contiguous(), packed(weight))
+        )
+
+    def test_a_weight_may_be_packed_in_pieces(self) -> None:
+        weight = bf16(150, 70)
+        made = ops.PackedWeight(150, 70)
+        for first, last in itertools.pairwise((0, 7, 64, 65, 150)):
+            made.put(first, weight[first:last])
+        assert torch.equal(made.memory, packed(weight).memory)
+
+    def test_a_packed_weight_gives_its_rows_back(self) -> None:
+        weight = bf16(150, 71)
+        ids = torch.tensor([0, 149, 31, 32, 15, 16, 77])
+        assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
+
+
+@pytest.mark.usefixtures("operators")
+class TestElementwise:
+    @pytest.mark.parametrize("size", [5, 64, 1000])
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_norm_equals_the_reference(self, size: int, offset: float) -> None:
+        x, weight = bf16(7, size), bf16(size, seed=1)
+        expected = torch.nn.functional.rms_norm(x.float(), (size,), weight.float() + offset, 1e-5)
+        torch.testing.assert_close(
+            ops.rms_norm(x, weight, 1e-5, offset=offset).float(), expected, rtol=2**-7, atol=1e-6
+        )
+
+    def test_norm_adds_the_residual_first(self) -> None:
+        x, residual, weight = bf16(7, 96), bf16(7, 96, seed=1), bf16(96, seed=2)
+        total = x + residual
+        alone = ops.rms_norm(total, weight, 1e-5)
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5, residual=residual), alone)
+        assert torch.equal(residual, total)
+
+    @pytest.mark.parametrize("activation", [library.SILU, library.GELU_TANH])
+    def test_gate_equals_the_reference(self, activation: int) -> None:
+        gate_up = bf16(5, 2 * 77, scale=4.0)
+        gate_up[0, 0], gate_up[1, 0] = 300.0, -300.0
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        function = torch.nn.functional.silu if activation == library.SILU else _gelu_tanh
+        torch.testing.assert_close(ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5)
+
+    def test_rope_table_equals_the_reference(self) -> None:
+        positions, frequencies = torch.tensor([0, 1, 77, 100_000]), torch.rand(12)
+        cos, sin = ops.rope_table(positions, frequencies, 1.5)
+        angles = positions.float()[:, None] * frequencies
+        torch.testing.assert_close(cos, angles.cos().repeat(1, 2) * 1.5, rtol=0, atol=1e-6)
+        torch.testing.assert_close(sin, torch.cat((-angles.sin(), angles.sin()), -1) * 1.5, rtol=0, atol=1e-6)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def test_where_the_operators_were_not_built_the_log_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.load_library.cache_clear()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with caplog.at_level("INFO"):
+        assert ops.start(2) is ops.start(2) is None
+    library.load_library.cache_clear()
+    assert not ops.active()
+    assert len(caplog.messages) == 1
+    assert "installed without a C compiler" in caplog.messages[0]
+
+
+class Cache:
+    """Sequences over shuffled blocks, and what each holds."""
+
+    def __init__(self, kv_heads: int, dim: int, block_size: int, max_len: int, sequences: int) -> None:
+        self.per_sequence = -(-max_len // block_size)
+        blocks = torch.randperm(self.per_sequence * sequences, generator=torch.Generator().manual_seed(3))
+        self.tables = blocks.view(sequences, -1).to(torch.int32)
+        shape = len(blocks), kv_heads, block_size, dim
+        # What earlier owners left is not finite.
+        self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        self.block_size = block_size
+
+    def step(self, spans: list[tuple[int, int, int]]) -> tuple[library.Step, tuple[torch.Tensor, ...]]:
+        """`(sequence, first, past)` each; the step and what it points to."""
+        slots = []
+        for sequence, first, past in spans:
+            at = np.arange(first, past)
+            blocks = self.tables[sequence].numpy()[at // self.block_size].astype(np.int64)
+            slots.append(torch.from_numpy(blocks * self.block_size + at % self.block_size))
+        arrays = (
+            torch.cat(slots),
+            torch.tensor([0, *itertools.accumulate(past - first for _, first, past in spans)], dtype=torch.int32),
+            torch.tensor([past for _, _, past in spans], dtype=torch.int32),
+            self.tables[[sequence for sequence, _, _ in spans]].contiguous(),
+        )
+        slot_mapping, query_starts, seq_lens, tables = arrays
+        step = ops.make_step(slots=slot_mapping, query_starts=query_starts, seq_lens=seq_lens, block_tables=tables)
+        return step, arrays
+
+
+LENGTHS = (70, 5, 133)
+
+
+def run_steps(
+    q: list[torch.Tensor],
+    k: list[torch.Tensor],
+    v: list[torch.Tensor],
+    steps: list[list[tuple[int, int, int]]],
+    options: AttentionOptions,
+    block_size: int,
+    sinks: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Attention of all sequences, computed in these steps. # each [n, heads, dim]"""
+    kv_heads, dim = k[0].shape[1:]
+    cache = Cache(kv_heads, dim, block_size, max(map(len, q)), len(q))
+    out = [torch.empty_like(each) for each in q]
+    for spans in steps:
+        step, kept = cache.step(spans)
+        rows = [torch.cat([of[s][first:past] for s, first, past in spans]) for of in (q, k, v)]
+        ops.rope_store(*rows, cache.k, cache.v, step)
+        found = ops.attention(rows[0], cache.k, cache.v, step, options, sinks)
+        for (sequence, first, past), part in zip(
+            spans, found.split([past - first for _, first, past in spans]), strict=True
+        ):
+            out[sequence][first:past] = part
+        del kept
+    return out
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """In float64. # [n, heads, dim]"""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    at = torch.arange(len(q))
+    hidden = at[None, :] > at[:, None]
+    if options.sliding_window is not None:
+        hidden |= at[None, :] <= at[:, None] - options.sliding_window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(q)]
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+WHOLE = [[(0, 0, 70), (1, 0, 5), (2, 0, 133)]]
+CHUNKED = [
+    [(2, 0, 64), (1, 0, 2)],
+    [(2, 64, 65), (1, 2, 5), (0, 0, 3)],
+    [(2, 65, 100), (0, 3, 69)],
+    [(0, 69, 70), (2, 100, 132)],
+    [(2, 132, 133)],
+]
+
+
+@pytest.mark.usefixtures("operators")
+class TestAttention:
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dim", "block_size"),
+        [(4, 2, 64, 16), (3, 3, 32, 16), (7, 1, 128, 32), (20, 1, 96, 16), (2, 2, 256, 48)],
+    )
+    @pytest.mark.parametrize(
+        ("window", "soft_cap", "has_sinks"),
+        [(None, None, False), (20, None, True), (64, 5.0, False), (1, None, False)],
+    )
+    def test_equals_the_reference_in_any_steps(
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block_size: int,
+        window: int | None,
+        soft_cap: float | None,
+        has_sinks: bool,
+    ) -> None:
+        q = [bf16(n, heads, dim, seed=n) for n in LENGTHS]
+        k = [bf16(n, kv_heads, dim, seed=n + 1) for n in LENGTHS]
+        v = [bf16(n, kv_heads, dim, seed=n + 2) for n in LENGTHS]
+        options = AttentionOptions(dim**-0.5, window, soft_cap)
+        sinks = torch.linspace(-2, 9, heads) if has_sinks else None
+        whole = run_steps(q, k, v, WHOLE, options, block_size, sinks)
+        for found, *qkv in zip(whole, q, k, v, strict=True):
+            expected = reference(*qkv, options, sinks)
+            assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+        chunked = run_steps(q, k, v, CHUNKED, options, block_size, sinks)
+        for found, in_chunks in zip(whole, chunked, strict=True):
+            assert torch.equal(found, in_chunks)
+
+    def test_a_long_context_equals_the_reference(self) -> None:
+        """Longer than what one pass of the softmax takes."""
+        n, options = 2500, AttentionOptions(0.1)
+        q, k, v = bf16(n, 2, 64), bf16(n, 1, 64, seed=1), bf16(n, 1, 64, seed=2)
+        steps = [[(0, 0, 1000)], [(0, 1000, 2499)], [(0, 2499, 2500)]]
+        (found,) = run_steps([q], [k], [v], steps, options, 16)
+        expected = reference(q, k, v, options, None)
+        assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
+        (whole,) = run_steps([q], [k], [v], [[(0, 0, n)]], options, 16)
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("counts", [[0, 3, 0, 1, 40, 600], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_grouped_rows_each_meet_their_own_weight(counts: list[int], has_bias: bool) -> None:
+    x, weights = bf16(sum(counts) + 2, 100), bf16(6, 96, 100, seed=1)
+    bias = bf16(6, 96, seed=2) if has_bias else None
+    stack = ops.PackedWeight(6 * 96, 100)
+    for place, weight in enumerate(weights):
+        stack.put(place * 96, weight)
+    found = ops.grouped_linear(x, stack, bias, torch.tensor(counts))
+    for place, rows in enumerate(x[:-2].split(counts)):
+        own = ops.linear(rows, packed(weights[place]), None if bias is None else bias[place])
+        assert torch.equal(found[sum(counts[:place]) : sum(counts[: place + 1])], own)
+    assert not found[-2:].any()
