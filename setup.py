@@ -17,7 +17,7 @@ setup(
             sorted(str(source) for source in _CPU.glob("*.c")),
             depends=sorted(str(header) for header in _CPU.glob("*.h")),
             extra_compile_args=_ARGUMENTS,
-            libraries=["m"],
+            libraries=["m", "pthread"],
             optional=True,
         ),
     ]

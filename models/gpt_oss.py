@@ -4,12 +4,12 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
 from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.product import linear
 from models.layers.routing import experts_per_token
 from models.llama import LlamaAttention, LlamaForCausalLM
 from models.model_config import ModelConfig
@@ -35,12 +35,12 @@ class GptOssRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole)
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True)
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        best = F.linear(hidden, self.weight, self.bias).topk(self.top_k, dim=-1)
+        best = linear(hidden, self.weight, self.bias).topk(self.top_k, dim=-1)
         return best.values.softmax(-1, dtype=torch.float32), best.indices
 
 

@@ -130,13 +130,16 @@ class ModelRunner:
         metadata = self.backend.build_metadata(
             query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
         )
-        context = Context(positions=torch.zeros(num_tokens, dtype=torch.int64), is_prefill=False, batch_size=0)
-        with forward_context(metadata, context):
-            try:
-                return record(self.operators, self.model, num_tokens)
-            except NotRecordable as reason:
-                _log.info("Steps run operator by operator: %s", reason)
-                return None
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            with forward_context(metadata, Context(positions=positions, is_prefill=False, batch_size=0)):
+                return self.model(input_ids, positions)
+
+        try:
+            return record(self.operators, forward, num_tokens)
+        except NotRecordable as reason:
+            _log.info("Steps run operator by operator: %s", reason)
+            return None
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""

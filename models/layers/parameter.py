@@ -94,7 +94,7 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: in
 def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:
     """The loader of a parameter that every rank holds whole."""
     require_shape(loaded, tuple(parameter.shape))
-    parameter.data.copy_(loaded)
+    fill_rows(parameter, 0, loaded)
 
 
 def require_shape(loaded: torch.Tensor, expected: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from models.config_fields import Fields
 from models.layers.parameter import empty_parameter, load_whole
+from models.layers.product import logits
 
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 
@@ -121,8 +122,8 @@ class SoftmaxRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole)
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        return softmax_top_k(F.linear(hidden, self.weight), self.top_k, renormalize=self.renormalize)
+        return softmax_top_k(logits(hidden, self.weight), self.top_k, renormalize=self.renormalize)

@@ -2,7 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ import torch
 
 from models.attention.base import AttentionOptions
 from models.kernels.cpu import library, ops
+from models.kernels.cpu.program import record
+from models.layers.norm import HeadNorms, RMSNorm
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -111,8 +116,97 @@ class TestElementwise:
         torch.testing.assert_close(sin, torch.cat((-angles.sin(), angles.sin()), -1) * 1.5, rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("wrong", [torch.ones(3, 64), bf16(3, 63), bf16(1, 3, 64), bf16(64, 3).T])
+def test_a_product_refuses_what_it_would_misread(wrong: torch.Tensor) -> None:
+    weight = packed(bf16(32, 64))
+    with pytest.raises(ValueError, match="rows of 64 bfloat16"):
+        ops.linear(wrong, weight)
+    with pytest.raises(ValueError, match="rows of 64 bfloat16"):
+        ops.grouped_linear(wrong, weight, None, torch.tensor([3]))
+
+
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+class TestThreads:
+    @pytest.fixture(autouse=True)
+    def _stopped(self) -> Iterator[None]:
+        yield
+        ops.start(1)
+        ops.stop()
+
+    def test_programs_of_one_small_operator_are_all_run_whatever_the_number_of_threads(self) -> None:
+        x, weight = bf16(9, 32), bf16(32, seed=1)
+        ops.start(1)
+        expected = ops.rms_norm(x, weight, 1e-5)
+        for threads in (2, 4, 1, 3, 2):
+            ops.start(threads)
+            for _ in range(2000):
+                assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
+
+    def test_a_forked_process_computes_too(self) -> None:
+        """It has the caller's thread alone."""
+        script = """
+import os, signal, torch
+from models.kernels.cpu import ops
+
+def norm():
+    return ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
+
+ops.start(2)
+expected = norm()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # Ends a process that waits for threads that it has not.
+    assert torch.equal(norm(), expected)
+    ops.start(2)
+    assert torch.equal(norm(), expected)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(norm(), expected)
+"""
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+    @pytest.mark.parametrize("threads", [-1, 0, 2000])
+    def test_a_number_of_threads_that_cannot_be_is_the_nearest_that_can(self, threads: int) -> None:
+        script = f"""
+import torch
+from models.kernels.cpu import ops
+
+ops.start({threads})
+ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
+"""
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[weakref.ref[torch.Tensor]]]:
+    """A pass, and what it reads."""
+    embedding, projection, cache = packed(bf16(4, 8)), packed(bf16(96, 8)), bf16(2, 1, 16, 32)
+    norms = HeadNorms(RMSNorm(32, 1e-5).bfloat16(), RMSNorm(32, 1e-5).bfloat16())
+    zero = torch.zeros(1, 1, dtype=torch.int32)
+    step = ops.make_step(slots=zero[0].long(), query_starts=zero[0], seq_lens=zero[0], block_tables=zero)
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        del positions
+        q, k, v = ops.linear(ops.embed(input_ids, embedding), projection).view(-1, 3, 32).split(1, dim=1)
+        ops.rope_store(q, k, v, cache, cache, step, norms=norms)
+        return q
+
+    read = [embedding.memory, projection.memory, cache, norms.q.weight, norms.k.weight]
+    return forward, [weakref.ref(each) for each in read]
+
+
+def test_a_recorded_pass_keeps_what_it_reads_for_as_long_as_it_may_run() -> None:
+    loaded = ops.start(1)
+    assert loaded is not None
+    forward, read = small_pass()
+    program = record(loaded, forward, 3)
+    del forward
+    assert all(each() is not None for each in read)
+    del program
+    assert all(each() is None for each in read)
 
 
 def test_where_the_operators_were_not_built_the_log_says_so_once(
@@ -260,6 +354,14 @@ class TestAttention:
         assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
         (whole,) = run_steps([q], [k], [v], [[(0, 0, n)]], options, 16)
         assert torch.equal(found, whole)
+
+    def test_a_query_is_attended_to_the_same_beside_queries_that_see_less(self) -> None:
+        """Large scores: a rounding that depends on the company reaches the output."""
+        n, options = 300, AttentionOptions(1.0, 100)
+        q, k, v = bf16(n, 2, 64), bf16(n, 2, 64, seed=1), bf16(n, 2, 64, seed=2)
+        (beside,) = run_steps([q], [k], [v], [[(0, 0, 7)], [(0, 7, n)]], options, 16)
+        (alone,) = run_steps([q], [k], [v], [[(0, i, i + 1)] for i in range(n)], options, 16)
+        assert torch.equal(beside, alone)
 
 
 @pytest.mark.usefixtures("operators")

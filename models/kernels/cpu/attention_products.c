@@ -37,34 +37,34 @@ CLONES static void add_portable(const bf16 *values, const bf16 *weights, int64_t
     }
 }
 
-/* Scaled, capped, and in powers of two; those of keys that a column does not see at minus infinity. */
-CLONES static void prepare_scores(const struct attention *op, const struct columns *columns, int64_t first_key,
-                                  float scores[KEYS][LANES]) {
-    int hides = first_key < columns->always_from || first_key + KEYS > columns->always_past;
-    float scale = (float)op->scale * (op->soft_cap > 0 ? 1 : LOG2_E), cap = (float)op->soft_cap;
-    integers first, last;
-    memcpy(&first, columns->first, sizeof first);
-    memcpy(&last, columns->last, sizeof last);
-    for (int key = 0; key < KEYS; key++) {
-        vector s = load(scores[key]) * scale;
-        if (cap > 0) s = cap * LOG2_E * tanh_of(s / cap);
-        if (hides) {
+/* Capped, and those of keys that a column does not see at minus infinity; what they are then to be multiplied by to be
+ * powers of two. It is the same whether something is hidden or not: a column's companions decide that. */
+CLONES static float prepare_scores(const struct attention *op, const struct columns *columns, int64_t first_key,
+                                   float scores[KEYS][LANES]) {
+    float scale = (float)op->scale, cap = (float)op->soft_cap;
+    for (int key = 0; cap > 0 && key < KEYS; key++)
+        store(scores[key], cap * LOG2_E * tanh_of(load(scores[key]) * scale / cap));
+    if (first_key < columns->always_from || first_key + KEYS > columns->always_past) {
+        integers first, last;
+        memcpy(&first, columns->first, sizeof first);
+        memcpy(&last, columns->last, sizeof last);
+        for (int key = 0; key < KEYS; key++) {
             integers at = (int32_t)(first_key + key) - (integers){0};
-            s = choose((at < first) | (at > last), all(-INFINITY), s);
+            store(scores[key], choose((at < first) | (at > last), all(-INFINITY), load(scores[key])));
         }
-        store(scores[key], s);
     }
+    return cap > 0 ? 1 : scale * LOG2_E;
 }
 
 CLONES static void weigh_portable(const struct attention *op, const struct columns *columns, int64_t first_key,
                          float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
-    prepare_scores(op, columns, first_key, scores);
+    float scale = prepare_scores(op, columns, first_key, scores);
     vector before = load(seen->most), most = before;
-    for (int key = 0; key < KEYS; key++) most = larger(load(scores[key]), most);
+    for (int key = 0; key < KEYS; key++) most = larger(load(scores[key]) * scale, most);
     vector base = choose(most == -INFINITY, all(0), most), fade = exp2_of(before - base);
     vector total = load(seen->total) * fade;
     for (int key = 0; key < KEYS; key++) {
-        vector p = exp2_of(load(scores[key]) - base);
+        vector p = exp2_of(load(scores[key]) * scale - base);
         total += p;
         for (int column = 0; column < LANES; column++)
             weights[(key / 32 * LANES + column) * 32 + key % 32] = narrow(p[column]);
@@ -137,13 +137,7 @@ AVX512 static void weigh_avx512(const struct attention *op, const struct columns
     ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     __m512i order = _mm512_load_si512(in_turn);
-    __m512 scale = _mm512_set1_ps((float)op->scale * LOG2_E), most[CHAINS], total[CHAINS];
-    /* Most steps hide nothing, and are scaled on the way. */
-    int is_plain = op->soft_cap == 0 && first_key >= columns->always_from && first_key + KEYS <= columns->always_past;
-    if (!is_plain) {
-        prepare_scores(op, columns, first_key, scores);
-        scale = _mm512_set1_ps(1);
-    }
+    __m512 scale = _mm512_set1_ps(prepare_scores(op, columns, first_key, scores)), most[CHAINS], total[CHAINS];
     for (int chain = 0; chain < CHAINS; chain++) most[chain] = _mm512_load_ps(scores[chain]);
     for (int key = CHAINS; key < KEYS; key += CHAINS)
 #pragma GCC unroll 4

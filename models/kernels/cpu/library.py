@@ -58,7 +58,6 @@ class Linear(Arguments):
         ("in_features", _INTEGER),
         ("out_features", _INTEGER),
         ("is_float", _INTEGER),
-        ("rows", _INTEGER),
     ]
 
 
@@ -228,7 +227,7 @@ class Library:
         self.isa: int = self._library.kaon_isa()
 
     def start(self, threads: int, isa: int = AMX) -> None:
-        """Run on so many threads, the caller's among them, with at most this instruction set.
+        """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.
 
         Raises `RuntimeError` where the system has no more threads or memory.
         """

@@ -126,7 +126,7 @@ static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int t
 /* Tasks: blocks of rows, of each one share of the panels after the other. */
 void linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct linear *op = arguments;
-    int64_t rows = op->rows < 0 ? step->num_tokens : op->rows;
+    int64_t rows = step->num_tokens;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
     int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);

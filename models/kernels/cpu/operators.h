@@ -14,17 +14,16 @@ struct operation {
     const void *arguments;
 };
 
-/* Where a matrix of one row a token lies: bytes from row to row, and how many there are if not one a token. */
+/* Strides are in elements, from row to row; matrices have a row a token where nothing else is said. */
 struct linear {
-    const bf16 *x;      /* [rows, in_features] */
-    int64_t x_stride;   /* elements from row to row */
+    const bf16 *x;      /* [tokens, in_features] */
+    int64_t x_stride;
     const bf16 *weight; /* packed, see linear.c */
     const bf16 *bias;   /* [out_features] or NULL */
-    void *out;          /* [rows, out_features] bf16, or float32 */
+    void *out;          /* [tokens, out_features] bf16, or float32 */
     int64_t out_stride;
     int64_t in_features, out_features;
     int64_t is_float; /* whether `out` is float32 */
-    int64_t rows;     /* -1: the step's tokens */
 };
 
 /* Rows of a weight into its packed form. */

@@ -114,10 +114,17 @@ class PackedWeight:
         _current().run(arguments, Step(), (rows, self.memory))
 
 
+def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
+    """Raise `ValueError` for what a product would read past, or as other numbers than it holds."""
+    if not runs(x) or x.shape[1:] != (weight.in_features,):
+        raise ValueError(f"{x.dtype} {list(x.shape)} where a product takes rows of {weight.in_features} bfloat16")
+
+
 def linear(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    _require_rows(x, weight)
     runtime = _current()
     out = runtime.rows(len(x), weight.out_features, dtype)
     arguments = library.Linear(
@@ -130,7 +137,6 @@ def linear(
         weight.in_features,
         weight.out_features,
         dtype is torch.float32,
-        -1,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
     return out
@@ -143,6 +149,7 @@ def grouped_linear(
 
     # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
     """
+    _require_rows(x, weights)
     runtime = _current()
     groups = len(counts)
     out_features = weights.out_features // groups
@@ -259,7 +266,8 @@ def rope_store(
         v_cache.data_ptr(),
         k_cache.shape[2],
     )
-    _current().run(arguments, step, (q, k, v, cos, sin, k_cache, v_cache))
+    weights = () if norms is None else (norms.q.weight, norms.k.weight)
+    _current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
 
 
 def attention(

@@ -82,7 +82,7 @@ static void run_part(int thread) {
         if (pool.threads > 1) barrier();
         else atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
     }
-    release_tiles(pool.isa);
+    release_tiles(worker.isa); /* The next caller may have changed the pool's. */
 }
 
 static void *work(void *argument) {
@@ -105,9 +105,18 @@ static void end_threads(void) {
     pool.threads = 0;
 }
 
-/* Use so many threads, the caller's among them, and at most `isa` from here on. -1 where memory or threads are short;
- * then nothing runs until another call succeeds. */
+/* A process that forks leaves the others behind: its child runs programs alone, until it starts its own. */
+static void forget_others(void) {
+    pool.threads = min64(pool.threads, 1);
+    atomic_store(&pool.sleeping, 0);
+}
+
+__attribute__((constructor)) static void heed_forks(void) { pthread_atfork(NULL, NULL, forget_others); }
+
+/* Use so many threads, the caller's among them, or the nearest number that there may be, and at most `isa` from here
+ * on. -1 where memory or threads are short; then nothing runs until another call succeeds. */
 int kaon_start(int threads, int isa) {
+    threads = max64(1, min64(threads, MAX_THREADS));
     pool.isa = min64(isa, kaon_isa());
     if (pool.threads == threads) return 0;
     end_threads();

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.host_memory import mapped_zeros
 from models.kernels.cpu import ops
@@ -49,9 +48,11 @@ def record(
 ) -> Program:
     """Write down `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
     recorder = _Recorder(max_tokens)
-    places = torch.zeros(max_tokens, dtype=torch.int64)
-    with _sent_to(recorder), torch.inference_mode(), _OnlyViews():  # type: ignore[no-untyped-call]
+    with _sent_to(recorder), torch.inference_mode():
+        places = torch.zeros(max_tokens, dtype=torch.int64).as_subclass(_Rows)
         output = forward(places, places)
+        with torch._C.DisableTorchFunctionSubclass():
+            output = output.as_subclass(torch.Tensor)
     kept = [*recorder.memory, *recorder.constants]
     return Program(library, Operations(recorder.arguments), output, kept)
 
@@ -79,28 +80,53 @@ class _Recorder:
         view = memory[:]
         # The view lives as long as any tensor over it.
         weakref.finalize(view, free.append, memory)
-        return torch.from_numpy(view).view(dtype).view(num_rows, columns)
+        return torch.from_numpy(view).view(dtype).view(num_rows, columns).as_subclass(_Rows)
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """See `Runtime`."""
         del step  # Each run has its own.
         self.arguments.append(arguments)
-        ours = {memory.ctypes.data for memory in self.memory}
-        self.constants.extend(
-            tensor for tensor in kept if tensor is not None and tensor.untyped_storage().data_ptr() not in ours
-        )
+        self.constants.extend(tensor for tensor in kept if tensor is not None and not isinstance(tensor, _Rows))
 
 
-class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets tensors be seen from another side, and nothing be computed."""
+_LOOKS = frozenset(
+    {
+        torch.Tensor.__len__,
+        torch.Tensor.chunk,
+        torch.Tensor.data_ptr,
+        torch.Tensor.device.__get__,
+        torch.Tensor.dim,
+        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.split,
+        torch.Tensor.stride,
+        torch.Tensor.unsqueeze,
+        torch.Tensor.view,
+    }
+)
+"""What leaves a tensor's memory as it is."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+
+class _Rows(torch.Tensor):
+    """A tensor of the step, which code may look at from another side, and not compute with.
+
+    By `__torch_function__`, since a dispatch mode imports half a second's worth of torch's compiler.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
-        if not func.is_view:
-            raise NotRecordable(f"the model's code calls {func}")
-        return func(*args, **(kwargs or {}))
+        is_slicing = func is torch.Tensor.__getitem__ and not _holds_tensor(args[1])
+        if not (is_slicing or func in _LOOKS):
+            raise NotRecordable(f"the model's code calls {getattr(func, '__name__', func)}")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _holds_tensor(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor | list) for part in parts)
 
 
 @contextmanager

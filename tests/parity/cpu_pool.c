@@ -1,0 +1,25 @@
+/* Thousands of programs of two small operators while the number of threads changes: test_cpu_sanitized.py runs it in a
+ * build that a data race ends. */
+
+#include "operators.h"
+
+int kaon_start(int threads, int isa);
+void kaon_run(const struct operation *operations, int64_t count, const struct step *step);
+
+enum { TOKENS = 9, SIZE = 32 };
+
+int main(void) {
+    static bf16 x[TOKENS * SIZE], norm[SIZE], normed[TOKENS * SIZE], weight[SIZE * SIZE], out[TOKENS * SIZE];
+    const struct rms_norm first = {.x = x, .x_stride = SIZE, .weight = norm, .out = normed, .out_stride = SIZE,
+                                   .size = SIZE, .eps = 1e-5};
+    const struct linear second = {.x = normed, .x_stride = SIZE, .weight = weight, .out = out, .out_stride = SIZE,
+                                  .in_features = SIZE, .out_features = SIZE};
+    const struct operation program[] = {{RMS_NORM, &first}, {LINEAR, &second}};
+    const struct step step = {.num_tokens = TOKENS};
+    for (int round = 0; round < 12; round++) {
+        static const int threads[] = {2, 4, 1, 3};
+        if (kaon_start(threads[round % 4], round % 3)) return 1;
+        for (int i = 0; i < 1000; i++) kaon_run(program, 2, &step);
+    }
+    return 0;
+}
