@@ -30,7 +30,7 @@ class StepInputs:
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
     sampling: SamplingRows
-    adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None before any row had one
+    adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
 
 
 class InputBatch:
@@ -88,8 +88,15 @@ class InputBatch:
             sampled_slots=slots[sampled],
             last_tokens=ends[sampled] - 1,
             sampling=self._sampling.rows(slots[sampled], num_tokens[sampled], self._tokens),
-            adapters=None if self._adapters is None else self._adapters[slots],
+            adapters=self._adapters_of(slots),
         )
+
+    def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+        """None where no row of the step uses one."""
+        if self._adapters is None:
+            return None
+        adapters = self._adapters[slots]
+        return adapters if adapters.any() else None
 
     def append(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
         """Add the token that each of these slots sampled."""

@@ -222,6 +222,16 @@ def test_where_the_operators_were_not_built_the_log_says_so_once(
     assert "installed without a C compiler" in caplog.messages[0]
 
 
+def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
+    """As an editable installation has it until it is installed again."""
+    other = tmp_path / "other.c"
+    other.write_text("int kaon_bytes_of_arguments(int kind) { return kind + 1; }\n")
+    built = tmp_path / "other.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, other], check=True)
+    with pytest.raises(OSError, match="built from other sources than these; install Kaon again"):
+        library.Library(built)
+
+
 class Cache:
     """Sequences over shuffled blocks, and what each holds."""
 

@@ -220,8 +220,11 @@ class Library:
     """The operators on their own threads."""
 
     def __init__(self, path: Path) -> None:
-        """Load the shared library `path`. Raises `OSError` where it is none."""
+        """Load the shared library `path`. Raises `OSError` where it is none, or was built for another release."""
         self._library = ctypes.CDLL(str(path))
+        size_of = getattr(self._library, "kaon_bytes_of_arguments", None)
+        if size_of is None or any(size_of(each.kind) != ctypes.sizeof(each) for each in Arguments.__subclasses__()):
+            raise OSError(f"{path} was built from other sources than these; install Kaon again")
         self._library.kaon_run.argtypes = [_POINTER, _INTEGER, _POINTER]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
