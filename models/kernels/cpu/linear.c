@@ -10,8 +10,6 @@
 #include "panels.h"
 #include "transpose.h"
 
-#define TILE (LANES * DEPTH)         /* bfloat16 of a tile */
-#define STEP (2 * TILE)              /* of a step of a panel */
 #define STAGED_ROWS 512              /* rows at most that are multiplied by a panel while it is near */
 #define STAGED (SCRATCH - (256 << 10)) /* bytes of the scratch for them; their sums take the rest */
 #define FEW_ROWS 64                  /* up to here reading the weight is what takes time */

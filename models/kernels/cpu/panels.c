@@ -9,9 +9,6 @@
 #include <unistd.h>
 #endif
 
-#define TILE (LANES * DEPTH)
-#define STEP (2 * TILE)
-
 /* ---- any processor ---- */
 
 #define PORTABLE_ROWS 4

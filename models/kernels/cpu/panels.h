@@ -5,7 +5,9 @@
 
 #include "kaon.h"
 
-#define GROUP (2 * LANES) /* rows at a time */
+#define TILE (LANES * DEPTH) /* bfloat16 of a tile */
+#define STEP (2 * TILE)      /* of a step of a panel */
+#define GROUP (2 * LANES)    /* rows at a time */
 
 /* What of a weight is fetched from memory while what came before it is multiplied. */
 struct ahead {
