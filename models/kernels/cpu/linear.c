@@ -10,14 +10,15 @@
 #include "panels.h"
 #include "transpose.h"
 
-#define STAGED_ROWS 512              /* rows at most that are multiplied by a panel while it is near */
-#define STAGED (SCRATCH - (256 << 10)) /* bytes of the scratch for them; their sums take the rest */
-#define FEW_ROWS 64                  /* up to here reading the weight is what takes time */
-#define INPUTS_AT_ONCE 256           /* with more rows: what of a panel stays in the first cache */
-#define AHEAD (8192 / 2)             /* with few: bfloat16 between what is read of a weight and what is fetched */
+#define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
+#define STAGED_ROWS 512      /* of them at most */
+#define FEW_ROWS 64          /* up to here reading the weight is what takes time */
+#define TOGETHER (128 << 10) /* with more: bytes of panels that a group of rows meets one after the other */
+#define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
+/* Whole groups, or a tile where rows are that long. */
 static int64_t staged_rows(int64_t inputs) {
-    return max64(LANES, min64(STAGED_ROWS, (1 << 20) / (2 * inputs)) & -(2 * LANES));
+    return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) & -GROUP);
 }
 
 /* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
@@ -37,18 +38,33 @@ static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, in
 /* Where one group of rows meets one panel. */
 struct meeting {
     const struct linear *op;
-    const struct panel_products *products;
     int64_t row, count, output; /* the first row and output, and how many rows */
 };
 
+/* A thread's room for a product. */
+struct bench {
+    const struct panel_products *products;
+    float *sums; /* of one meeting */
+    bf16 *staged;
+    int64_t first_row; /* of the rows that are staged, -1 for none */
+    int is_large;      /* whether the output is more than is soon read again */
+};
+
+static struct bench prepare(struct worker *worker, int is_large) {
+    prepare_tiles(worker->isa);
+    bf16 *staged = (bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float));
+    return (struct bench){panel_products(worker->isa), (float *)worker->scratch, staged, -1, is_large};
+}
+
 /* The sums, with the panel's bias, to where they belong. */
-CLONES static void finish(const struct meeting *at, const float *sums) {
+CLONES static void finish(const struct meeting *at, const struct bench *bench) {
     const struct linear *op = at->op;
+    const float *sums = bench->sums;
     int64_t width = min64(PANEL, op->out_features - at->output), first = at->row * op->out_stride + at->output;
     ALIGNED float bias[PANEL] = {0};
     for (int64_t i = 0; op->bias && i < width; i++) bias[i] = widen(op->bias[at->output + i]);
     if (!op->is_float && width == PANEL) {
-        at->products->round(sums, bias, at->count, (bf16 *)op->out + first, op->out_stride);
+        bench->products->round(sums, bias, at->count, bench->is_large, (bf16 *)op->out + first, op->out_stride);
         return;
     }
     for (int64_t row = 0; row < at->count; row++, first += op->out_stride)
@@ -59,45 +75,19 @@ CLONES static void finish(const struct meeting *at, const float *sums) {
         }
 }
 
-/* Lines that are about to be written, from memory into this core's cache. */
-static void fetch_output(const struct meeting *at) {
-    int64_t size = at->op->is_float ? sizeof(float) : sizeof(bf16), bytes = PANEL * size;
-    const char *line = (const char *)at->op->out + (at->row * at->op->out_stride + at->output) * size;
-    for (int64_t row = 0; row < at->count; row++, line += at->op->out_stride * size)
-        for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(line + byte, 1);
-}
-
-/* Staged rows by one panel. With many, as many inputs at once as stay in the first cache from group to group. */
-static void multiply_rows(struct meeting at, const bf16 *staged, int64_t rows, const bf16 *weight, float *sums) {
-    int64_t steps = parts(at.op->in_features, DEPTH), groups = parts(rows, GROUP), first_row = at.row;
-    int64_t at_once = rows > FEW_ROWS ? INPUTS_AT_ONCE / DEPTH : steps;
-    for (int64_t step = 0; step < steps; step += at_once) {
-        int64_t count = min64(at_once, steps - step), lines = parts(STEP * sizeof(bf16) / LINE, groups);
-        const bf16 *now = weight + step * STEP, *later = groups == 1 ? now + AHEAD : now + count * STEP;
-        struct ahead ahead = {(const char *)later, (int)lines, groups == 1};
-        int is_last = step + count == steps;
-        for (int64_t group = 0; group < groups; group++) {
-            at.row = first_row + group * GROUP, at.count = min64(GROUP, rows - group * GROUP);
-            if (is_last && groups > 1) fetch_output(&at);
-            float *here = sums + group * GROUP * PANEL;
-            at.products->multiply(staged + group * GROUP * steps * DEPTH + step * TILE, at.count, steps, now,
-                                  count, step == 0, here, &ahead);
-            if (is_last) finish(&at, here);
+/* `rows` staged rows, `at` the first of them, by `panels` panels, which each group meets one after the other. */
+static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {
+    int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
+    const bf16 *weight = at.op->weight + first_output / PANEL * steps * STEP;
+    for (int64_t done = 0; done < rows; done += GROUP) {
+        at.row = first_row + done, at.count = min64(GROUP, rows - done);
+        for (int64_t panel = 0; panel < panels; panel++) {
+            at.output = first_output + panel * PANEL;
+            bench->products->multiply(bench->staged + done * steps * DEPTH, at.count, weight + panel * steps * STEP,
+                                      steps, rows <= GROUP ? AHEAD : 0, bench->sums);
+            finish(&at, bench);
         }
     }
-}
-
-/* A thread's room for a product. */
-struct bench {
-    const struct panel_products *products;
-    bf16 *staged;
-    float *sums;
-    int64_t first_row; /* of the rows that are staged, -1 for none */
-};
-
-static struct bench prepare(struct worker *worker) {
-    prepare_tiles(worker->isa);
-    return (struct bench){panel_products(worker->isa), (bf16 *)worker->scratch, (float *)(worker->scratch + STAGED), -1};
 }
 
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
@@ -108,10 +98,10 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
         stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
         bench->first_row = first;
     }
-    struct meeting at = {.op = op, .products = bench->products, .row = first};
-    for (; panel < past; panel++) {
-        at.output = panel * PANEL;
-        multiply_rows(at, bench->staged, count, op->weight + panel * steps * STEP, bench->sums);
+    int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16))) : 1;
+    for (; panel < past; panel += together) {
+        struct meeting at = {.op = op, .row = first, .output = panel * PANEL};
+        multiply_rows(at, bench, count, min64(together, past - panel));
     }
 }
 
@@ -121,18 +111,21 @@ static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int t
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
 
-/* Tasks: blocks of rows, of each one share of the panels after the other. */
+/* Tasks: blocks of rows, and of the last ones, a block a thread, one share of the panels after the other. */
 void linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct linear *op = arguments;
     int64_t rows = step->num_tokens;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
+    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block), whole = max64(0, blocks - worker->threads);
     int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
-    struct bench bench = prepare(worker);
-    for (int64_t task; (task = take_task(worker)) < blocks * shares;) {
-        int64_t first = task / shares * block, panel = task % shares * share;
-        multiply_panels(op, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
+    struct bench bench = prepare(worker, rows > FEW_ROWS);
+    for (int64_t task; (task = take_task(worker)) < whole + (blocks - whole) * shares;) {
+        int64_t first = (task < whole ? task : whole + (task - whole) / shares) * block;
+        int64_t panel = task < whole ? 0 : (task - whole) % shares * share;
+        int64_t past = task < whole ? panels : min64(panels, panel + share);
+        multiply_panels(op, &bench, first, min64(block, rows - first), panel, past);
     }
+    if (bench.is_large) settle_rounded();
 }
 
 /* Tasks: groups, of each one share of the panels after the other. */
@@ -142,7 +135,7 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
     int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
     int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
-    struct bench bench = prepare(worker);
+    struct bench bench = prepare(worker, 0);
     for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
         for (; group < task / shares; group++) start += op->counts[group];
         const struct linear one = {.x = op->x,

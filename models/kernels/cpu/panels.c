@@ -14,8 +14,7 @@
 #define PORTABLE_ROWS 4
 
 CLONES static void add_rows(const bf16 *x, int64_t rows, const bf16 *weight, int64_t steps, float *sums) {
-    float s[PORTABLE_ROWS][PANEL];
-    memcpy(s, sums, rows * sizeof s[0]);
+    float s[PORTABLE_ROWS][PANEL] = {{0}};
     for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
         for (int pair = 0; pair < DEPTH / 2; pair++) {
             float even[PANEL], odd[PANEL];
@@ -39,16 +38,17 @@ CLONES static void add_rows(const bf16 *x, int64_t rows, const bf16 *weight, int
     memcpy(sums, s, rows * sizeof s[0]);
 }
 
-static void multiply_portable(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight,
-                              int64_t steps, int is_first, float *sums, struct ahead *ahead) {
+static void multiply_portable(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+                              float *sums) {
     (void)ahead;
-    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
     for (int64_t row = 0; row < count; row += PORTABLE_ROWS)
-        add_rows(staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH,
+        add_rows(staged + row / LANES * LANES * steps * DEPTH + row % LANES * DEPTH,
                  min64(PORTABLE_ROWS, count - row), weight, steps, sums + row * PANEL);
 }
 
-CLONES static void round_portable(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+CLONES static void round_portable(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
+                                  int64_t out_stride) {
+    (void)is_large;
     for (int64_t row = 0; row < count; row++)
         for (int64_t i = 0; i < PANEL; i++) out[row * out_stride + i] = narrow(sums[row * PANEL + i] + bias[i]);
 }
@@ -58,25 +58,24 @@ static const struct panel_products portable = {multiply_portable, round_portable
 #if HAS_AMX
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
 
-AVX512 static inline void fetch(struct ahead *ahead) {
-    if (ahead->is_near)
-        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
-    else
-        for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T1);
-    ahead->at += ahead->lines * LINE;
+/* The step that lies `ahead` bytes behind this one; 0 for none, when it is left to the processor. */
+AVX512 static inline void fetch(const bf16 *weight, int64_t ahead) {
+    if (ahead)
+        for (int line = 0; line < STEP * (int)sizeof(bf16); line += LINE)
+            _mm_prefetch((const char *)weight + ahead + line, _MM_HINT_T0);
 }
 
 /* ROWS rows: a function each, so that the sums stay in registers. */
 #define ADD_ROWS(ROWS)                                                                                       \
-    AVX512 static void add_rows##ROWS(const bf16 *x, const bf16 *weight, int64_t steps, float *sums,         \
-                                      struct ahead *ahead) {                                                 \
+    AVX512 static void add_rows##ROWS(const bf16 *x, const bf16 *weight, int64_t steps, int64_t ahead,       \
+                                      float *sums) {                                                         \
         __m512 s0[ROWS], s1[ROWS];                                                                           \
         for (int r = 0; r < ROWS; r++) {                                                                     \
-            s0[r] = _mm512_loadu_ps(sums + r * PANEL);                                                       \
-            s1[r] = _mm512_loadu_ps(sums + r * PANEL + LANES);                                               \
+            s0[r] = _mm512_setzero_ps();                                                                     \
+            s1[r] = _mm512_setzero_ps();                                                                     \
         }                                                                                                    \
         for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {                            \
-            if (ahead) fetch(ahead);                                                                         \
+            fetch(weight, ahead);                                                                            \
             for (int pair = 0; pair < DEPTH / 2; pair++) {                                                   \
                 const bf16 *w = weight + pair * LANES * 2;                                                   \
                 __m512bh w0 = (__m512bh)_mm512_loadu_si512(w), w1 = (__m512bh)_mm512_loadu_si512(w + TILE);  \
@@ -99,29 +98,31 @@ ADD_ROWS(2)
 ADD_ROWS(4)
 ADD_ROWS(8)
 
-static void multiply_avx512(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
-                            int is_first, float *sums, struct ahead *ahead) {
-    if (is_first) memset(sums, 0, count * PANEL * sizeof(float));
-    for (int64_t row = 0; row < count; sums += PANEL * 8, row += 8) {
-        const bf16 *x = staged + row / LANES * LANES * all_steps * DEPTH + row % LANES * DEPTH;
-        struct ahead *once = row == 0 ? ahead : NULL;
+static void multiply_avx512(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+                            float *sums) {
+    for (int64_t row = 0; row < count; row += 8, sums += PANEL * 8, ahead = 0) {
+        const bf16 *x = staged + row / LANES * LANES * steps * DEPTH + row % LANES * DEPTH;
         int64_t left = min64(8, count - row);
         float *to = sums;
         if (left == 8) {
-            add_rows8(x, weight, steps, to, once);
+            add_rows8(x, weight, steps, ahead, to);
             continue;
         }
-        if (left & 4) add_rows4(x, weight, steps, to, once), x += 4 * DEPTH, to += 4 * PANEL, once = NULL;
-        if (left & 2) add_rows2(x, weight, steps, to, once), x += 2 * DEPTH, to += 2 * PANEL, once = NULL;
-        if (left & 1) add_rows1(x, weight, steps, to, once);
+        if (left & 4) add_rows4(x, weight, steps, ahead, to), x += 4 * DEPTH, to += 4 * PANEL, ahead = 0;
+        if (left & 2) add_rows2(x, weight, steps, ahead, to), x += 2 * DEPTH, to += 2 * PANEL, ahead = 0;
+        if (left & 1) add_rows1(x, weight, steps, ahead, to);
     }
 }
 
-AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride) {
+AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
+                                int64_t out_stride) {
     __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + LANES);
+    int is_whole = ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
     for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
         __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), high);
-        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+        if (is_large && is_whole) _mm512_stream_si512((__m512i *)out, rounded);
+        else _mm512_storeu_si512(out, rounded);
     }
 }
 
@@ -129,27 +130,18 @@ static const struct panel_products avx512 = {multiply_avx512, round_avx512};
 
 /* ---- AMX: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
 
-AMX static void multiply_amx(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
-                             int is_first, float *sums, struct ahead *ahead) {
-    const bf16 *x0 = staged, *x1 = staged + all_steps * TILE;
+AMX static void multiply_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
+                             float *sums) {
+    const bf16 *x0 = staged, *x1 = staged + steps * TILE;
     float *below = sums + LANES * PANEL;
     int two = count > LANES;
-    if (is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, PANEL * sizeof(float));
-        _tile_loadd(1, sums + LANES, PANEL * sizeof(float));
-        if (two) {
-            _tile_loadd(2, below, PANEL * sizeof(float));
-            _tile_loadd(3, below + LANES, PANEL * sizeof(float));
-        }
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     if (two) {
         for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE, x1 += TILE) {
-            fetch(ahead);
+            fetch(weight, ahead);
             _tile_loadd(4, x0, LINE);
             _tile_loadd(6, weight, LINE);
             _tile_dpbf16ps(0, 4, 6);
@@ -161,7 +153,7 @@ AMX static void multiply_amx(const bf16 *staged, int64_t count, int64_t all_step
         }
     } else {
         for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE) {
-            fetch(ahead);
+            fetch(weight, ahead);
             _tile_loadd(4, x0, LINE);
             _tile_loadd(6, weight, LINE);
             _tile_dpbf16ps(0, 4, 6);
@@ -224,6 +216,12 @@ const struct panel_products *panel_products(enum isa isa) {
 #endif
     (void)isa;
     return &portable;
+}
+
+void settle_rounded(void) {
+#if HAS_AMX
+    __builtin_ia32_sfence(); /* Stores past the caches wait for no lock. */
+#endif
 }
 
 void prepare_tiles(enum isa isa) {

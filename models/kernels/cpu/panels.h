@@ -9,22 +9,17 @@
 #define STEP (2 * TILE)      /* of a step of a panel */
 #define GROUP (2 * LANES)    /* rows at a time */
 
-/* What of a weight is fetched from memory while what came before it is multiplied. */
-struct ahead {
-    const char *at;
-    int lines; /* with each step */
-    int is_near;
-};
-
 struct panel_products {
-    /* Sums [32][32] of up to 32 staged rows and `steps` steps of a panel: added to what is there unless `is_first`. */
-    void (*multiply)(const bf16 *staged, int64_t count, int64_t all_steps, const bf16 *weight, int64_t steps,
-                     int is_first, float *sums, struct ahead *ahead);
-    /* Sums and a bias [32] to bfloat16, 32 outputs a row. */
-    void (*round)(const float *sums, const float *bias, int64_t count, bf16 *out, int64_t out_stride);
+    /* Sums [32][32] of up to 32 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
+    void (*multiply)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
+    /* Sums and a bias [32] to bfloat16, 32 outputs a row; past the caches where they are whole lines of a large output. */
+    void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
 };
 
 const struct panel_products *panel_products(enum isa isa);
+
+/* After a thread's last `round` of an operator with a large output, before others read it. */
+void settle_rounded(void);
 
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);

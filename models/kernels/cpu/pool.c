@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,6 +17,8 @@
 
 #define SPINS_AT_BARRIER 4000 /* 50 to 150 microseconds: others are at work, and end soon */
 #define SPINS_WHEN_IDLE 200   /* 5 microseconds */
+
+#define HUGE_PAGE (2 << 20)
 
 struct program {
     const struct operation *operations;
@@ -85,6 +88,14 @@ static void run_part(int thread) {
     release_tiles(worker.isa); /* The next caller may have changed the pool's. */
 }
 
+/* In huge pages, so that what a thread keeps in its second cache spreads over all of it. */
+static char *make_scratch(void) {
+    void *scratch;
+    if (posix_memalign(&scratch, HUGE_PAGE, SCRATCH)) return NULL;
+    madvise(scratch, SCRATCH, MADV_HUGEPAGE); /* where the system has them */
+    return scratch;
+}
+
 static void *work(void *argument) {
     int thread = (int)(intptr_t)argument;
     prctl(PR_SET_NAME, "kaon-cpu");
@@ -123,7 +134,7 @@ int kaon_start(int threads, int isa) {
     pool.started_before = atomic_load(&pool.started);
     for (; pool.threads < threads; pool.threads++) {
         int thread = pool.threads;
-        if (posix_memalign((void **)&pool.scratch[thread], 4096, SCRATCH)) break;
+        if (!(pool.scratch[thread] = make_scratch())) break;
         if (thread && pthread_create(&pool.others[thread], NULL, work, (void *)(intptr_t)thread)) {
             free(pool.scratch[thread]);
             break;
