@@ -3,7 +3,7 @@
  *
  * Keys lie as [block, kv head, key, dim], values as [block, kv head, pair of keys, dim, 2]: both as they are
  * multiplied. Queries are taken by 16 columns, a column a head of a query, with the heads that share a key together.
- * Keys are taken 64 at a time from position 0, and the softmax begins anew every SPLIT keys: what a query adds up, and
+ * Keys are taken 256 at a time from position 0, and the softmax begins anew every SPLIT keys: what a query adds up, and
  * in which order, depends on its position alone. Keys that it does not see have weight 0. */
 
 #include <math.h>
@@ -14,7 +14,8 @@
 #include "vectors.h"
 
 #define SPLIT 1024
-#define TILES 8 /* of columns that meet keys together */
+#define TILES 16   /* of columns that meet keys while these are near */
+#define QUARTER 4  /* units that are fetched while others are multiplied */
 
 static inline void begin(struct seen *seen, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
@@ -44,7 +45,8 @@ CLONES static void write_out(const struct attention *op, const struct seen *seen
         share = exp2_of(all(most - base))[0];
         total = total * share + exp2_of(all(sink - base))[0];
     }
-    for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * share / total);
+    float part = share / total;
+    for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * part);
 }
 
 static struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context,
@@ -61,11 +63,10 @@ static struct columns see(const struct attention *op, int64_t first_column, int6
     return made;
 }
 
-static void fetch_units(const struct units *units, int64_t bytes) {
-    for (int unit = 0; unit < UNITS; unit++)
-        if (units->at[unit])
-            for (int64_t line = 0; line < bytes; line += LINE)
-                __builtin_prefetch((const char *)units->at[unit] + line);
+static void fetch_quarter(const struct units *units, int first, int64_t dim) {
+    for (int unit = first; unit < first + QUARTER; unit++)
+        for (int64_t byte = 0; units->at[unit] && byte < UNIT * dim * (int64_t)sizeof(bf16); byte += LINE)
+            __builtin_prefetch((const char *)units->at[unit] + byte, 0, 2);
 }
 
 /* A part of one row: some of its columns, and one KV head. */
@@ -81,10 +82,10 @@ struct task {
 /* What a thread needs for one. */
 struct room {
     struct seen all[TILES], split[TILES];
-    ALIGNED bf16 queries[TILES][LANES * MAX_HEAD_DIM];
+    ALIGNED bf16 queries[TILES * LANES * MAX_HEAD_DIM];
     ALIGNED bf16 values[KEYS * MAX_HEAD_DIM];
-    ALIGNED float scores[TILES][KEYS][LANES];
-    ALIGNED bf16 weights[TILES][KEYS * LANES];
+    ALIGNED float scores[PAIR][KEYS][LANES];
+    ALIGNED bf16 weights[PAIR][KEYS * LANES];
 };
 _Static_assert(sizeof(struct room) <= SCRATCH, "a thread's scratch holds a task");
 
@@ -102,10 +103,16 @@ static void locate(const struct task *task, int64_t first_key, struct units *key
     }
 }
 
-static void gather(const struct units *values, int64_t dim, bf16 *together) {
-    for (int unit = 0; unit < UNITS; unit++, together += UNIT * dim) {
-        if (values->at[unit]) memcpy(together, values->at[unit], UNIT * dim * sizeof(bf16));
-        else memset(together, 0, UNIT * dim * sizeof(bf16));
+/* Values of some units, from [pair][dim][2] to the tiles [span][dim / 16][16 pairs][16][2]. */
+CLONES static void gather(const struct units *values, int first, int past, int64_t dim, bf16 *tiles) {
+    for (int unit = first; unit < past; unit++) {
+        bf16 *to = tiles + unit / 2 * SPAN * dim + unit % 2 * UNIT * LANES;
+        for (int pair = 0; pair < UNIT / 2; pair++, to += 2 * LANES)
+            for (int64_t i = 0; i < dim; i += LANES) {
+                const bf16 *from = values->at[unit] + (pair * dim + i) * 2;
+                if (values->at[unit]) memcpy(to + i * SPAN, from, LINE);
+                else memset(to + i * SPAN, 0, LINE);
+            }
     }
 }
 
@@ -115,12 +122,44 @@ static inline int64_t head_of(const struct task *task, int64_t column) {
     return task->kv_head * task->group + column % task->group;
 }
 
-static void stage_queries(const struct task *task, int64_t first, int64_t count, bf16 *staged) {
-    memset(staged, 0, LANES * task->op->dim * sizeof(bf16));
-    for (int64_t lane = 0; lane < count; lane++) {
-        const bf16 *q = task->op->q + query_of(task, first + lane) * task->op->q_stride +
+static void stage_queries(const struct task *task, const struct attention_products *products, int64_t first,
+                          int64_t count, bf16 *staged) {
+    const bf16 *columns[LANES] = {NULL};
+    for (int64_t lane = 0; lane < count; lane++)
+        columns[lane] = task->op->q + query_of(task, first + lane) * task->op->q_stride +
                         head_of(task, first + lane) * task->op->dim;
-        for (int64_t i = 0; i < task->op->dim; i += 2) memcpy(staged + i * LANES + 2 * lane, q + i, 2 * sizeof(bf16));
+    products->turn(columns, task->op->dim, staged);
+}
+
+/* Of a step, the spans of which columns see a key. Others would weigh nothing. */
+static struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
+    int64_t from = max64(0, least - first_key) / SPAN;
+    return (struct spans){(int)from, (int)max64(from, parts(min64(KEYS, past - first_key), SPAN))};
+}
+
+/* Every column of a task meets the keys of a step. */
+static void take_step(const struct task *task, const struct attention_products *products, struct columns *columns,
+                      int64_t first_key, const struct units *keys, const struct units *values,
+                      const struct units *next_keys, struct room *room) {
+    int64_t dim = task->op->dim;
+    for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
+        int tiles = (int)min64(PAIR, task->tiles - tile);
+        struct spans spans = in_sight(first_key, columns[tile].least, columns[tile + tiles - 1].past);
+        const bf16 *queries = room->queries + tile * LANES * dim;
+        for (int first = 0; first < UNITS; first += QUARTER) {
+            int from = first * UNIT / SPAN, past = (first + QUARTER) * UNIT / SPAN;
+            struct spans here = {spans.from > from ? spans.from : from, spans.past < past ? spans.past : past};
+            if (tile == 0) fetch_quarter(values, first, dim);
+            products->score(keys, here, queries, tiles, dim, room->scores);
+        }
+        for (int i = 0; i < tiles; i++)
+            products->weigh(task->op, &columns[tile + i], first_key, spans, room->scores[i], &room->split[tile + i],
+                            room->weights[i]);
+        for (int first = 0; tile == 0 && first < UNITS; first += QUARTER) {
+            fetch_quarter(next_keys, first, dim);
+            gather(values, first, first + QUARTER, dim, room->values);
+        }
+        products->add(room->values, spans, room->weights[0], tiles, dim, &room->split[tile]);
     }
 }
 
@@ -132,7 +171,7 @@ static void attend(struct task *task, int64_t context, struct worker *worker) {
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         int64_t first = task->first_column + tile * LANES;
         columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
-        stage_queries(task, first, columns[tile].count, room->queries[tile]);
+        stage_queries(task, products, first, columns[tile].count, room->queries + tile * LANES * op->dim);
         begin(&room->all[tile], op->dim);
     }
     task->least = columns[0].least, task->past = columns[task->tiles - 1].past;
@@ -146,23 +185,7 @@ static void attend(struct task *task, int64_t context, struct worker *worker) {
         for (; first_key < past; first_key += KEYS) {
             keys = next_keys, values = next_values;
             locate(task, first_key + KEYS, &next_keys, &next_values);
-            if (task->query_len == 1) {
-                fetch_units(&next_keys, UNIT * op->dim * sizeof(bf16));
-                fetch_units(&next_values, UNIT * op->dim * sizeof(bf16));
-            }
-            gather(&values, op->dim, room->values);
-            /* Of keys that none of a tile's columns sees, they would remember nothing. */
-            int64_t from = 0, to = task->tiles;
-            while (first_key >= columns[from].past) from++;
-            while (first_key + KEYS <= columns[to - 1].least) to--;
-            /* One thing for all after the other: what tiles stored is then there when vectors read it, and back. */
-            for (int64_t tile = from; tile < to; tile++)
-                products->score(&keys, room->queries[tile], op->dim, room->scores[tile]);
-            for (int64_t tile = from; tile < to; tile++)
-                products->weigh(op, &columns[tile], first_key, room->scores[tile], &room->split[tile],
-                                room->weights[tile]);
-            for (int64_t tile = from; tile < to; tile++)
-                products->add(room->values, room->weights[tile], op->dim, columns[tile].count, room->split[tile].sums);
+            take_step(task, products, columns, first_key, &keys, &values, &next_keys, room);
         }
         for (int64_t tile = 0; tile < task->tiles; tile++)
             merge(&room->all[tile], &room->split[tile], columns[tile].count, op->dim);

@@ -1,6 +1,7 @@
-/* The two products of attention, for each instruction set. Called by attention.c.
+/* The two products of attention and the softmax between them, for each instruction set. Called by attention.c.
  *
- * 16 columns, each a head of a query, meet 64 keys in four units of 16, which lie wherever their blocks do. */
+ * One or two tiles of 16 columns, each a head of a query, meet up to 256 keys at once: sixteen units of 16, which lie
+ * wherever their blocks do, taken by spans of 32. */
 
 #ifndef ATTENTION_H
 #define ATTENTION_H
@@ -8,21 +9,20 @@
 #include "operators.h"
 
 #define UNIT LANES /* keys that lie together */
-#define UNITS 4    /* of a step */
+#define UNITS 16   /* of a step */
 #define KEYS (UNIT * UNITS)
+#define SPAN DEPTH /* keys that one step of a product takes */
+#define PAIR 2     /* tiles of columns */
 
 /* Where a step's keys or values are; NULL: no query sees these. */
 struct units {
     const bf16 *at[UNITS];
 };
 
-/* scores[key][column] = key . query.
- * keys: unit [16][dim]; queries: [dim / 32][16 pairs][16 columns][2]. */
-typedef void score_keys(const struct units *keys, const bf16 *queries, int64_t dim, float scores[KEYS][LANES]);
-
-/* sums[column][dim] += the column's weights . values.
- * values: [32 pairs of keys][dim][2]; weights: [2][16 columns][32 keys]. */
-typedef void add_values(const bf16 *values, const bf16 *weights, int64_t dim, int64_t columns, float *sums);
+/* Spans of a step. */
+struct spans {
+    int from, past;
+};
 
 /* What 16 columns have seen so far. */
 struct seen {
@@ -38,12 +38,26 @@ struct columns {
     int64_t always_from, always_past;          /* what each of them sees */
 };
 
-/* Scores [key][column], relative to the largest so far and by the columns' sight, to weights [2][16 columns][32 keys]; what
- * was seen before is made relative to it too. */
+/* Queries [16 columns][dim], NULL past the last, to [dim / 32][16 pairs][16 columns][2]. */
+typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, bf16 *queries);
+
+/* scores[tile][key][column] = key . query.
+ * keys: unit [16][dim]; queries: [tile][dim / 32][16 pairs][16 columns][2]. */
+typedef void score_keys(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
+                        float scores[][KEYS][LANES]);
+
+/* A tile's scores, relative to the largest so far and by the columns' sight, to weights [span][16 columns][32 keys];
+ * what was seen before is made relative to it too. */
 typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
-                        float scores[KEYS][LANES], struct seen *seen, bf16 *weights);
+                        struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights);
+
+/* sums[column][dim] of each tile += the column's weights . values.
+ * values: [span][dim / 16][16 pairs of keys][16][2]; weights: [tile][span][16 columns][32 keys]. */
+typedef void add_values(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
+                        struct seen *seen);
 
 struct attention_products {
+    turn_queries *turn;
     score_keys *score;
     weigh_keys *weigh;
     add_values *add;
