@@ -16,12 +16,12 @@
 #define INPUTS_AT_ONCE 256           /* with more rows: what of a panel stays in the first cache */
 #define AHEAD (8192 / 2)             /* with few: bfloat16 between what is read of a weight and what is fetched */
 
-static int64_t staged_rows(int64_t inputs) {
+int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, (1 << 20) / (2 * inputs)) & -(2 * LANES));
 }
 
 /* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
-static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
         bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
@@ -67,14 +67,20 @@ static void fetch_output(const struct meeting *at) {
         for (int64_t byte = 0; byte < bytes; byte += LINE) __builtin_prefetch(line + byte, 1);
 }
 
+/* What to fetch during `steps` steps for so many groups of rows: few are through soon, more take what comes next. */
+struct ahead look_ahead(const bf16 *now, int64_t steps, int64_t groups) {
+    const bf16 *later = groups == 1 ? now + AHEAD : now + steps * STEP;
+    return (struct ahead){(const char *)later, (int)parts(STEP * sizeof(bf16) / LINE, groups), groups == 1};
+}
+
 /* Staged rows by one panel. With many, as many inputs at once as stay in the first cache from group to group. */
 static void multiply_rows(struct meeting at, const bf16 *staged, int64_t rows, const bf16 *weight, float *sums) {
     int64_t steps = parts(at.op->in_features, DEPTH), groups = parts(rows, GROUP), first_row = at.row;
     int64_t at_once = rows > FEW_ROWS ? INPUTS_AT_ONCE / DEPTH : steps;
     for (int64_t step = 0; step < steps; step += at_once) {
-        int64_t count = min64(at_once, steps - step), lines = parts(STEP * sizeof(bf16) / LINE, groups);
-        const bf16 *now = weight + step * STEP, *later = groups == 1 ? now + AHEAD : now + count * STEP;
-        struct ahead ahead = {(const char *)later, (int)lines, groups == 1};
+        int64_t count = min64(at_once, steps - step);
+        const bf16 *now = weight + step * STEP;
+        struct ahead ahead = look_ahead(now, count, groups);
         int is_last = step + count == steps;
         for (int64_t group = 0; group < groups; group++) {
             at.row = first_row + group * GROUP, at.count = min64(GROUP, rows - group * GROUP);
@@ -105,7 +111,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     if (bench->first_row != first) {
-        stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        stage_rows(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
         bench->first_row = first;
     }
     struct meeting at = {.op = op, .products = bench->products, .row = first};
@@ -116,7 +122,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
 }
 
 /* Panels of a task: enough to be read in one go, and several tasks a thread, in case one is held up. */
-static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
+int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
     int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * threads)));
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
@@ -126,7 +132,7 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     const struct linear *op = arguments;
     int64_t rows = step->num_tokens;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
+    int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
     int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
     struct bench bench = prepare(worker);
     for (int64_t task; (task = take_task(worker)) < blocks * shares;) {
@@ -140,7 +146,7 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     (void)step;
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
-    int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t block = rows_to_stage(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
     int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
     struct bench bench = prepare(worker);
     for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {

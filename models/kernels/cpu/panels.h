@@ -29,4 +29,10 @@ const struct panel_products *panel_products(enum isa isa);
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
 
+/* Shared with linear.c, which says what they are for. */
+int64_t rows_to_stage(int64_t inputs);
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features);
+struct ahead look_ahead(const bf16 *panel, int64_t steps, int64_t groups);
+int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads);
+
 #endif
