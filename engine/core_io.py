@@ -1,12 +1,12 @@
-"""The engine core's two I/O threads: the only code of the core that touches its sockets.
+"""The engine core's ends of its two sockets: a thread that reads the one, and a queue that writes to the other.
 
-Started by `engine.engine_core`; the busy loop knows their queues only.
+Made by `engine.engine_core`; the busy loop knows their queues only.
 """
 
 import logging
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -21,34 +21,57 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 InputQueue: TypeAlias = SimpleQueue[Sequence | AbortRequests | Shutdown]
-OutputQueue: TypeAlias = SimpleQueue[Outbound | None]
-"""None ends the thread that empties it."""
+
+
+class OutputQueue(Protocol):
+    """Where the core puts what it has to tell."""
+
+    def put(self, message: Outbound, /) -> None: ...
+
 
 _LINGER_MS = 2000
 """How long the last messages may take to leave for a parent that does not read."""
 
 
+class _OutputSocket:
+    """Sends what any thread puts, at once: handing it to a thread costs more, and wakes that while a step computes."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._turn = threading.Lock()
+
+    def put(self, message: Outbound) -> None:
+        """Send a message. Never blocks: the socket has no high-water mark. After `close`, nobody would read it."""
+        with self._turn:
+            if not self._socket.closed:
+                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Let what was sent leave, and take no more."""
+        with self._turn:
+            self._socket.close()
+
+
 class CoreSockets:
-    """The core's ends of the two sockets, with a thread each, between the addresses and the queues."""
+    """The core's ends of the two sockets, between the addresses and the queues."""
 
     def __init__(self, input_address: str, output_address: str, block_size: int) -> None:
         self.input_queue: InputQueue = SimpleQueue()
-        self.output_queue: OutputQueue = SimpleQueue()
         self._block_size = block_size
         self._grammars: GrammarAdmission | None = None
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.DEALER)
-        self._output = self._context.socket(zmq.PUSH)
-        for socket, address in ((self._input, input_address), (self._output, output_address)):
+        output = self._context.socket(zmq.PUSH)
+        for socket, address in ((self._input, input_address), (output, output_address)):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
             # No high-water mark: at one a DEALER or PUSH blocks or drops, and no message of ours may be lost.
             socket.set_hwm(0)
             socket.connect(address)
+        self.output_queue = _OutputSocket(output)
         # A ROUTER can address a peer once it has heard from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
-        self._output_thread = threading.Thread(target=self.process_output_sockets, name="output", daemon=True)
-        self._output_thread.start()
 
     def serve_grammars(self, matchers: "Matchers") -> None:
         """From now on, take requests with a grammar. To be called before the first request can arrive."""
@@ -72,17 +95,9 @@ class CoreSockets:
                 except BaseException as error:  # noqa: BLE001 - logged, and told; a native panic is no `Exception`
                     self._refuse(frame, error)
 
-    def process_output_sockets(self) -> None:
-        """Encode and send what the output queue brings, until it brings None."""
-        encoder = msgspec.msgpack.Encoder()
-        while (message := self.output_queue.get()) is not None:
-            self._output.send(encoder.encode(message))
-        self._output.close()
-
     def close(self) -> None:
-        """Send what the output queue still holds, then close both sockets."""
-        self.output_queue.put(None)
-        self._output_thread.join()
+        """Close both sockets, once what was put has left."""
+        self.output_queue.close()
         self._context.term()
 
     def _accept(self, message: Inbound) -> None:

@@ -69,9 +69,12 @@ class InputBatch:
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         ends = np.cumsum(query_lens)
-        # Token t of row r has the position t - (first t of r) + (first position of r), and both firsts are end - span.
-        token_slots = np.repeat(slots, query_lens)
-        positions = np.arange(batch.total_tokens_num) + np.repeat(seq_lens - ends, query_lens)
+        if batch.total_tokens_num == len(slots):
+            token_slots, positions = slots, seq_lens - 1
+        else:
+            # Token t of row r has the position t - (first t of r) + (first position of r); both firsts are end - span.
+            token_slots = np.repeat(slots, query_lens)
+            positions = np.arange(batch.total_tokens_num) + np.repeat(seq_lens - ends, query_lens)
         blocks, offsets = np.divmod(positions, self.block_size)
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)

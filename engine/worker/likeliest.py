@@ -4,6 +4,7 @@
 bfloat16 have many. On CPU the selecting is NumPy's, whose vectorised kernels are ten times faster than torch's.
 """
 
+import numpy as np
 import torch
 
 _BLOCK = 128
@@ -33,6 +34,27 @@ def likeliest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
         candidates = values.gather(-1, index.clamp(max=width - 1)).masked_fill_(index >= width, -torch.inf)
     best = _best(candidates, index, k)
     return values.gather(-1, best), best
+
+
+def descending(values: torch.Tensor) -> torch.Tensor:
+    """Each row's values, largest first. # [R, V] float32
+
+    With `at_ranks`, a third of what ordering all of their indexes takes.
+    """
+    if values.device.type != "cpu":
+        return values.sort(-1, descending=True).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+
+
+def at_ranks(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Index of the value that has the rank, one a row; equal ones rank by index. # 2 x [R, V], [R] -> [R] int64
+
+    `ordered` is what `descending` made of `values`.
+    """
+    wanted = ordered.gather(-1, ranks[:, None])  # [R, 1]
+    among_equals = ranks - (ordered > wanted).sum(-1)
+    equal = zip(values == wanted, among_equals.tolist(), strict=True)
+    return torch.stack([row.nonzero()[place, 0] for row, place in equal])
 
 
 def block_view(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

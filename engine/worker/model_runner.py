@@ -21,17 +21,19 @@ from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import KVCacheSize, available_host_memory, cpu_budget, gpu_budget, kv_cache_size
 from engine.worker.prompt_logprobs import read_prompt_logprobs
-from engine.worker.sampler import Sampler
+from engine.worker.sampler import SampledTokens, Sampler
 from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
 from models.kernels.cpu import ops
+from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import NotRecordable, Program, record
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
+from models.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +122,13 @@ class ModelRunner:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
         set_kv_cache_data(self.caches.allocate(num_blocks, num_slots))
         # A cache of one block is the profiling step's.
-        self.program = self._record() if self.operators is not None and num_blocks > 1 else None
+        self.program: Program | None = None
+        self.greedy_head: GreedyHead | None = None
+        if self.operators is not None and num_blocks > 1:
+            self.program = self._record()
+            if isinstance(self.model_config, ModelConfig):
+                hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
+                self.greedy_head = GreedyHead.of(self.operators, self.model.compute_logits, hidden_size, max_rows)
 
     def _record(self) -> Program | None:
         """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
@@ -170,8 +178,11 @@ class ModelRunner:
 
     def run_model(
         self, inputs: StepInputs, metadata: AttentionMetaData, prompt_spans: list[PromptSpan]
-    ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]] | None]:
-        """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32"""
+    ) -> tuple[torch.Tensor | SampledTokens, dict[int, list[TokenLogprobs]] | None]:
+        """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
+
+        The tokens themselves, where each row takes the likeliest and the model's head tells it without logits.
+        """
         input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
         num_rows = len(inputs.query_lens)
@@ -187,6 +198,9 @@ class ModelRunner:
                 prompt_logprobs = read_prompt_logprobs(hidden, self.model.compute_logits, prompt_spans, vocab_size)
             if len(inputs.last_tokens) < len(hidden):
                 hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
+            head = self.greedy_head
+            if head is not None and lora is None and inputs.sampling.is_greedy and len(hidden) <= head.max_rows:
+                return _likeliest(head, hidden), prompt_logprobs
             return self.model.compute_logits(hidden), prompt_logprobs
 
     def _hidden_states(
@@ -198,10 +212,14 @@ class ModelRunner:
         assert isinstance(metadata, NativeMetaData)
         return self.program.run(input_ids, positions, metadata.step)
 
-    def postprocess(self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor) -> ScheduledBatchOutput:
-        """Sample, keep the tokens for the next step, and report them by sequence."""
+    def postprocess(
+        self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | SampledTokens
+    ) -> ScheduledBatchOutput:
+        """Sample, unless that is done; keep the tokens for the next step, and report them by sequence."""
         ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
-        sampled = self.sampler.sample(logits, inputs.sampling)
+        sampled = logits
+        if isinstance(sampled, torch.Tensor):
+            sampled = self.sampler.sample(sampled, inputs.sampling)
         self.input_batch.append(inputs.sampled_slots, sampled.token_ids)
         token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
         errors = {}
@@ -247,3 +265,9 @@ class ModelRunner:
                 new_seqs=seqs,
             )
         )
+
+
+def _likeliest(head: GreedyHead, hidden: torch.Tensor) -> SampledTokens:
+    """# [S, H]"""
+    token_ids, peaks = head.choose(hidden)
+    return SampledTokens(token_ids, {}, np.flatnonzero(~np.isfinite(peaks)).tolist(), {})

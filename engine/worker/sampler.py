@@ -12,7 +12,7 @@ import torch
 
 from engine.messages import TokenLogprobs
 from engine.structured.masks import MaskedRow, TokenMasks
-from engine.worker.likeliest import argmax, block_view, likeliest
+from engine.worker.likeliest import argmax, at_ranks, block_view, descending, likeliest
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.token_logprobs import token_logprobs
 
@@ -193,7 +193,8 @@ def _draw_filtered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
     pending = torch.arange(len(scaled), device=scaled.device)
     for width in (*(width for width in _WIDTHS if width < vocab_size), vocab_size):
         k, p = top_k[pending], top_p[pending]
-        values, ids = likeliest(scaled[pending] if len(pending) < len(scaled) else scaled, width)
+        looked_at = scaled[pending] if len(pending) < len(scaled) else scaled
+        values, ids = likeliest(looked_at, width) if width < vocab_size else (descending(looked_at), None)
         weights = values.double().exp_()  # [P, width], 1 for the likeliest
         cdf = weights.cumsum(-1)
         mass = torch.where(k <= width, cdf.gather(-1, k.clamp(max=width)[:, None] - 1)[:, 0], total[pending])
@@ -204,7 +205,7 @@ def _draw_filtered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
         settled = (k <= width) | ((k == vocab_size) & (kept < width))
         ranks = torch.arange(width, device=scaled.device)
         choice, _ = _invert(weights.masked_fill_(ranks >= kept[:, None], 0.0), uniform[pending])
-        tokens[pending] = ids.gather(-1, choice[:, None])[:, 0]
+        tokens[pending] = at_ranks(looked_at, values, choice) if ids is None else ids.gather(-1, choice[:, None])[:, 0]
         pending = pending[~settled]
         if len(pending) == 0:
             break

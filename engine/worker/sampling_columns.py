@@ -66,6 +66,14 @@ class SamplingRows:
     num_logprobs: dict[int, int] | None = None
     """Alternatives asked for, by row."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its likeliest token, and nothing else is asked of the logits."""
+        return self is _GREEDY
+
+
+_GREEDY = SamplingRows()
+
 
 class SamplingColumns:
     """Sampling parameters by slot, as columns; what few requests use is kept in dictionaries by slot."""
@@ -151,7 +159,7 @@ class SamplingColumns:
         flags = self._needs[slots]
         needs = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if needs == 0:
-            return SamplingRows()
+            return _GREEDY
 
         def history(flag: int, penalties: npt.NDArray[np.float32], *, prompt: bool) -> Adjustments | None:
             if not needs & flag:

@@ -43,31 +43,26 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         slots: npt.NDArray[np.int64] | None = None,
     ) -> NativeMetaData:
         """See `AttentionBackend`."""
-        made = super().build_metadata(
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            block_tables=np.ascontiguousarray(block_tables),
-            slot_mapping=slot_mapping,
-            num_decodes=num_decodes,
-            slots=slots,
-        )
+        queries, contexts = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
+        starts = np.zeros(len(queries) + 1, dtype=np.int32)
+        np.cumsum(queries, out=starts[1:])
+        tables = np.ascontiguousarray(block_tables)
+        cu_seqlens_q, lengths = torch.from_numpy(starts), torch.from_numpy(contexts.astype(np.int32))
+        device_tables, device_slots = torch.from_numpy(tables), torch.from_numpy(slot_mapping)
         return NativeMetaData(
             backend=self,
-            cu_seqlens_q=made.cu_seqlens_q,
-            seq_lens=made.seq_lens,
-            block_tables=made.block_tables,
-            slot_mapping=made.slot_mapping,
-            num_decodes=made.num_decodes,
-            slots=made.slots,
-            query_lens=made.query_lens,
-            context_lens=made.context_lens,
-            host_block_tables=made.host_block_tables,
-            host_slot_mapping=made.host_slot_mapping,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=lengths,
+            block_tables=device_tables,
+            slot_mapping=device_slots,
+            num_decodes=num_decodes,
+            slots=None if slots is None else torch.from_numpy(slots),
+            query_lens=queries,
+            context_lens=contexts,
+            host_block_tables=tables,
+            host_slot_mapping=slot_mapping,
             step=ops.make_step(
-                slots=made.slot_mapping,
-                query_starts=made.cu_seqlens_q,
-                seq_lens=made.seq_lens,
-                block_tables=made.block_tables,
+                slots=device_slots, query_starts=cu_seqlens_q, seq_lens=lengths, block_tables=device_tables
             ),
         )
 

@@ -11,7 +11,7 @@ import torch
 
 from models.attention.base import AttentionOptions
 from models.kernels.cpu import library, ops
-from tests.parity.test_cpu_operators import bf16, packed, reference, run_steps
+from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
 
 
 def fuzz(rounds: int) -> None:
@@ -32,6 +32,8 @@ def _products(draw: random.Random, seed: int) -> None:
     rows, inputs, outputs = draw.choice((1, 2, 15, 33, 70, 530)), draw.randint(1, 150), draw.randint(1, 100)
     x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
     _close(ops.linear(x, packed(weight), bias, dtype=torch.float32), x.float() @ weight.float().T + bias.float())
+    likeliest, _ = greedy_head(packed(weight), bias, rows).choose(x)
+    assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
     ids = torch.randint(outputs, (5,))
     assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
     counts = [draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(1, 5))]

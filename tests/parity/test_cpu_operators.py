@@ -14,6 +14,7 @@ import torch
 
 from models.attention.base import AttentionOptions
 from models.kernels.cpu import library, ops
+from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import record
 from models.layers.norm import HeadNorms, RMSNorm
 
@@ -372,6 +373,59 @@ class TestAttention:
         (beside,) = run_steps([q], [k], [v], [[(0, 0, 7)], [(0, 7, n)]], options, 16)
         (alone,) = run_steps([q], [k], [v], [[(0, i, i + 1)] for i in range(n)], options, 16)
         assert torch.equal(beside, alone)
+
+
+@pytest.mark.usefixtures("operators")
+class TestGreedyHead:
+    @pytest.mark.parametrize("rows", [1, 3, 33, 600])
+    @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (100, 71), (1056, 1000), (16, 1)])
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_chooses_what_the_logits_would(self, rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+        x, weight = bf16(rows, inputs), packed(bf16(outputs, inputs, seed=1))
+        bias = bf16(outputs, seed=2) if has_bias else None
+        logits = ops.linear(x, weight, bias, dtype=torch.float32)
+        tokens, peaks = greedy_head(weight, bias, rows).choose(x)
+        assert tokens.tolist() == logits.numpy().argmax(-1).tolist()
+        assert peaks.tolist() == logits.amax(-1).tolist()
+
+    def test_the_first_of_equal_logits_wins_and_a_nan_before_any_number(self) -> None:
+        weight = torch.zeros(200, 32).bfloat16()
+        weight[:, 0], weight[[40, 41, 130, 199], 0] = -1, 7
+        weight[70, 1], weight[[150, 199], 1] = 3, torch.nan
+        weight[:, 2] = -torch.inf
+        x = torch.eye(32).bfloat16()
+        for row, (token, peak) in enumerate([(40, 7.0), (150, math.nan), (0, -math.inf)]):
+            alone = torch.zeros(200, 32).bfloat16()
+            alone[:, row] = weight[:, row]
+            tokens, peaks = greedy_head(packed(alone), None, 1).choose(x[row : row + 1])
+            assert tokens.tolist() == [token]
+            assert peaks.tolist() == pytest.approx([peak], nan_ok=True)
+
+    def test_leaves_out_what_the_vocabulary_is_filled_up_with(self) -> None:
+        x, weight = bf16(5, 32), packed(bf16(90, 32, seed=1))
+        assert LIBRARY is not None
+        head = GreedyHead.of(LIBRARY, lambda x: ops.linear(x, weight, dtype=torch.float32)[:, :70], 32, 5)
+        assert head is not None
+        logits = ops.linear(x, weight, dtype=torch.float32)[:, :70]
+        assert head.choose(x)[0].tolist() == logits.numpy().argmax(-1).tolist()
+
+    def test_is_that_of_models_whose_logits_are_one_product(self) -> None:
+        weight = packed(bf16(64, 32))
+        assert LIBRARY is not None
+        scaled = GreedyHead.of(LIBRARY, lambda x: ops.linear(x, weight, dtype=torch.float32) * 2, 32, 4)
+        assert scaled is None
+        assert GreedyHead.of(LIBRARY, lambda x: ops.linear(x, weight), 32, 4) is None
+
+
+def greedy_head(weight: ops.PackedWeight, bias: torch.Tensor | None, max_rows: int) -> GreedyHead:
+    def compute_logits(x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, weight, bias, dtype=torch.float32)
+
+    native = library.load_library()
+    assert native is not None
+    made = GreedyHead.of(native, compute_logits, weight.in_features, max_rows)
+    assert made is not None
+    return made
 
 
 @pytest.mark.usefixtures("operators")

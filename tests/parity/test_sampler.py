@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.worker.counter_rng import request_key, server_key, uniform
+from engine.worker.likeliest import at_ranks, descending, likeliest
 from engine.worker.sampler import SampledTokens, Sampler
 from engine.worker.sampling_columns import SamplingColumns
 
@@ -327,3 +328,11 @@ def test_a_row_with_broken_logits_is_named_and_its_neighbours_are_served(params:
 
 def test_a_row_without_any_possible_token_is_named():
     assert sample([sequence(SamplingParams(), [0])], np.full((1, 20), -math.inf)).broken == [0]
+
+
+def test_a_rank_among_all_tokens_is_that_of_the_likeliest_in_order():
+    values = torch.tensor([[0.0, -3.0, 2.0, -0.0, 2.0, -math.inf, -3.0, 0.0], [1.0] * 8])
+    ordered = descending(values)
+    in_order = likeliest(values, 8)[1]
+    for rank in range(8):
+        assert at_ranks(values, ordered, torch.tensor([rank, rank])).tolist() == in_order[:, rank].tolist()

@@ -159,7 +159,7 @@ static void take_step(const struct task *task, const struct attention_products *
             fetch_quarter(next_keys, first, dim);
             gather(values, first, first + QUARTER, dim, room->values);
         }
-        products->add(room->values, spans, room->weights[0], tiles, dim, &room->split[tile]);
+        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, dim, &room->split[tile]);
     }
 }
 

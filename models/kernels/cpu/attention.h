@@ -53,8 +53,8 @@ typedef void weigh_keys(const struct attention *op, const struct columns *column
 
 /* sums[column][dim] of each tile += the column's weights . values.
  * values: [span][dim / 16][16 pairs of keys][16][2]; weights: [tile][span][16 columns][32 keys]. */
-typedef void add_values(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
-                        struct seen *seen);
+typedef void add_values(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
+                        int tiles, int64_t dim, struct seen *seen);
 
 struct attention_products {
     turn_queries *turn;

@@ -35,9 +35,10 @@ static void score_portable(const struct units *keys, struct spans spans, const b
                 score_unit(keys->at[unit], queries + tile * LANES * dim, dim, scores[tile] + unit * UNIT);
 }
 
-CLONES static void add_tile(const bf16 *values, struct spans spans, const bf16 *weights, int64_t dim, float *sums) {
+CLONES static void add_tile(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count, int64_t dim,
+                            float *sums) {
     for (int64_t i = 0; i < dim; i += LANES)
-        for (int64_t column = 0; column < LANES; column++) {
+        for (int64_t column = 0; column < count; column++) {
             float sum[LANES];
             memcpy(sum, sums + column * dim + i, sizeof sum);
             for (int span = spans.from; span < spans.past; span++) {
@@ -52,10 +53,10 @@ CLONES static void add_tile(const bf16 *values, struct spans spans, const bf16 *
         }
 }
 
-static void add_portable(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
-                         struct seen *seen) {
+static void add_portable(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
+                         int tiles, int64_t dim, struct seen *seen) {
     for (int tile = 0; tile < tiles; tile++)
-        add_tile(values, spans, weights + tile * KEYS * LANES, dim, seen[tile].sums);
+        add_tile(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
 }
 
 /* Where there is a cap. What scores are to be multiplied by to be powers of two. */
@@ -145,10 +146,10 @@ static void score_avx512(const struct units *keys, struct spans spans, const bf1
                               scores[tile] + key);
 }
 
-AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t dim,
-                                   float *sums) {
+AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count,
+                                   int64_t dim, float *sums) {
     for (int64_t i = 0; i < dim; i += LANES)
-        for (int64_t column = 0; column < LANES; column++) {
+        for (int64_t column = 0; column < count; column++) {
             __m512 sum = _mm512_loadu_ps(sums + column * dim + i);
             for (int span = spans.from; span < spans.past; span++) {
                 const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + (span * LANES + column) * SPAN;
@@ -163,10 +164,10 @@ AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const
         }
 }
 
-static void add_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
-                       struct seen *seen) {
+static void add_avx512(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
+                       int tiles, int64_t dim, struct seen *seen) {
     for (int tile = 0; tile < tiles; tile++)
-        add_tile_avx512(values, spans, weights + tile * KEYS * LANES, dim, seen[tile].sums);
+        add_tile_avx512(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
 }
 
 /* As exp2_of of vectors.h, with what AVX-512 has for it; 0 below -125, as numbers too small to be normal take long. */
@@ -195,12 +196,109 @@ AVX512 static void hide_keys_avx512(const struct columns *columns, int64_t first
     }
 }
 
+#define FEW 4 /* columns that four keys are side by side for */
+
+/* What a column does not see of keys [4][FEW] from `first_key` on, at minus infinity. */
+AVX512 static inline __m512 hide_avx512(__m512 scores, const struct columns *columns, int64_t first_key) {
+    __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int)first_key),
+                                  _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+    __m512i first = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)columns->first));
+    __m512i last = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)columns->last));
+    __mmask16 hidden = _mm512_cmplt_epi32_mask(at, first) | _mm512_cmpgt_epi32_mask(at, last);
+    return _mm512_mask_mov_ps(scores, hidden, _mm512_set1_ps(-INFINITY));
+}
+
+/* The largest, or the sum, of what four keys have for FEW columns, where the sum of all keys is made as for 16. */
+AVX512 static inline __m128 largest_of_four(__m512 x) {
+    return _mm_max_ps(_mm_max_ps(_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1)),
+                      _mm_max_ps(_mm512_extractf32x4_ps(x, 2), _mm512_extractf32x4_ps(x, 3)));
+}
+AVX512 static inline __m128 sum_of_four(__m512 x) {
+    return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(x), _mm512_extractf32x4_ps(x, 1)),
+                      _mm_add_ps(_mm512_extractf32x4_ps(x, 2), _mm512_extractf32x4_ps(x, 3)));
+}
+
+AVX512 static void fade_sums(const struct attention *op, const float *by, uint32_t fades, float *all_sums) {
+    for (; fades; fades &= fades - 1) {
+        int column = __builtin_ctz(fades);
+        __m512 factor = _mm512_set1_ps(by[column]);
+        float *sums = all_sums + column * op->dim;
+        for (int64_t i = 0; i < op->dim; i += LANES)
+            _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
+    }
+}
+
+/* Scores of four keys and FEW columns side by side. */
+AVX512 static inline __m512 load_four(float scores[FEW][LANES]) {
+    __m256 low = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[0])), _mm_load_ps(scores[1]), 1);
+    __m256 high = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_load_ps(scores[2])), _mm_load_ps(scores[3]), 1);
+    return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+
+/* Weights of a span, [8 keys' pairs][4 columns][2] each, to [4 columns][32 keys]. */
+AVX512 static inline void store_span(const __m512i keys[4], bf16 *to) {
+    __m512i even0 = _mm512_shuffle_i64x2(keys[0], keys[1], 0x88), odd0 = _mm512_shuffle_i64x2(keys[0], keys[1], 0xDD);
+    __m512i even1 = _mm512_shuffle_i64x2(keys[2], keys[3], 0x88), odd1 = _mm512_shuffle_i64x2(keys[2], keys[3], 0xDD);
+    _mm512_store_si512(to, _mm512_shuffle_i64x2(even0, even1, 0x88));
+    _mm512_store_si512(to + SPAN, _mm512_shuffle_i64x2(odd0, odd1, 0x88));
+    _mm512_store_si512(to + 2 * SPAN, _mm512_shuffle_i64x2(even0, even1, 0xDD));
+    _mm512_store_si512(to + 3 * SPAN, _mm512_shuffle_i64x2(odd0, odd1, 0xDD));
+}
+
+/* As weigh_avx512, number for number, for FEW columns: a token that is decoded has no more, and needs a quarter of it.
+ * The other columns' weights are left as they are. */
+AVX512 static void weigh_few(const struct attention *op, const struct columns *columns, int64_t first_key,
+                             struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+    ALIGNED static const uint16_t by_column[32] = {0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
+                                                   2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31};
+    __m512i order = _mm512_load_si512(by_column);
+    __m512 scale = _mm512_set1_ps((float)op->scale * LOG2_E), s[KEYS / FEW], most = _mm512_set1_ps(-INFINITY);
+    for (int span = spans.from; span < spans.past; span++) {
+        int hides = !all_see(columns, first_key + span * SPAN);
+        for (int i = span * SPAN / FEW; i < (span + 1) * SPAN / FEW; i++) {
+            s[i] = load_four(scores + FEW * i);
+            if (hides) s[i] = hide_avx512(s[i], columns, first_key + FEW * i);
+            most = _mm512_max_ps(s[i], most);
+        }
+    }
+    __m128 before = _mm_load_ps(seen->most);
+    __m128 most_now = _mm_max_ps(_mm_mul_ps(largest_of_four(most), _mm512_castps512_ps128(scale)), before);
+    __mmask8 sees = _mm_cmp_ps_mask(most_now, _mm_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    __m128 base = _mm_maskz_mov_ps(sees, most_now);
+    __m128 fade = _mm512_castps512_ps128(exp2_avx512(_mm512_castps128_ps512(_mm_sub_ps(before, base))));
+    __m512 bases = _mm512_broadcast_f32x4(base), total = _mm512_setzero_ps();
+    for (int span = spans.from; span < spans.past; span++) {
+        __m512i keys[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const __m512 *eight = s + span * SPAN / FEW + 2 * i;
+            __m512 first = exp2_avx512(_mm512_fmsub_ps(eight[0], scale, bases));
+            __m512 second = exp2_avx512(_mm512_fmsub_ps(eight[1], scale, bases));
+            total = _mm512_add_ps(_mm512_add_ps(total, first), second);
+            keys[i] = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+        }
+        store_span(keys, weights + span * LANES * SPAN);
+    }
+    _mm_store_ps(seen->most, most_now);
+    __m512 old = _mm512_castps128_ps512(_mm_load_ps(seen->total)), new = _mm512_castps128_ps512(sum_of_four(total));
+    new = _mm512_fmadd_ps(old, _mm512_castps128_ps512(fade), new);
+    _mm_store_ps(seen->total, _mm512_castps512_ps128(new));
+    ALIGNED float by[FEW];
+    _mm_store_ps(by, fade);
+    uint32_t fades = _mm_cmp_ps_mask(fade, _mm_set1_ps(1), _CMP_NEQ_UQ) & ((1u << columns->count) - 1);
+    fade_sums(op, by, fades, seen->sums);
+}
+
 #define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
 
 AVX512 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
                                 struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
     ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    if (columns->count <= FEW && !(op->soft_cap > 0)) {
+        weigh_few(op, columns, first_key, spans, scores, seen, weights);
+        return;
+    }
     __m512i order = _mm512_load_si512(in_turn);
     __m512 scale = _mm512_set1_ps(cap_scores(op, spans, scores)), most[CHAINS], total[CHAINS];
     hide_keys_avx512(columns, first_key, spans, scores);
@@ -237,13 +335,7 @@ AVX512 static void weigh_avx512(const struct attention *op, const struct columns
     if (!fades) return;
     ALIGNED float by[LANES];
     _mm512_store_ps(by, fade);
-    for (; fades; fades &= fades - 1) {
-        int column = __builtin_ctz(fades);
-        __m512 factor = _mm512_set1_ps(by[column]);
-        float *sums = seen->sums + column * op->dim;
-        for (int64_t i = 0; i < op->dim; i += LANES)
-            _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), factor));
-    }
+    fade_sums(op, by, fades, seen->sums);
 }
 
 static const struct attention_products avx512 = {turn_avx512, score_avx512, weigh_avx512, add_avx512};
@@ -288,8 +380,9 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const bf
     }
 }
 
-AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
-                        struct seen *seen) {
+AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
+                        int tiles, int64_t dim, struct seen *seen) {
+    (void)columns;
     int64_t stride = dim * sizeof(float);
     for (int64_t i = 0; i < dim; i += 2 * LANES) {
         float *sums = seen[0].sums + i, *others = seen[tiles - 1].sums + i;

@@ -16,6 +16,7 @@ PORTABLE, AVX512_BF16, AMX = range(3)
 SILU, GELU_TANH = range(2)
 """Activations of `Gated`."""
 MAX_HEAD_DIM = 256
+MAX_THREADS = 1024
 MAX_IN_FEATURES = 1 << 16
 """Of a row: a thread's scratch holds sixteen."""
 
@@ -199,6 +200,30 @@ class GroupedLinear(Arguments):
     ]
 
 
+class GreedyHead(Arguments):
+    """`struct greedy_head`."""
+
+    kind = 9
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        ("in_features", _INTEGER),
+        ("out_features", _INTEGER),
+        ("peaks", _POINTER),
+        ("tokens", _POINTER),
+        ("max_rows", _INTEGER),
+    ]
+
+
+class GreedyChoice(Arguments):
+    """`struct greedy_choice`."""
+
+    kind = 10
+    _fields_: ClassVar = [("head", _POINTER)]
+
+
 class _Operation(ctypes.Structure):
     _fields_: ClassVar = [("kind", _INTEGER), ("arguments", _POINTER)]
 
@@ -228,6 +253,7 @@ class Library:
         self._library.kaon_run.argtypes = [_POINTER, _INTEGER, _POINTER]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
+        self.threads = 0
 
     def start(self, threads: int, isa: int = AMX) -> None:
         """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.
@@ -236,7 +262,9 @@ class Library:
         """
         self.isa = min(self._library.kaon_isa(), isa)
         if self._library.kaon_start(threads, self.isa):
+            self.threads = 0
             raise RuntimeError(f"{threads} threads for the CPU's operators could not be started")
+        self.threads = max(1, min(threads, MAX_THREADS))
 
     def run(self, operations: Operations, step: Step) -> None:
         """Each operator on all threads, in order. One caller at a time."""

@@ -17,12 +17,12 @@
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
 /* Whole groups, or a tile where rows are that long. */
-static int64_t staged_rows(int64_t inputs) {
+int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) & -GROUP);
 }
 
 /* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
-static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
         bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
@@ -75,6 +75,9 @@ CLONES static void finish(const struct meeting *at, const struct bench *bench) {
         }
 }
 
+/* With more than one group, the others find a panel near, and the processor sees which comes next. */
+int64_t look_ahead(int64_t rows) { return rows <= GROUP ? AHEAD : 0; }
+
 /* `rows` staged rows, `at` the first of them, by `panels` panels, which each group meets one after the other. */
 static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {
     int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
@@ -84,7 +87,7 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
         for (int64_t panel = 0; panel < panels; panel++) {
             at.output = first_output + panel * PANEL;
             bench->products->multiply(bench->staged + done * steps * DEPTH, at.count, weight + panel * steps * STEP,
-                                      steps, rows <= GROUP ? AHEAD : 0, bench->sums);
+                                      steps, look_ahead(rows), bench->sums);
             finish(&at, bench);
         }
     }
@@ -95,7 +98,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     if (bench->first_row != first) {
-        stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        stage_rows(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
         bench->first_row = first;
     }
     int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16))) : 1;
@@ -106,7 +109,7 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
 }
 
 /* Panels of a task: enough to be read in one go, and several tasks a thread, in case one is held up. */
-static int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
+int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
     int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * threads)));
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
@@ -116,7 +119,8 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     const struct linear *op = arguments;
     int64_t rows = step->num_tokens;
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block), whole = max64(0, blocks - worker->threads);
+    int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
+    int64_t whole = max64(0, blocks - worker->threads);
     int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
     struct bench bench = prepare(worker, rows > FEW_ROWS);
     for (int64_t task; (task = take_task(worker)) < whole + (blocks - whole) * shares;) {
@@ -133,7 +137,7 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     (void)step;
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
-    int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t block = rows_to_stage(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
     int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
     struct bench bench = prepare(worker, 0);
     for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {

@@ -5,7 +5,7 @@
 operator *const operators[OPERATORS] = {
     [LINEAR] = linear, [PACK] = pack, [EMBED] = embed, [RMS_NORM] = rms_norm,
     [ROPE_TABLE] = rope_table, [ROPE_STORE] = rope_store, [ATTENTION] = attention, [GATED] = gated,
-    [GROUPED_LINEAR] = grouped_linear,
+    [GROUPED_LINEAR] = grouped_linear, [GREEDY_HEAD] = greedy_head, [GREEDY_CHOICE] = greedy_choice,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -18,6 +18,8 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [ATTENTION] = sizeof(struct attention),
     [GATED] = sizeof(struct gated),
     [GROUPED_LINEAR] = sizeof(struct grouped_linear),
+    [GREEDY_HEAD] = sizeof(struct greedy_head),
+    [GREEDY_CHOICE] = sizeof(struct greedy_choice),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

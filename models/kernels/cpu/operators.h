@@ -7,7 +7,7 @@
 
 #define MAX_THREADS 1024
 
-enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR, OPERATORS };
+enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR, GREEDY_HEAD, GREEDY_CHOICE, OPERATORS };
 
 struct operation {
     int64_t kind;
@@ -114,6 +114,24 @@ struct grouped_linear {
     int64_t groups, in_features, out_features;
 };
 
+/* The likeliest token of each row of the product; what each thread has seen of it, until they are compared. */
+struct greedy_head {
+    const bf16 *x; /* [tokens, in_features] */
+    int64_t x_stride;
+    const bf16 *weight; /* packed */
+    const bf16 *bias;   /* [out_features] or NULL */
+    int64_t in_features, out_features;
+    float *peaks;    /* [threads, max_rows] */
+    int64_t *tokens; /* [threads, max_rows] */
+    int64_t max_rows;
+};
+
+/* The best of the threads', into the first one's. */
+struct greedy_choice {
+    const struct greedy_head *head;
+};
+
+operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
 
 extern operator *const operators[OPERATORS];

@@ -24,4 +24,10 @@ void settle_rounded(void);
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
 
+/* Shared with linear.c, which says what they are for. */
+int64_t rows_to_stage(int64_t inputs);
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features);
+int64_t look_ahead(int64_t rows);
+int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads);
+
 #endif

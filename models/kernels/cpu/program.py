@@ -57,6 +57,21 @@ def record(
     return Program(library, Operations(recorder.arguments), output, kept)
 
 
+def operators_of(
+    compute: Callable[[torch.Tensor], torch.Tensor], num_rows: int, columns: int
+) -> tuple[list[Arguments], list[torch.Tensor], torch.Tensor]:
+    """Those that `compute` calls on bfloat16 rows, the weights they point to, and its output. Raises `NotRecordable`.
+
+    The output holds nothing: it tells which of the operators' it is, and of what shape.
+    """
+    recorder = _Recorder(num_rows)
+    with _sent_to(recorder), torch.inference_mode():
+        output = compute(recorder.rows(num_rows, columns))
+        with torch._C.DisableTorchFunctionSubclass():
+            output = output.as_subclass(torch.Tensor)
+    return recorder.arguments, recorder.constants, output
+
+
 class _Recorder:
     """Writes operators down. Memory that the pass no longer refers to is given to later operators, as at run time."""
 

@@ -1,0 +1,82 @@
+/* The likeliest token of each row, straight from the product with the head's weight: no logit is kept.
+ *
+ * Logits are the sums that linear.c would write, so the choice is the same: the largest, of equal ones the first, and
+ * a NaN before all others. Each thread remembers the best of what it has seen; then one of them compares those. */
+
+#include <math.h>
+
+#include "operators.h"
+#include "panels.h"
+
+/* What a thread has seen of each row. */
+struct best {
+    float *peaks;
+    int64_t *tokens;
+};
+
+/* Whether `value` takes the place of `peak`, which came before it. A NaN is larger than any number. */
+static inline int exceeds(float value, float peak) { return value > peak || (value != value && peak == peak); }
+
+/* Logits [rows][PANEL] of the tokens from `first` on, of which there are `width`. */
+CLONES static void remember(const float *logits, int64_t rows, int64_t first, int64_t width, struct best best) {
+    for (int64_t row = 0; row < rows; row++, logits += PANEL) {
+        float peak = best.peaks[row];
+        int any = 0;
+        for (int i = 0; i < PANEL; i++) any |= !(logits[i] <= peak);
+        for (int64_t i = 0; any && i < width; i++)
+            if (exceeds(logits[i], peak)) best.peaks[row] = peak = logits[i], best.tokens[row] = first + i;
+    }
+}
+
+static void add_bias(float *logits, int64_t rows, const bf16 *bias, int64_t width) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < width; i++) logits[row * PANEL + i] += widen(bias[i]);
+}
+
+/* Tasks: blocks of rows, of each one share of the panels after the other. A thread's shares come in order. */
+void greedy_head(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct greedy_head *op = arguments;
+    const struct panel_products *products = panel_products(worker->isa);
+    int64_t rows = step->num_tokens, steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
+    int64_t block = rows_to_stage(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t shares = parts(panels, share), staged_row = -1, count = 0;
+    struct best best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
+    bf16 *staged = (bf16 *)worker->scratch;
+    ALIGNED float logits[GROUP * PANEL];
+    for (int64_t row = 0; row < rows; row++) best.peaks[row] = -INFINITY, best.tokens[row] = 0;
+    prepare_tiles(worker->isa);
+    for (int64_t task; (task = take_task(worker)) < parts(rows, block) * shares;) {
+        int64_t first = task / shares * block, panel = task % shares * share, past = min64(panels, panel + share);
+        if (staged_row != first) {
+            count = min64(block, rows - first), staged_row = first;
+            stage_rows(staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        }
+        for (; panel < past; panel++) {
+            int64_t width = min64(PANEL, op->out_features - panel * PANEL), groups = parts(count, GROUP);
+            const bf16 *weight = op->weight + panel * steps * STEP;
+            for (int64_t group = 0; group < groups; group++) {
+                int64_t row = group * GROUP, some = min64(GROUP, count - row);
+                products->multiply(staged + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
+                if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
+                struct best here = {best.peaks + first + row, best.tokens + first + row};
+                remember(logits, some, panel * PANEL, width, here);
+            }
+        }
+    }
+}
+
+/* One task. The best of all threads goes where the first thread's is. */
+void greedy_choice(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct greedy_head *op = ((const struct greedy_choice *)arguments)->head;
+    if (take_task(worker)) return;
+    for (int thread = 1; thread < worker->threads; thread++) {
+        const float *peaks = op->peaks + thread * op->max_rows;
+        const int64_t *tokens = op->tokens + thread * op->max_rows;
+        for (int64_t row = 0; row < step->num_tokens; row++) {
+            int comes_first = tokens[row] < op->tokens[row];
+            int is_larger = exceeds(peaks[row], op->peaks[row]);
+            if (is_larger || (comes_first && !exceeds(op->peaks[row], peaks[row])))
+                op->peaks[row] = peaks[row], op->tokens[row] = tokens[row];
+        }
+    }
+}
