@@ -5,7 +5,8 @@
 operator *const operators[OPERATORS] = {
     [LINEAR] = linear, [PACK] = pack, [EMBED] = embed, [RMS_NORM] = rms_norm,
     [ROPE_TABLE] = rope_table, [ROPE_STORE] = rope_store, [ATTENTION] = attention, [GATED] = gated,
-    [GROUPED_LINEAR] = grouped_linear,
+    [GROUPED_LINEAR] = grouped_linear, [QUANTIZED_LINEAR] = quantized_linear, [QUANTIZED_PACK] = quantized_pack,
+    [QUANTIZED_EMBED] = quantized_embed, [QUANTIZED_GROUPED_LINEAR] = quantized_grouped_linear,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -18,6 +19,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [ATTENTION] = sizeof(struct attention),
     [GATED] = sizeof(struct gated),
     [GROUPED_LINEAR] = sizeof(struct grouped_linear),
+    [QUANTIZED_LINEAR] = sizeof(struct quantized_linear),
+    [QUANTIZED_PACK] = sizeof(struct quantized_pack),
+    [QUANTIZED_EMBED] = sizeof(struct quantized_embed),
+    [QUANTIZED_GROUPED_LINEAR] = sizeof(struct quantized_grouped_linear),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -7,7 +7,8 @@
 
 #define MAX_THREADS 1024
 
-enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR, OPERATORS };
+enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR,
+       QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR, OPERATORS };
 
 struct operation {
     int64_t kind;
@@ -114,7 +115,26 @@ struct grouped_linear {
     int64_t groups, in_features, out_features;
 };
 
+/* The same by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
+struct quantized_linear {
+    struct linear linear;
+    int64_t bits;
+};
+struct quantized_pack {
+    struct pack pack;
+    int64_t bits;
+};
+struct quantized_embed {
+    struct embed embed;
+    int64_t bits;
+};
+struct quantized_grouped_linear {
+    struct grouped_linear grouped;
+    int64_t bits;
+};
+
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
+operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 
 extern operator *const operators[OPERATORS];
 
