@@ -54,9 +54,20 @@ class QuantizationConfig(Section):
     """How weights and the KV cache are stored."""
 
     quantization: Literal[
-        "auto", "none", "fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "quark", "awq", "gptq", "modelopt"
+        "auto",
+        "int8",
+        "int4",
+        "none",
+        "fp8",
+        "fbgemm_fp8",
+        "compressed-tensors",
+        "mxfp4",
+        "quark",
+        "awq",
+        "gptq",
+        "modelopt",
     ] = "auto"
-    """How the checkpoint must be quantised, if it must be anything: `auto` takes what it says of itself."""
+    """`auto`: weights as they are; `int8`, `int4`: rounded as they are read, on a CPU; others: what they must be."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
     """Type of cached keys, values and latents; `auto` is the model's, `fp8` halves bfloat16's memory, less exact."""

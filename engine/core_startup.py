@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from models.checkpoint_config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
+_ROUNDINGS = ("int8", "int4")
+"""Values of `quantization` that say what to do, not what the checkpoint must be."""
 
 
 class PhaseClock:
@@ -67,6 +69,7 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     device = _resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     type_name = str(dtype).removeprefix("torch.")
+    _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
     runner = ModelRunner(config, path, model_config, device, dtype)
     runner.load(progress=sys.stderr.isatty())
@@ -108,7 +111,7 @@ def _require_quantization(wanted: str, path: "Path") -> None:
     from models.config_fields import Fields
     from models.quantization import parse_quantization
 
-    if wanted == "auto":
+    if wanted in ("auto", *_ROUNDINGS):
         return
     quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
     found = "none" if quantization is None else quantization.quant_method
@@ -116,6 +119,29 @@ def _require_quantization(wanted: str, path: "Path") -> None:
         raise ValueError(
             f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"
         )
+
+
+def _require_rounding(
+    wanted: str, model_config: "CheckpointConfig", device: "torch.device", dtype: "torch.dtype"
+) -> None:
+    """Raise `ValueError` where weights cannot be rounded as they are read."""
+    from models.kernels.cpu.library import load_library
+    from models.model_config import ModelConfig
+
+    if wanted not in _ROUNDINGS:
+        return
+    type_name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        found = f"the device is {device.type}; set device to cpu"
+    elif type_name != "bfloat16":
+        found = f"dtype is {type_name}; set it to bfloat16"
+    elif not isinstance(model_config, ModelConfig):
+        found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
+    elif load_library() is None:
+        found = "Kaon was installed without a C compiler; install one, then Kaon again"
+    else:
+        return
+    raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
 
 
 def _resolve_device(wanted: str) -> "torch.device":

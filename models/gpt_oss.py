@@ -35,7 +35,10 @@ class GptOssRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True)
+        # Small, and where it is wrong the wrong expert answers.
+        self.weight = empty_parameter(
+            num_experts, hidden_size, weight_loader=load_whole, is_product=True, fewest_bits=16
+        )
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,16 @@ from models.errors import CheckpointError
 from models.kernels.cpu import ops
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
-from models.layers.parameter import Shard, Spelling, WeightShapeError, pack_products, sources_of, weight_loader_of
+from models.layers.parameter import (
+    Shard,
+    Spelling,
+    WeightBits,
+    WeightShapeError,
+    pack_products,
+    sources_of,
+    weight_bytes,
+    weight_loader_of,
+)
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.dequantize import Dequantizer
@@ -42,11 +51,13 @@ def load_model(
     progress: bool,
     parallel: TensorParallel = SINGLE_RANK,
     available_bytes: int | None = None,
+    weight_bits: WeightBits = 16,
 ) -> CausalLM:
     """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
 
     `progress` draws a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
-    the device grants, and a host grants more than it has. Raises `CheckpointError` for a checkpoint that is damaged,
+    the device grants, and a host grants more than it has. `weight_bits` below 16 rounds weights as they are
+    read, which takes the CPU's operators. Raises `CheckpointError` for a checkpoint that is damaged,
     does not fit, or is not the model that `config` describes.
     """
     if isinstance(config, TransformersConfig):
@@ -66,9 +77,11 @@ def load_model(
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
-    _require_memory(model, available_bytes, path)
-    if dtype is torch.bfloat16 and device.type == "cpu" and ops.active():
-        pack_products(model)
+    _require_memory(model, available_bytes, path, weight_bits)
+    is_packed = dtype is torch.bfloat16 and device.type == "cpu" and ops.active()
+    assert is_packed or weight_bits == 16, "weights are rounded for the CPU's operators"
+    if is_packed:
+        pack_products(model, weight_bits)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
     left_over: list[str] = []
@@ -99,9 +112,9 @@ def load_model(
     return cast(CausalLM, model.eval())
 
 
-def _require_memory(model: nn.Module, available: int | None, path: Path) -> None:
+def _require_memory(model: nn.Module, available: int | None, path: Path, weight_bits: WeightBits) -> None:
     """Raise `CheckpointError` for weights that do not fit. Empty ones take no memory of a host yet."""
-    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed = sum(weight_bytes(parameter, weight_bits) for parameter in model.parameters())
     if available is not None and needed > available:
         raise CheckpointError(
             f"{path} does not fit the memory: its weights take {needed / 2**30:.2f} GiB, and {available / 2**30:.2f} "

@@ -30,12 +30,14 @@ from models.forward_context import AttentionMetaData, Context, forward_context, 
 from models.kernels.cpu import ops
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import NotRecordable, Program, record
+from models.layers.parameter import WeightBits
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 from models.model_config import ModelConfig
 
 _log = logging.getLogger(__name__)
+_WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
 
 
 class ModelRunner:
@@ -84,6 +86,7 @@ class ModelRunner:
             device=self.device,
             progress=progress,
             available_bytes=available_host_memory() if self.device.type == "cpu" else None,
+            weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
         )
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
         self.caches = LayerCaches(

@@ -17,7 +17,10 @@ class VocabParallelEmbedding(nn.Module):
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
         self.first_row = parallel.rank * self.num_rows
-        self.weight = empty_parameter(self.num_rows, hidden_size, weight_loader=self._load, is_product=True)
+        # At 4 bits, errors of the embedding and the head reach the scores directly.
+        self.weight = empty_parameter(
+            self.num_rows, hidden_size, weight_loader=self._load, is_product=True, fewest_bits=8
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """# [tokens] int64 -> [tokens, hidden_size]"""

@@ -1,13 +1,14 @@
 """Parameters that know how a checkpoint's tensor goes into them. Used by the layers and the loader."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from models.kernels.cpu.library import MAX_IN_FEATURES
 from models.kernels.cpu.ops import PANEL, PackedWeight
+from models.kernels.cpu.quantized import QuantizedWeight, quantized_bytes
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
@@ -15,6 +16,9 @@ WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
 """`(parameter, tensor of the checkpoint, shard)`."""
 Spelling: TypeAlias = Mapping[str, Shard]
 """The checkpoint's tensors that fill one parameter: names relative to the parent of the parameter's module."""
+
+WeightBits: TypeAlias = Literal[4, 8, 16]
+"""Of a value of a weight; 16: bfloat16."""
 
 
 class WeightShapeError(ValueError):
@@ -30,18 +34,20 @@ def empty_parameter(
     dtype: torch.dtype | None = None,
     sources: tuple[Spelling, ...] = (),
     is_product: bool = False,
+    fewest_bits: WeightBits = 4,
 ) -> nn.Parameter:
     """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
 
     `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
     checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.product` alone, and fills
-    it by `fill_rows`, so that it may lie as products read it.
+    it by `fill_rows`, so that it may lie as products read it. `fewest_bits`: that such a weight may be rounded to.
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
     # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
     parameter.sources = sources  # type: ignore[attr-defined]
     parameter.is_product = is_product  # type: ignore[attr-defined]
+    parameter.fewest_bits = fewest_bits  # type: ignore[attr-defined]
     return parameter
 
 
@@ -62,18 +68,38 @@ def read_whole(parameter: nn.Parameter) -> None:
     parameter.is_product = False  # type: ignore[attr-defined]
 
 
-def pack_products(model: nn.Module) -> None:
-    """Keep the weights of an unfilled model that are products' as the CPU's operators read them."""
+def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
+    """Keep the weights of an unfilled model that are products' as the CPU's operators read them.
+
+    `weight_bits`: what they are rounded to as they are filled, or more where a layer needs more.
+    """
     for parameter in model.parameters():
-        if parameter.is_product and _can_be_packed(parameter):  # type: ignore[attr-defined]
+        if _can_be_packed(parameter):
             # Weights of a stack follow each other.
-            parameter.packed = PackedWeight(parameter.shape[:-1].numel(), parameter.shape[-1])  # type: ignore[attr-defined]
+            rows, inputs, bits = parameter.shape[:-1].numel(), parameter.shape[-1], _bits_of(parameter, weight_bits)
+            packed = PackedWeight(rows, inputs) if bits == 16 else QuantizedWeight(rows, inputs, bits)
+            parameter.packed = packed  # type: ignore[attr-defined]
             parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
+def weight_bytes(parameter: nn.Parameter, weight_bits: WeightBits = 16) -> int:
+    """Memory that a parameter takes in a model of such weights."""
+    bits = _bits_of(parameter, weight_bits) if _can_be_packed(parameter) else 16
+    if bits == 16:
+        return parameter.nbytes
+    return quantized_bytes(parameter.shape[:-1].numel(), parameter.shape[-1], bits)
+
+
 def _can_be_packed(parameter: nn.Parameter) -> bool:
+    if not parameter.is_product:  # type: ignore[attr-defined]
+        return False
     is_one_weight = parameter.dim() == 2
     return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
+
+
+def _bits_of(parameter: nn.Parameter, weight_bits: WeightBits) -> WeightBits:
+    fewest: WeightBits = parameter.fewest_bits  # type: ignore[attr-defined]
+    return max(fewest, weight_bits)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:

@@ -122,7 +122,10 @@ class SoftmaxRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True)
+        # Small, and where it is wrong the wrong expert answers.
+        self.weight = empty_parameter(
+            num_experts, hidden_size, weight_loader=load_whole, is_product=True, fewest_bits=16
+        )
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""

@@ -4,12 +4,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from engine.config import QuantizationConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
 from models.demo import CHECKPOINT_DIR
+from models.kernels.cpu.library import load_library
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A"]
@@ -71,6 +74,19 @@ def test_parameters_that_nobody_gives_are_the_generation_configs(engine: LLMEngi
         first, second = other.generate(["Once upon a time"] * 2, use_tqdm=False)
     assert first["token_ids"] == second["token_ids"]
     assert len(first["token_ids"]) == 5
+
+
+@pytest.mark.skipif(load_library() is None, reason="the operators were not built")
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_a_model_of_rounded_weights_answers_as_it_was_taught(rounding: Literal["int8", "int4"]) -> None:
+    quantization = QuantizationConfig(quantization=rounding)
+    questions = ["What is 3+4?", "What is the capital of France?"]
+    with LLMEngine(num_kvcache_blocks=512, quantization_config=quantization) as engine:
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        prompts = [engine.io_processor.render_chat(chat) for chat in chats]
+        answers = [result["text"] for result in engine.generate(prompts, GREEDY, use_tqdm=False)]
+    assert "7" in answers[0]
+    assert "Paris" in answers[1]
 
 
 def test_model_describes_itself(engine: LLMEngine) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from models.attention.base import AttentionOptions
 from models.kernels.cpu import library, ops
+from models.kernels.cpu.quantized import QuantizedWeight
 from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
 
 
@@ -20,6 +21,7 @@ def fuzz(rounds: int) -> None:
     for number in range(rounds):
         ops.start(draw.choice((1, 2, 3)), draw.choice(range(library.AMX + 1)))
         _products(draw, number)
+        _quantized_products(draw, number)
         _rows(draw, number)
         _attention(draw, number)
 
@@ -44,6 +46,24 @@ def _products(draw: random.Random, seed: int) -> None:
     parts = [rows.float() @ one.float().T for rows, one in zip(pairs.split(counts), stack, strict=True)]
     if sum(counts):
         _close(found, torch.cat(parts))
+
+
+def _quantized_products(draw: random.Random, seed: int) -> None:
+    rows, inputs, outputs = draw.choice((1, 3, 4, 5, 17, 70)), draw.randint(1, 300), draw.randint(1, 100)
+    x, weight, bias = bf16(rows, inputs, seed=seed), bf16(outputs, inputs, seed=seed + 1), bf16(outputs, seed=seed + 2)
+    made = QuantizedWeight(outputs, inputs, draw.choice((4, 8)))
+    cut = draw.randint(0, outputs)
+    made.put(0, weight[:cut])
+    made.put(cut, weight[cut:])
+    held = ops.embed(torch.arange(outputs), made)
+    assert (held - weight).abs().max() <= 0.15 * weight.abs().max()
+    found = ops.linear(x, made, bias, dtype=torch.float32)
+    _close(found, x.float() @ held.float().T + bias.float())
+    assert torch.equal(ops.linear(x, made, bias), found.bfloat16())
+    counts = [draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(1, 3))]
+    pairs, stack = bf16(sum(counts), inputs, seed=seed), QuantizedWeight(len(counts) * 32, inputs, 4)
+    stack.put(0, bf16(len(counts) * 32, inputs, seed=seed))
+    ops.grouped_linear(pairs, stack, None, torch.tensor(counts))
 
 
 def _rows(draw: random.Random, seed: int) -> None:

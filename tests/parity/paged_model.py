@@ -18,6 +18,7 @@ from models.forward_context import (
     forward_context,
     set_kv_cache_data,
 )
+from models.layers.parameter import WeightBits
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.model_config import ModelImpl, read_checkpoint_config
@@ -50,10 +51,11 @@ class PagedModel:
         dtype: torch.dtype = torch.float32,
         model_impl: ModelImpl = "auto",
         kv_dtype: torch.dtype | None = None,
+        weight_bits: WeightBits = 16,
     ) -> None:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
-        self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False)
+        self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False, weight_bits=weight_bits)
         self.backend = select_backend(CPU)
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()

@@ -38,7 +38,8 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
     const struct greedy_head *op = arguments;
     const struct panel_products *products = panel_products(worker->isa);
     int64_t rows = step->num_tokens, steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = rows_to_stage(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t block = rows_to_stage(steps * DEPTH);
+    int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
     int64_t shares = parts(panels, share), staged_row = -1, count = 0;
     struct best best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
     bf16 *staged = (bf16 *)worker->scratch;

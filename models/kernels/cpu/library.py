@@ -224,6 +224,34 @@ class GreedyChoice(Arguments):
     _fields_: ClassVar = [("head", _POINTER)]
 
 
+class QuantizedLinear(Arguments):
+    """`struct quantized_linear`."""
+
+    kind = 11
+    _fields_: ClassVar = [*Linear._fields_, ("bits", _INTEGER)]
+
+
+class QuantizedPack(Arguments):
+    """`struct quantized_pack`."""
+
+    kind = 12
+    _fields_: ClassVar = [*Pack._fields_, ("bits", _INTEGER)]
+
+
+class QuantizedEmbed(Arguments):
+    """`struct quantized_embed`."""
+
+    kind = 13
+    _fields_: ClassVar = [*Embed._fields_, ("bits", _INTEGER)]
+
+
+class QuantizedGroupedLinear(Arguments):
+    """`struct quantized_grouped_linear`."""
+
+    kind = 14
+    _fields_: ClassVar = [*GroupedLinear._fields_, ("bits", _INTEGER)]
+
+
 class _Operation(ctypes.Structure):
     _fields_: ClassVar = [("kind", _INTEGER), ("arguments", _POINTER)]
 

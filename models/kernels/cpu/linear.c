@@ -12,7 +12,6 @@
 
 #define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
 #define STAGED_ROWS 512      /* of them at most */
-#define FEW_ROWS 64          /* up to here reading the weight is what takes time */
 #define TOGETHER (128 << 10) /* with more: bytes of panels that a group of rows meets one after the other */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
@@ -21,7 +20,6 @@ int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) & -GROUP);
 }
 
-/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
 void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
@@ -108,9 +106,9 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
     }
 }
 
-/* Panels of a task: enough to be read in one go, and several tasks a thread, in case one is held up. */
-int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads) {
-    int64_t share = max64(1, min64((128 << 10) / (steps * STEP * sizeof(bf16)), panels / (4 * threads)));
+/* Enough to be read in one go, and several tasks a thread, in case one is held up. */
+int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads) {
+    int64_t share = max64(1, min64((128 << 10) / bytes, panels / (4 * threads)));
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
 
@@ -121,7 +119,8 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
     int64_t whole = max64(0, blocks - worker->threads);
-    int64_t share = panels_of_task(rows, steps, panels, worker->threads), shares = parts(panels, share);
+    int64_t share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, worker->threads);
+    int64_t shares = parts(panels, share);
     struct bench bench = prepare(worker, rows > FEW_ROWS);
     for (int64_t task; (task = take_task(worker)) < whole + (blocks - whole) * shares;) {
         int64_t first = (task < whole ? task : whole + (task - whole) / shares) * block;
@@ -137,7 +136,8 @@ void grouped_linear(const void *arguments, const struct step *step, struct worke
     (void)step;
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
-    int64_t block = rows_to_stage(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
+    int64_t block = rows_to_stage(steps * DEPTH);
+    int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
     int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
     struct bench bench = prepare(worker, 0);
     for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {

@@ -6,6 +6,8 @@ operator *const operators[OPERATORS] = {
     [LINEAR] = linear, [PACK] = pack, [EMBED] = embed, [RMS_NORM] = rms_norm,
     [ROPE_TABLE] = rope_table, [ROPE_STORE] = rope_store, [ATTENTION] = attention, [GATED] = gated,
     [GROUPED_LINEAR] = grouped_linear, [GREEDY_HEAD] = greedy_head, [GREEDY_CHOICE] = greedy_choice,
+    [QUANTIZED_LINEAR] = quantized_linear, [QUANTIZED_PACK] = quantized_pack, [QUANTIZED_EMBED] = quantized_embed,
+    [QUANTIZED_GROUPED_LINEAR] = quantized_grouped_linear,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -20,6 +22,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [GROUPED_LINEAR] = sizeof(struct grouped_linear),
     [GREEDY_HEAD] = sizeof(struct greedy_head),
     [GREEDY_CHOICE] = sizeof(struct greedy_choice),
+    [QUANTIZED_LINEAR] = sizeof(struct quantized_linear),
+    [QUANTIZED_PACK] = sizeof(struct quantized_pack),
+    [QUANTIZED_EMBED] = sizeof(struct quantized_embed),
+    [QUANTIZED_GROUPED_LINEAR] = sizeof(struct quantized_grouped_linear),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

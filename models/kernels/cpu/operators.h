@@ -7,7 +7,9 @@
 
 #define MAX_THREADS 1024
 
-enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR, GREEDY_HEAD, GREEDY_CHOICE, OPERATORS };
+enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR,
+       GREEDY_HEAD, GREEDY_CHOICE, QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
+       OPERATORS };
 
 struct operation {
     int64_t kind;
@@ -132,7 +134,26 @@ struct greedy_choice {
 };
 
 operator greedy_head, greedy_choice;
+/* The same by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
+struct quantized_linear {
+    struct linear linear;
+    int64_t bits;
+};
+struct quantized_pack {
+    struct pack pack;
+    int64_t bits;
+};
+struct quantized_embed {
+    struct embed embed;
+    int64_t bits;
+};
+struct quantized_grouped_linear {
+    struct grouped_linear grouped;
+    int64_t bits;
+};
+
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
+operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 
 extern operator *const operators[OPERATORS];
 

@@ -3,7 +3,7 @@
 Rows are a step's tokens. Matrices may have any stride from row to row.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -94,22 +94,36 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+class WeightOperators(NamedTuple):
+    """Those that read or write a kind of packed weight."""
+
+    linear: type[Arguments]
+    pack: type[Arguments]
+    embed: type[Arguments]
+    grouped_linear: type[Arguments]
+
+
 class PackedWeight:
     """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
 
-    def __init__(self, out_features: int, in_features: int) -> None:
+    operators: ClassVar = WeightOperators(library.Linear, library.Pack, library.Embed, library.GroupedLinear)
+    options: tuple[int, ...] = ()
+    """What those operators are told after their other arguments."""
+
+    def __init__(self, out_features: int, in_features: int, num_bytes: int | None = None) -> None:
+        """`num_bytes`: that it takes, where it is not bfloat16."""
         self.out_features, self.in_features = out_features, in_features
-        inputs = -(-in_features // DEPTH) * DEPTH
-        elements = -(-out_features // PANEL) * PANEL * inputs
-        self.memory = torch.frombuffer(mapped_zeros(2 * elements), dtype=torch.bfloat16)
+        if num_bytes is None:
+            num_bytes = 2 * (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
+        self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
 
     def put(self, first: int, rows: torch.Tensor) -> None:
         """Fill rows from `first` on. # [count, in_features]"""
         rows = rows.to(torch.bfloat16)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        arguments = library.Pack(
-            rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr()
+        arguments = self.operators.pack(
+            rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr(), *self.options
         )
         _current().run(arguments, Step(), (rows, self.memory))
 
@@ -127,7 +141,7 @@ def linear(
     _require_rows(x, weight)
     runtime = _current()
     out = runtime.rows(len(x), weight.out_features, dtype)
-    arguments = library.Linear(
+    arguments = weight.operators.linear(
         x.data_ptr(),
         x.stride(0),
         weight.memory.data_ptr(),
@@ -137,6 +151,7 @@ def linear(
         weight.in_features,
         weight.out_features,
         dtype is torch.float32,
+        *weight.options,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
     return out
@@ -156,7 +171,7 @@ def grouped_linear(
     out = runtime.rows(len(x), out_features)
     if (total := int(counts.sum())) < len(x):
         out[total:] = 0
-    arguments = library.GroupedLinear(
+    arguments = weights.operators.grouped_linear(
         x.data_ptr(),
         x.stride(0),
         weights.memory.data_ptr(),
@@ -167,6 +182,7 @@ def grouped_linear(
         groups,
         weights.in_features,
         out_features,
+        *weights.options,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weights.memory, bias, counts, out))
     return out
@@ -176,7 +192,9 @@ def embed(input_ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Rows of a weight. # [rows] int64 -> [rows, in_features]"""
     runtime = _current()
     out = runtime.rows(len(input_ids), weight.in_features)
-    arguments = library.Embed(weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features)
+    arguments = weight.operators.embed(
+        weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features, *weight.options
+    )
     step = Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
     runtime.run(arguments, step, (input_ids, weight.memory, out))
     return out

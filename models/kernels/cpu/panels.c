@@ -198,11 +198,12 @@ int kaon_isa(void) {
 #if HAS_AMX
     __builtin_cpu_init();
     if (!(__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16")))
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+          __builtin_cpu_supports("avx512vnni")))
         return PORTABLE;
     unsigned a, b, c, d;
     __asm__("cpuid" : "=a"(a), "=b"(b), "=c"(c), "=d"(d) : "a"(7), "c"(0));
-    int has_tiles = (d >> 24 & 1) && (d >> 22 & 1); /* AMX-TILE, AMX-BF16 */
+    int has_tiles = (d >> 24 & 1) && (d >> 22 & 1) && (d >> 25 & 1); /* AMX-TILE, AMX-BF16, AMX-INT8 */
     return has_tiles && may_use_tiles() ? WITH_AMX : WITH_AVX512_BF16;
 #else
     return PORTABLE;

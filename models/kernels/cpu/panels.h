@@ -12,7 +12,7 @@
 struct panel_products {
     /* Sums [32][32] of up to 32 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
     void (*multiply)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
-    /* Sums and a bias [32] to bfloat16, 32 outputs a row; past the caches where they are whole lines of a large output. */
+    /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
 };
 
@@ -24,10 +24,18 @@ void settle_rounded(void);
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
 
-/* Shared with linear.c, which says what they are for. */
+#define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
+
+/* Rows of so many inputs that are multiplied by a panel while they are near. */
 int64_t rows_to_stage(int64_t inputs);
+
+/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
 void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features);
+
+/* Bytes between what is read of a weight for so many rows and what is fetched. */
 int64_t look_ahead(int64_t rows);
-int64_t panels_of_task(int64_t rows, int64_t steps, int64_t panels, int threads);
+
+/* Panels, of so many bytes each, that a thread takes at once. */
+int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
 
 #endif

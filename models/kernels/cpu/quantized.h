@@ -1,0 +1,74 @@
+/* Weights of 8 or 4 bits, and the rows that meet them. Shared by the quantized_*.c files.
+ *
+ * A packed weight is made of panels of 32 outputs; a panel of blocks of 128 inputs; a block of its scales and two
+ * steps of 64 inputs; a step of two tiles of 16 outputs, each [16 fours of inputs][16 outputs][4] in bytes, which is
+ * what AMX multiplies by and what a vector of products of four reads. With 8 bits a block has one scale an output,
+ * with 4 bits one a step; then a byte holds an input of one four, plus 8, and of the next, so that a tile is half as
+ * large. All sizes are filled up with zeros.
+ *
+ * Rows are rounded to 8 bits too, 128 inputs by one scale. So the products of a block are sums of integers, exact in
+ * any order, and blocks are added up in order: a row's result does not depend on its company. */
+
+#ifndef QUANTIZED_H
+#define QUANTIZED_H
+
+#include "operators.h"
+#include "panels.h"
+
+#define FOUR 4              /* inputs that one 32-bit sum takes at once */
+#define STEP_INPUTS 64
+#define STEPS 2             /* of a block */
+#define BLOCK (STEPS * STEP_INPUTS)
+#define BYTES_OF_TILE (LANES * STEP_INPUTS)
+#define BYTES_OF_VALUES (STEPS * 2 * BYTES_OF_TILE) /* of a block, at 8 bits */
+#define LARGEST 127         /* a value is at most, at 8 bits; at 4 bits it is -8 to 7 */
+#define MIDDLE 8            /* added to a value of 4 bits */
+#define BLOCKS_AT_ONCE 4    /* what of a panel stays in the first cache while many rows meet it */
+
+static inline int64_t scales_of_block(int64_t bits) { return bits == 8 ? PANEL : STEPS * PANEL; }
+
+static inline int64_t bytes_of_block(int64_t bits) {
+    return scales_of_block(bits) * (int64_t)sizeof(bf16) + BYTES_OF_VALUES * bits / 8;
+}
+
+/* Rows by 16: values as tiles [16 rows][64], and of each block and step a line of 16 rows. */
+struct quantized_rows {
+    const int8_t *values;  /* [steps][16][64] */
+    const float *scales;   /* [blocks][16] */
+    const int32_t *totals; /* [steps][16] sums of the values */
+    int64_t blocks;        /* of all inputs: from one 16 to the next */
+    int64_t count;         /* up to GROUP */
+};
+
+/* What of a weight is fetched from memory while what came before it is multiplied. */
+struct ahead {
+    const char *at;
+    int lines; /* with each step */
+    int is_near;
+};
+
+/* Some blocks of a panel. */
+struct quantized_panel {
+    const char *blocks;
+    int64_t stride;       /* bytes from block to block */
+    const int8_t *values; /* of 8 bits: in `blocks`, or unpacked from there */
+    int64_t values_stride;
+    int64_t count, bits;
+};
+
+struct quantized_products {
+    int unpacks; /* whether 4 bits are to be made 8 beforehand */
+    /* Sums [32][32] of rows and a panel's blocks, added to what is there. `products`: room for integers. */
+    void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
+                     int32_t *products, struct ahead *ahead);
+};
+
+extern const struct quantized_products quantized_vnni, quantized_amx; /* where HAS_AMX */
+
+/* For so many rows at once. A processor gives the same sums for any number of them. */
+const struct quantized_products *quantized_products(enum isa isa, int64_t rows, int64_t bits);
+
+/* The values of `panel` at 4 bits, as 8. */
+void unpack_values(const struct quantized_panel *panel, int8_t *values);
+
+#endif

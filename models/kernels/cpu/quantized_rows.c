@@ -1,0 +1,145 @@
+/* Rows into a weight of 8 or 4 bits, and back out of it, see quantized.h. */
+
+#include <math.h>
+
+#include "quantized.h"
+#include "vectors.h"
+
+#define TINY 1e-30f /* Values that are all smaller are taken for 0. */
+
+/* A scale as bfloat16 that is no smaller, so that no value exceeds the largest. */
+static bf16 narrow_up(float value) {
+    bf16 near = narrow(value);
+    return widen(near) < value ? near + 1 : near;
+}
+
+INLINE float largest_of(const float *values, int64_t count) {
+    float largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
+    return largest;
+}
+
+/* The nearest values, between the two. */
+INLINE void round_values(const float *values, int64_t count, float scale, float least, float most, int8_t *rounded) {
+    float inverse = scale != 0 ? 1 / scale : 0;
+    for (int64_t i = 0; i < count; i++) {
+        float value = (values[i] * inverse + 12582912.0f) - 12582912.0f; /* The first sum rounds. */
+        value = value < least ? least : value > most ? most : value;
+        rounded[i] = (int8_t)value;
+    }
+}
+
+INLINE float squared_error(const float *values, float scale) {
+    float inverse = 1 / scale;
+    vector errors = {0};
+    for (int i = 0; i < STEP_INPUTS; i += LANES) {
+        vector value = load(values + i), rounded = (value * inverse + 12582912.0f) - 12582912.0f;
+        rounded = choose(rounded < -8.0f, all(-8.0f), choose(rounded > 7.0f, all(7.0f), rounded));
+        vector error = value - rounded * scale;
+        errors += error * error;
+    }
+    return sum_of(errors);
+}
+
+/* The scale, of either sign, that the values of 4 bits lie nearest to: the largest becomes one of these. */
+INLINE bf16 best_scale(const float *values) {
+    static const float of_largest[] = {-8, -8.5f, -7.5f, -7, -6.5f, -6, -9, 7, 7.5f, 8};
+    float low = 0, high = 0, least = INFINITY;
+    for (int i = 0; i < STEP_INPUTS; i++) {
+        low = values[i] < low ? values[i] : low;
+        high = values[i] > high ? values[i] : high;
+    }
+    float largest = high > -low ? high : low;
+    bf16 best = 0;
+    for (unsigned i = 0; fabsf(largest) > TINY && i < sizeof of_largest / sizeof *of_largest; i++) {
+        bf16 scale = narrow(largest / of_largest[i]);
+        float error = squared_error(values, widen(scale));
+        if (error < least) least = error, best = scale;
+    }
+    return best;
+}
+
+/* One row's part of a block at 8 bits. */
+INLINE void pack8(const float *values, char *block, int64_t output) {
+    int8_t rounded[BLOCK];
+    float largest = largest_of(values, BLOCK);
+    bf16 scale = largest > TINY ? narrow_up(largest / LARGEST) : 0;
+    memcpy(block + output * sizeof(bf16), &scale, sizeof scale);
+    round_values(values, BLOCK, widen(scale), -LARGEST, LARGEST, rounded);
+    char *to = block + PANEL * sizeof(bf16) + output / LANES * BYTES_OF_TILE + output % LANES * FOUR;
+    for (int step = 0; step < STEPS; step++)
+        for (int i = 0; i < STEP_INPUTS; i += FOUR)
+            memcpy(to + step * 2 * BYTES_OF_TILE + i / FOUR * LINE, rounded + step * STEP_INPUTS + i, FOUR);
+}
+
+/* And at 4 bits. */
+INLINE void pack4(const float *values, char *block, int64_t output) {
+    char *to = block + STEPS * PANEL * sizeof(bf16) + output / LANES * (BYTES_OF_TILE / 2) + output % LANES * FOUR;
+    for (int step = 0; step < STEPS; step++, values += STEP_INPUTS, to += BYTES_OF_TILE) {
+        int8_t rounded[STEP_INPUTS];
+        bf16 scale = best_scale(values);
+        memcpy(block + (step * PANEL + output) * sizeof(bf16), &scale, sizeof scale);
+        round_values(values, STEP_INPUTS, widen(scale), -MIDDLE, MIDDLE - 1, rounded);
+        for (int i = 0; i < STEP_INPUTS; i += 2 * FOUR)
+            for (int j = 0; j < FOUR; j++)
+                to[i / (2 * FOUR) * LINE + j] =
+                    (char)((rounded[i + j] + MIDDLE) | (rounded[i + FOUR + j] + MIDDLE) << 4);
+    }
+}
+
+CLONES static void pack_row(const bf16 *row, int64_t inputs, int64_t bits, char *panel, int64_t output) {
+    for (int64_t i = 0; i < inputs; i += BLOCK, panel += bytes_of_block(bits)) {
+        float values[BLOCK] = {0};
+        int is_finite = 1;
+        for (int64_t j = 0; j < min64(BLOCK, inputs - i); j++) {
+            values[j] = widen(row[i + j]);
+            is_finite &= (row[i + j] & 0x7f80) != 0x7f80;
+        }
+        if (!is_finite) memset(values, 0, sizeof values);
+        if (bits == 8) pack8(values, panel, output);
+        else pack4(values, panel, output);
+        for (int64_t scale = output; !is_finite && scale < scales_of_block(bits); scale += PANEL)
+            ((bf16 *)panel)[scale] = 0x7fc0; /* What is not finite makes its block NaN. */
+    }
+}
+
+/* Tasks: 16 rows each, as they lie in the packed weight. */
+void quantized_pack(const void *arguments, const struct step *step, struct worker *worker) {
+    (void)step;
+    const struct quantized_pack *quantized = arguments;
+    const struct pack *op = &quantized->pack;
+    int64_t bytes = parts(op->in_features, BLOCK) * bytes_of_block(quantized->bits), last = op->first + op->count;
+    for (int64_t task; (task = take_task(worker)) < parts(last, LANES) - op->first / LANES;) {
+        int64_t tile = op->first / LANES + task;
+        for (int64_t row = max64(op->first, tile * LANES); row < min64(last, (tile + 1) * LANES); row++)
+            pack_row(op->rows + (row - op->first) * op->row_stride, op->in_features, quantized->bits,
+                     (char *)op->weight + row / PANEL * bytes, row % PANEL);
+    }
+}
+
+INLINE int value_of(const char *values, int64_t bits, int64_t output, int64_t input) {
+    int64_t step = input / STEP_INPUTS, four = input % STEP_INPUTS / FOUR;
+    int64_t place = output % LANES * FOUR + input % FOUR;
+    if (bits == 8)
+        return (int8_t)values[(step * 2 + output / LANES) * BYTES_OF_TILE + four * LINE + place];
+    int both = (uint8_t)values[(step * 2 + output / LANES) * (BYTES_OF_TILE / 2) + four / 2 * LINE + place];
+    return (four % 2 ? both >> 4 : both & 15) - MIDDLE;
+}
+
+/* Tasks: tokens. */
+void quantized_embed(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct quantized_embed *quantized = arguments;
+    const struct embed *op = &quantized->embed;
+    int64_t bits = quantized->bits, bytes = parts(op->in_features, BLOCK) * bytes_of_block(bits);
+    for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
+        int64_t row = step->input_ids[token], output = row % PANEL;
+        const char *panel = (const char *)op->weight + row / PANEL * bytes;
+        bf16 *to = op->out + token * op->out_stride;
+        for (int64_t i = 0; i < op->in_features; i++) {
+            const char *block = panel + i / BLOCK * bytes_of_block(bits);
+            const bf16 *scales = (const bf16 *)block + (bits == 4 ? i % BLOCK / STEP_INPUTS * PANEL : 0);
+            const char *values = block + scales_of_block(bits) * sizeof(bf16);
+            to[i] = narrow(value_of(values, bits, output, i % BLOCK) * widen(scales[output]));
+        }
+    }
+}
