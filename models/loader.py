@@ -67,7 +67,8 @@ def load_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
     _require_memory(model, available_bytes, path)
-    if dtype is torch.bfloat16 and device.type == "cpu" and ops.active():
+    is_packed = dtype is torch.bfloat16 and device.type == "cpu" and ops.active()
+    if is_packed:
         pack_products(model)
     missing = _wanted_tensors(model)
     ignored = _prediction_layers(config)
@@ -96,6 +97,9 @@ def load_model(
     left_over += [name for found in scales.values() for name in found.names]
     if left_over := left_over + dequantizer.left_over():
         raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
+    for module in model.modules():
+        if is_packed and isinstance(module, MLAAttention):
+            module.pack_heads()
     return cast(CausalLM, model.eval())
 
 

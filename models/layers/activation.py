@@ -27,6 +27,8 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
 
     # [tokens, 2 * features] -> [tokens, features]
     """
+    if ops.runs(gate_up):
+        return ops.gated(gate_up, library.CLAMPED_SILU, alpha=alpha, limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

@@ -80,6 +80,7 @@ class TestLinear:
         weight = bf16(150, 71)
         ids = torch.tensor([0, 149, 31, 32, 15, 16, 77])
         assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
+        assert torch.equal(ops.embed(ids, packed(weight), 7.8125), weight[ids] * 7.8125)
 
 
 @pytest.mark.usefixtures("operators")
@@ -99,6 +100,15 @@ class TestElementwise:
         alone = ops.rms_norm(total, weight, 1e-5)
         assert torch.equal(ops.rms_norm(x, weight, 1e-5, residual=residual), alone)
         assert torch.equal(residual, total)
+
+    @pytest.mark.parametrize("size", [5, 96])
+    def test_norm_is_added_to_the_residual(self, size: int) -> None:
+        x, residual, weight = bf16(7, size), bf16(7, size, seed=1), bf16(size, seed=2)
+        normed = torch.nn.functional.rms_norm(x.float(), (size,), weight.float() + 1, 1e-5)
+        expected = residual.float() + normed
+        found = ops.add_rms_norm(residual, x, weight, 1e-5, offset=1.0)
+        assert found is residual
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-2)
 
     @pytest.mark.parametrize("activation", [library.SILU, library.GELU_TANH])
     def test_gate_equals_the_reference(self, activation: int) -> None:

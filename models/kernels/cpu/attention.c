@@ -13,16 +13,14 @@
 #include "panels.h"
 #include "vectors.h"
 
-#define SPLIT 1024
 #define TILES 8 /* of columns that meet keys together */
 
-static inline void begin(struct seen *seen, int64_t dim) {
+void begin(struct seen *seen, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
     memset(seen->sums, 0, LANES * dim * sizeof(float));
 }
 
-/* Add what was seen of one split to what was seen of those before it. */
-CLONES static void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
+CLONES void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
     vector most = larger(load(into->most), load(from->most)), base = choose(most == -INFINITY, all(0), most);
     vector old = exp2_of(load(into->most) - base), new = exp2_of(load(from->most) - base);
     store(into->most, most);
@@ -35,8 +33,7 @@ CLONES static void merge(struct seen *into, const struct seen *from, int64_t cou
 }
 
 /* A sink takes probability and adds no value. */
-CLONES static void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head,
-                             bf16 *to) {
+CLONES void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
     const float *sums = seen->sums + column * op->dim;
     float share = 1, total = seen->total[column];
     if (op->sinks) {
@@ -47,8 +44,7 @@ CLONES static void write_out(const struct attention *op, const struct seen *seen
     for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * share / total);
 }
 
-static struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context,
-                          int64_t group) {
+struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group) {
     struct columns made = {.count = min64(LANES, columns - first_column)};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t query = (first_column + (lane < made.count ? lane : 0)) / group, position = context + query;

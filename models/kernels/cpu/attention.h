@@ -10,6 +10,8 @@
 #define UNIT LANES /* keys that lie together */
 #define UNITS 4    /* of a step */
 #define KEYS (UNIT * UNITS)
+#define MAX_VALUE_DIM 512 /* elements of a value, which of latents are more than of heads */
+#define SPLIT 1024        /* keys after which the softmax begins anew */
 
 /* Where a step's keys or values are; NULL: no query sees these. */
 struct units {
@@ -28,7 +30,7 @@ typedef void add_values(const bf16 *values, const bf16 *weights, int64_t dim, in
 struct seen {
     ALIGNED float most[LANES];  /* largest score, as a power of two */
     ALIGNED float total[LANES]; /* of the probabilities, relative to it */
-    ALIGNED float sums[LANES * MAX_HEAD_DIM];
+    ALIGNED float sums[LANES * MAX_VALUE_DIM];
 };
 
 struct columns {
@@ -50,5 +52,17 @@ struct attention_products {
 };
 
 const struct attention_products *attention_products(enum isa isa);
+
+/* What a column has seen before it sees anything. */
+void begin(struct seen *seen, int64_t dim);
+
+/* Add what was seen of one split to what was seen of those before it. */
+void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim);
+
+/* Of a row's `columns`, a column a head of a query, the first 16 from `first_column` on. */
+struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group);
+
+/* A column's values, by the head's sink. */
+void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to);
 
 #endif

@@ -13,9 +13,12 @@ _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 PORTABLE, AVX512_BF16, AMX = range(3)
 """Instruction sets, each containing those before it."""
-SILU, GELU_TANH = range(2)
+SILU, GELU_TANH, CLAMPED_SILU = range(3)
 """Activations of `Gated`."""
+SOFTMAX, SIGMOID = range(2)
+"""Scorings of `Route`."""
 MAX_HEAD_DIM = 256
+MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 MAX_IN_FEATURES = 1 << 16
 """Of a row: a thread's scratch holds sixteen."""
 
@@ -33,6 +36,7 @@ class Step(ctypes.Structure):
         ("seq_lens", _POINTER),
         ("block_tables", _POINTER),
         ("max_blocks", _INTEGER),
+        ("state_slots", _POINTER),
     ]
     kept: tuple[object, ...] = ()
     """What the pointers point to."""
@@ -84,6 +88,7 @@ class Embed(Arguments):
         ("out", _POINTER),
         ("out_stride", _INTEGER),
         ("in_features", _INTEGER),
+        ("scale", _REAL),
     ]
 
 
@@ -100,6 +105,7 @@ class RMSNorm(Arguments):
         ("out", _POINTER),
         ("out_stride", _INTEGER),
         ("size", _INTEGER),
+        ("is_added", _INTEGER),
         ("offset", _REAL),
         ("eps", _REAL),
     ]
@@ -177,7 +183,10 @@ class Gated(Arguments):
         ("out", _POINTER),
         ("out_stride", _INTEGER),
         ("size", _INTEGER),
+        ("per_token", _INTEGER),
         ("activation", _INTEGER),
+        ("alpha", _REAL),
+        ("limit", _REAL),
     ]
 
 
@@ -188,6 +197,7 @@ class GroupedLinear(Arguments):
     _fields_: ClassVar = [
         ("x", _POINTER),
         ("x_stride", _INTEGER),
+        ("tokens", _POINTER),
         ("weight", _POINTER),
         ("bias", _POINTER),
         ("out", _POINTER),
@@ -196,6 +206,179 @@ class GroupedLinear(Arguments):
         ("groups", _INTEGER),
         ("in_features", _INTEGER),
         ("out_features", _INTEGER),
+        ("per_token", _INTEGER),
+    ]
+
+
+class FloatLinear(Arguments):
+    """`struct float_linear`."""
+
+    kind = 9
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("weight", _POINTER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("in_features", _INTEGER),
+        ("out_features", _INTEGER),
+    ]
+
+
+class Route(Arguments):
+    """`struct route`."""
+
+    kind = 10
+    _fields_: ClassVar = [
+        ("logits", _POINTER),
+        ("stride", _INTEGER),
+        ("correction", _POINTER),
+        ("weights", _POINTER),
+        ("ids", _POINTER),
+        ("experts", _INTEGER),
+        ("top_k", _INTEGER),
+        ("groups", _INTEGER),
+        ("top_groups", _INTEGER),
+        ("scoring", _INTEGER),
+        ("renormalize", _INTEGER),
+        ("scaling_factor", _REAL),
+    ]
+
+
+class SortPairs(Arguments):
+    """`struct sort_pairs`."""
+
+    kind = 11
+    _fields_: ClassVar = [
+        ("ids", _POINTER),
+        ("top_k", _INTEGER),
+        ("experts", _INTEGER),
+        ("counts", _POINTER),
+        ("tokens", _POINTER),
+        ("places", _POINTER),
+    ]
+
+
+class Combine(Arguments):
+    """`struct combine`."""
+
+    kind = 12
+    _fields_: ClassVar = [
+        ("products", _POINTER),
+        ("products_stride", _INTEGER),
+        ("weights", _POINTER),
+        ("places", _POINTER),
+        ("beside", _POINTER),
+        ("beside_stride", _INTEGER),
+        ("gate", _POINTER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("size", _INTEGER),
+        ("top_k", _INTEGER),
+    ]
+
+
+class HeadedLinear(Arguments):
+    """`struct headed_linear`."""
+
+    kind = 13
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("x_step", _INTEGER),
+        ("weight", _POINTER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("out_step", _INTEGER),
+        ("heads", _INTEGER),
+        ("in_features", _INTEGER),
+        ("out_features", _INTEGER),
+    ]
+
+
+class LatentStore(Arguments):
+    """`struct latent_store`."""
+
+    kind = 14
+    _fields_: ClassVar = [
+        ("q", _POINTER),
+        ("q_stride", _INTEGER),
+        ("latent_q", _POINTER),
+        ("heads", _INTEGER),
+        ("nope", _INTEGER),
+        ("rank", _INTEGER),
+        ("rope", _INTEGER),
+        ("latent", _POINTER),
+        ("latent_stride", _INTEGER),
+        ("norm", _POINTER),
+        ("eps", _REAL),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("is_interleaved", _INTEGER),
+        ("cache", _POINTER),
+        ("block_size", _INTEGER),
+    ]
+
+
+class LatentAttention(Arguments):
+    """`struct latent_attention`."""
+
+    kind = 15
+    _fields_: ClassVar = [
+        ("q", _POINTER),
+        ("q_stride", _INTEGER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("cache", _POINTER),
+        ("heads", _INTEGER),
+        ("rank", _INTEGER),
+        ("dim", _INTEGER),
+        ("block_size", _INTEGER),
+        ("scale", _REAL),
+    ]
+
+
+class GateHeads(Arguments):
+    """`struct gate_heads`."""
+
+    kind = 16
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("x_step", _INTEGER),
+        ("gate", _POINTER),
+        ("gate_stride", _INTEGER),
+        ("gate_step", _INTEGER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("heads", _INTEGER),
+        ("dim", _INTEGER),
+    ]
+
+
+class DeltaNet(Arguments):
+    """`struct delta_net`."""
+
+    kind = 17
+    _fields_: ClassVar = [
+        ("x", _POINTER),
+        ("x_stride", _INTEGER),
+        ("ba", _POINTER),
+        ("ba_stride", _INTEGER),
+        ("conv", _POINTER),
+        ("a_log", _POINTER),
+        ("dt_bias", _POINTER),
+        ("norm", _POINTER),
+        ("eps", _REAL),
+        ("inputs", _POINTER),
+        ("states", _POINTER),
+        ("out", _POINTER),
+        ("out_stride", _INTEGER),
+        ("key_heads", _INTEGER),
+        ("group", _INTEGER),
+        ("key_dim", _INTEGER),
+        ("value_dim", _INTEGER),
+        ("kernel", _INTEGER),
     ]
 
 

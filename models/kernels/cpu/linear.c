@@ -20,12 +20,14 @@ static int64_t staged_rows(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, (1 << 20) / (2 * inputs)) & -(2 * LANES));
 }
 
-/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
-static void stage(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. `tokens`: which rows
+ * of x they are, or NULL. */
+static void stage(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
+                  int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
         bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
-        const bf16 *from = x + row * stride;
+        const bf16 *from = x + (tokens && row < count ? tokens[row] : row) * stride;
         for (int64_t step = 0; step < steps; step++) {
             int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
             if (inputs < DEPTH) memset(to + step * TILE, 0, DEPTH * sizeof(bf16));
@@ -92,12 +94,16 @@ struct bench {
     const struct panel_products *products;
     bf16 *staged;
     float *sums;
-    int64_t first_row; /* of the rows that are staged, -1 for none */
+    const int64_t *tokens; /* which row of x each row is, or NULL */
+    int64_t first_row;     /* of the rows that are staged, -1 for none */
 };
 
 static struct bench prepare(struct worker *worker) {
     prepare_tiles(worker->isa);
-    return (struct bench){panel_products(worker->isa), (bf16 *)worker->scratch, (float *)(worker->scratch + STAGED), -1};
+    return (struct bench){.products = panel_products(worker->isa),
+                          .staged = (bf16 *)worker->scratch,
+                          .sums = (float *)(worker->scratch + STAGED),
+                          .first_row = -1};
 }
 
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
@@ -105,7 +111,8 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     if (bench->first_row != first) {
-        stage(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        if (bench->tokens) stage(bench->staged, op->x, op->x_stride, bench->tokens + first, count, op->in_features);
+        else stage(bench->staged, op->x + first * op->x_stride, op->x_stride, NULL, count, op->in_features);
         bench->first_row = first;
     }
     struct meeting at = {.op = op, .products = bench->products, .row = first};
@@ -135,27 +142,73 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     }
 }
 
-/* Tasks: groups, of each one share of the panels after the other. */
+/* Rows of one group, of those that have any. */
+struct run {
+    int64_t number, group, start, count;
+};
+
+/* Go on to the run of that number; 0 where there are fewer, with `start` past all rows. */
+static int find_run(const struct grouped_linear *op, struct run *run, int64_t number) {
+    while (run->number < number) {
+        run->start += run->count, run->count = 0;
+        while (run->count == 0) {
+            if (++run->group == op->groups) return 0;
+            run->count = op->counts[run->group];
+        }
+        run->number++;
+    }
+    return 1;
+}
+
+/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
-    (void)step;
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
     int64_t block = staged_rows(steps * DEPTH), share = panels_of_task(1, steps, panels, worker->threads);
-    int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
+    int64_t shares = parts(panels, share);
+    struct run run = {.number = -1, .group = -1};
     struct bench bench = prepare(worker);
-    for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
-        for (; group < task / shares; group++) start += op->counts[group];
+    bench.tokens = op->tokens;
+    for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
         const struct linear one = {.x = op->x,
                                    .x_stride = op->x_stride,
-                                   .weight = op->weight + group * panels * steps * STEP,
-                                   .bias = op->bias ? op->bias + group * op->out_features : NULL,
+                                   .weight = op->weight + run.group * panels * steps * STEP,
+                                   .bias = op->bias ? op->bias + run.group * op->out_features : NULL,
                                    .out = op->out,
                                    .out_stride = op->out_stride,
                                    .in_features = op->in_features,
                                    .out_features = op->out_features};
-        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = start + op->counts[group];
-        for (int64_t first = start; first < end; first += block)
+        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
+        for (int64_t first = run.start; first < end; first += block)
             multiply_panels(&one, &bench, first, min64(block, end - first), panel, past);
+    }
+    int64_t rows = step->num_tokens * op->per_token;
+    if (worker->thread == 0)
+        for (int64_t row = run.start; row < rows; row++)
+            memset(op->out + row * op->out_stride, 0, op->out_features * sizeof(bf16));
+}
+
+/* Tasks: heads, of each blocks of rows, of each one share of the panels after the other. */
+void headed_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct headed_linear *op = arguments;
+    int64_t rows = step->num_tokens;
+    int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
+    int64_t block = staged_rows(steps * DEPTH), blocks = parts(rows, block);
+    int64_t share = op->heads < 2 * worker->threads ? panels_of_task(rows, steps, panels, worker->threads) : panels;
+    int64_t shares = parts(panels, share), of_head = blocks * shares, last_head = -1;
+    struct bench bench = prepare(worker);
+    for (int64_t task; (task = take_task(worker)) < op->heads * of_head;) {
+        int64_t head = task / of_head, first = task % of_head / shares * block, panel = task % shares * share;
+        const struct linear one = {.x = op->x + head * op->x_step,
+                                   .x_stride = op->x_stride,
+                                   .weight = op->weight + head * panels * steps * STEP,
+                                   .out = op->out + head * op->out_step,
+                                   .out_stride = op->out_stride,
+                                   .in_features = op->in_features,
+                                   .out_features = op->out_features};
+        if (head != last_head) bench.first_row = -1;
+        last_head = head;
+        multiply_panels(&one, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
     }
 }
 
@@ -215,5 +268,7 @@ void embed(const void *arguments, const struct step *step, struct worker *worker
             int64_t i = op->in_features - 1;
             to[i] = column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2];
         }
+        if (op->scale != 1)
+            for (int64_t i = 0; i < op->in_features; i++) to[i] = narrow(widen(to[i]) * (float)op->scale);
     }
 }

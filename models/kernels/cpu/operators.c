@@ -5,7 +5,10 @@
 operator *const operators[OPERATORS] = {
     [LINEAR] = linear, [PACK] = pack, [EMBED] = embed, [RMS_NORM] = rms_norm,
     [ROPE_TABLE] = rope_table, [ROPE_STORE] = rope_store, [ATTENTION] = attention, [GATED] = gated,
-    [GROUPED_LINEAR] = grouped_linear,
+    [GROUPED_LINEAR] = grouped_linear, [FLOAT_LINEAR] = float_linear, [ROUTE] = route,
+    [SORT_PAIRS] = sort_pairs, [COMBINE] = combine, [HEADED_LINEAR] = headed_linear,
+    [LATENT_STORE] = latent_store, [LATENT_ATTENTION] = latent_attention, [GATE_HEADS] = gate_heads,
+    [DELTA_NET] = delta_net,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -18,6 +21,15 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [ATTENTION] = sizeof(struct attention),
     [GATED] = sizeof(struct gated),
     [GROUPED_LINEAR] = sizeof(struct grouped_linear),
+    [FLOAT_LINEAR] = sizeof(struct float_linear),
+    [ROUTE] = sizeof(struct route),
+    [SORT_PAIRS] = sizeof(struct sort_pairs),
+    [COMBINE] = sizeof(struct combine),
+    [HEADED_LINEAR] = sizeof(struct headed_linear),
+    [LATENT_STORE] = sizeof(struct latent_store),
+    [LATENT_ATTENTION] = sizeof(struct latent_attention),
+    [GATE_HEADS] = sizeof(struct gate_heads),
+    [DELTA_NET] = sizeof(struct delta_net),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */
