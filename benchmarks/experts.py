@@ -10,9 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Table
+
+if TYPE_CHECKING:
+    from models.kernels.cpu.library import Library
 
 REPEATS = 15
 BATCH = 8
@@ -50,18 +53,22 @@ def run(repeats: int = REPEATS) -> Table:
     model = _model()
     whole = [layer.mlp for layer in model.model.layers]
     chosen: list[torch.Tensor] = []
-    for mlp in whole:
-        mlp.gate.register_forward_hook(lambda _module, _args, output: chosen.append(output[1]))
-    step = _step(model)
-    step()
+    hooks = [mlp.gate.register_forward_hook(lambda _module, _args, output: chosen.append(output[1])) for mlp in whole]
+    _step(model, None)()
+    for hook in hooks:
+        hook.remove()
     expert_bytes = 3 * 2 * _HIDDEN * _EXPERT
     active_bytes = sum(len(set(ids.flatten().tolist())) for ids in chosen) * expert_bytes
     memory = torch.zeros(active_bytes // 8, dtype=torch.int64)
     seconds: dict[str, list[float]] = {"whole": [], "dense": [], "read": []}
+    steps = {"whole": _step(model, operators)}
+    for layer in model.model.layers:
+        layer.mlp = nn.Identity()
+    steps["dense"] = _step(model, operators)
     for _ in range(repeats):
-        for what, mlps in (("whole", whole), ("dense", [nn.Identity() for _ in whole])):
-            for layer, mlp in zip(model.model.layers, mlps, strict=True):
-                layer.mlp = mlp
+        for what, step in steps.items():
+            for layer, mlp in zip(model.model.layers, whole, strict=True):
+                layer.mlp = mlp if what == "whole" else nn.Identity()
             seconds[what].append(_time(step))
         seconds["read"].append(_time(memory.sum))
     medians = {what: statistics.median(found) for what, found in seconds.items()}
@@ -109,14 +116,16 @@ def _model() -> Any:
     return model.eval()
 
 
-def _step(model: Any) -> Callable[[], None]:
-    """A decode of `BATCH` sequences with some context each."""
+def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
+    """A decode of `BATCH` sequences with some context each, as one call of the operators where there are any."""
     import numpy as np
     import torch
 
     from engine.worker.layer_caches import LayerCaches
     from models.attention import select_backend
+    from models.attention.cpu_native import NativeMetaData
     from models.forward_context import Context, forward_context, set_kv_cache_data
+    from models.kernels.cpu.program import record
 
     cpu, block_size = torch.device("cpu"), 16
     backend, blocks = select_backend(cpu), -(-(_CONTEXT + 1) // 16)
@@ -134,19 +143,24 @@ def _step(model: Any) -> Callable[[], None]:
     slots = tables[:, _CONTEXT // block_size].astype(np.int64) * block_size + _CONTEXT % block_size
     ids, positions = torch.arange(BATCH), torch.full((BATCH,), _CONTEXT)
 
-    def step() -> None:
-        metadata = backend.build_metadata(
-            query_lens=[1] * BATCH,
-            seq_lens=[_CONTEXT + 1] * BATCH,
-            block_tables=tables,
-            slot_mapping=slots,
-            num_decodes=BATCH,
-        )
+    metadata = backend.build_metadata(
+        query_lens=[1] * BATCH,
+        seq_lens=[_CONTEXT + 1] * BATCH,
+        block_tables=tables,
+        slot_mapping=slots,
+        num_decodes=BATCH,
+    )
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         context = Context(positions=positions, is_prefill=False, batch_size=BATCH)
         with torch.inference_mode(), forward_context(metadata, context):
-            model(ids, positions)
+            return model(input_ids, positions)  # type: ignore[no-any-return]
 
-    return step
+    if operators is None:
+        return lambda: forward(ids, positions)
+    assert isinstance(metadata, NativeMetaData)
+    program, native = record(operators, forward, BATCH), metadata.step
+    return lambda: program.run(ids, positions, native)
 
 
 def _time(call: Callable[[], object]) -> float:

@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from models.attention.base import AttentionBackend
+    from models.kernels.cpu.structures import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class AttentionMetaData:
     num_decodes: int
     """Leading rows of one token each."""
     slots: torch.Tensor | None = None  # [B] int64, each row's place in the layers' `StateCache`
+    step: "Step | None" = None
+    """The same as the CPU's operators read it, where they run."""
 
 
 @dataclass(slots=True)

@@ -55,21 +55,21 @@ class Gemma3DecoderLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size], 2 x [tokens, 1, head_dim] -> [tokens, hidden_size]"""
         attended = self.self_attn(self.input_layernorm(hidden), cos, sin)
-        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = self.post_attention_layernorm.norm_add(attended, hidden)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
-        return hidden + self.post_feedforward_layernorm(fed_forward)  # type: ignore[no-any-return]
+        return self.post_feedforward_layernorm.norm_add(fed_forward, hidden)
 
 
 class Gemma3Model(DecoderBody):
     """Scaled embedding, decoder layers and final norm."""
 
-    embed_scale: torch.Tensor
-
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         # Rounded to the model's dtype, as the model was trained.
-        self.register_buffer("embed_scale", torch.tensor(config.hidden_size**0.5), persistent=False)
+        scale: float = torch.tensor(config.hidden_size**0.5, device="cpu").item()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, scale=scale, parallel=parallel
+        )
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
         self.local_rotary_emb = RotaryEmbedding(_local_rope(config), config.max_model_len)
         self.layers = nn.ModuleList(
@@ -79,7 +79,7 @@ class Gemma3Model(DecoderBody):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embed_scale
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
         everywhere = self.rotary_emb(positions)
         nearby = self.local_rotary_emb(positions)
         for layer in self.layers:

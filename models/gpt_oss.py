@@ -6,10 +6,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from models.kernels.cpu import expert_ops, ops, structures
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
 from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
-from models.layers.product import linear
+from models.layers.product import logits
 from models.layers.routing import experts_per_token
 from models.llama import LlamaAttention, LlamaForCausalLM
 from models.model_config import ModelConfig
@@ -43,7 +44,11 @@ class GptOssRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        best = linear(hidden, self.weight, self.bias).topk(self.top_k, dim=-1)
+        scores = logits(hidden, self.weight, self.bias)
+        if ops.runs(hidden):
+            # The softmax over some of them is that over all, made to add up to 1.
+            return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
+        best = scores.topk(self.top_k, dim=-1)
         return best.values.softmax(-1, dtype=torch.float32), best.indices
 
 

@@ -109,6 +109,9 @@ def load_model(
     left_over += [name for found in scales.values() for name in found.names]
     if left_over := left_over + dequantizer.left_over():
         raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
+    for module in model.modules():
+        if is_packed and isinstance(module, MLAAttention):
+            module.pack_heads()
     return cast(CausalLM, model.eval())
 
 

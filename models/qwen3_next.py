@@ -1,16 +1,17 @@
 """Qwen3-Next: gated delta nets beside gated attention, three to one, and a mixture of experts in every layer."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.base import CacheSpec
+from models.kernels.cpu import delta_ops, ops
 from models.layers.attention import Attention
 from models.layers.embedding import VocabParallelEmbedding
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import QKVParallelLinear, RowParallelLinear
 from models.layers.norm import HeadNorms, OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
+from models.layers.product import logits
 from models.layers.rotary import RotaryEmbedding
 from models.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
@@ -51,10 +52,11 @@ class Qwen3NextAttention(nn.Module):
         """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)
-        q, gate = qkv[:, : 2 * self.num_heads].reshape(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
+        q, gate = qkv[:, : 2 * self.num_heads].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
         k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
         attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm, self.k_norm), rotation=(cos, sin))
-        return self.o_proj((attended * gate.sigmoid()).view(num_tokens, -1))  # type: ignore[no-any-return]
+        gated = delta_ops.gate_heads(attended, gate) if ops.runs(attended, gate) else attended * gate.sigmoid()
+        return self.o_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
 
 
 class SharedExpertGate(nn.Module):
@@ -62,11 +64,11 @@ class SharedExpertGate(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole)
+        self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole, is_product=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size] -> [tokens, 1], 0 to 1"""
-        return F.linear(hidden, self.weight).sigmoid()
+        """The logits of it. # [tokens, hidden_size] -> [tokens, 1] float32"""
+        return logits(hidden, self.weight)
 
 
 class Qwen3NextSparseBlock(nn.Module):
@@ -81,8 +83,8 @@ class Qwen3NextSparseBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        shared = self.shared_expert_gate(hidden) * self.shared_expert(hidden)
-        return self.experts(hidden, *self.gate(hidden)) + shared  # type: ignore[no-any-return]
+        shared, share = self.shared_expert(hidden), self.shared_expert_gate(hidden)
+        return self.experts(hidden, *self.gate(hidden), shared, share)  # type: ignore[no-any-return]
 
 
 class Qwen3NextDecoderLayer(nn.Module):
@@ -100,11 +102,21 @@ class Qwen3NextDecoderLayer(nn.Module):
         self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
-        normed = self.input_layernorm(hidden)
-        hidden = hidden + (self.linear_attn(normed) if self.is_linear else self.self_attn(normed, cos, sin))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of the two returned: the next norm adds them.
+
+        # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
+        """
+        if residual is None:
+            residual = hidden
+            hidden = self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden = self.linear_attn(hidden) if self.is_linear else self.self_attn(hidden, cos, sin)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.mlp(hidden), residual
 
 
 class Qwen3NextModel(DecoderBody):
@@ -123,9 +135,11 @@ class Qwen3NextModel(DecoderBody):
         """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
         hidden: torch.Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(positions)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+            hidden, residual = layer(hidden, residual, cos, sin)
+        assert residual is not None, "a model has at least one layer"
+        return self.norm.add_norm(hidden, residual)[0]
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):

@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
-from models.layers.norm import HeadNorms
+from models.kernels.cpu.latent_ops import PackedHeads
+from models.layers.norm import HeadNorms, RMSNorm
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a step's positions, of `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
@@ -29,6 +30,20 @@ class AttentionOptions:
     """What keys, or latents, in an 8-bit cache are multiplied by."""
     v_scale: float = 1.0
     """What values in it are multiplied by."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentInputs:
+    """What is done to a step's queries and latents before they meet, and with which weights."""
+
+    norm: RMSNorm
+    """Of the latents."""
+    rotation: Rotation
+    """Of the last dimensions of queries and of what follows the latents."""
+    is_interleaved: bool
+    """Whether rotated dimensions are neighbouring pairs, not halves."""
+    heads: PackedHeads | None
+    """`kv_b` as the CPU's operators read it, where they are to."""
 
 
 class AttentionBackend(Protocol):
@@ -89,12 +104,14 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetaData,
         options: AttentionOptions,
         selected: torch.Tensor | None = None,
+        inputs: LatentInputs | None = None,
     ) -> torch.Tensor:
         """Write latents to the cache, then attend to what they expand to. # -> [T, H, v]
 
         `q` [T, H, nope + rope]: rotated. `latent` [T, rank + rope]: the normalised latent, then the rotated key that
-        all heads share. `kv_b` [H, nope + v, rank]: makes a head's key and value of a latent. `selected` [T, K]:
-        positions that each token attends to, -1 for none; None: all before it and itself.
+        all heads share. With `inputs`, neither is normalised or rotated yet. `kv_b` [H, nope + v, rank]: makes a
+        head's key and value of a latent. `selected` [T, K]: positions that each token attends to, -1 for none; None:
+        all before it and itself.
         """
 
     def index_top_k(

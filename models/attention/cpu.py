@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.base import AttentionOptions, Rotation
+from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_cache import PagedKV, Scratch
 from models.attention.cpu_index import index_top_k
-from models.attention.cpu_mla import LatentAttention
+from models.attention.cpu_mla import LatentAttention, prepared
 from models.attention.cpu_pages import PageReader
 from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
@@ -107,9 +107,12 @@ class CPUAttentionBackend:
         metadata: AttentionMetaData,
         options: AttentionOptions,
         selected: torch.Tensor | None = None,
+        inputs: LatentInputs | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
         assert isinstance(metadata, CPUAttentionMetaData)
+        if inputs is not None:
+            q, latent = prepared(q, latent, inputs)
         return LatentAttention(q, kv_b, cache, metadata, options, selected, self._pages).run(latent)
 
     def index_top_k(

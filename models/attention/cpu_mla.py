@@ -12,17 +12,33 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.attention.base import AttentionOptions
+from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.cache_dtype import restored
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_pages import PageReader, chunks, token_slots, write_vectors
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, PrefillSpan
 from models.forward_context import VectorCache
+from models.layers.rotary import deinterleave, rotate
 
 MAX_LATENT_ELEMENTS = 1 << 23
 """Elements of gathered latents, or of expanded keys, at a time: 32 MiB in float32. One row or head may need more."""
 
 _Piece = tuple[slice, int, torch.Tensor | None]
+
+
+def prepared(q: torch.Tensor, latent: torch.Tensor, inputs: LatentInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both normalised and rotated. # [T, H, nope + rope], [T, rank + rope]"""
+    cos, sin = inputs.rotation
+    rope_dim = cos.shape[-1]
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        last = x[..., -rope_dim:]
+        return rotate(deinterleave(last) if inputs.is_interleaved else last, cos, sin)
+
+    return (
+        torch.cat((q[..., :-rope_dim], rotated(q)), -1),
+        torch.cat((inputs.norm(latent[:, :-rope_dim]), rotated(latent[:, None])[:, 0]), -1),
+    )
 
 
 class LatentAttention:

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.base import AttentionOptions, Rotation
+from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
-from models.forward_context import AttentionMetaData, KVCacheTensor
-from models.kernels.cpu import ops
-from models.kernels.cpu.library import Step
+from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.kernels.cpu import delta_ops, latent_ops, ops
+from models.kernels.cpu.structures import Step
 from models.layers.norm import HeadNorms
 
 
@@ -49,6 +49,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         tables = np.ascontiguousarray(block_tables)
         cu_seqlens_q, lengths = torch.from_numpy(starts), torch.from_numpy(contexts.astype(np.int32))
         device_tables, device_slots = torch.from_numpy(tables), torch.from_numpy(slot_mapping)
+        state_slots = None if slots is None else torch.from_numpy(slots)
         return NativeMetaData(
             backend=self,
             cu_seqlens_q=cu_seqlens_q,
@@ -56,13 +57,17 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
             block_tables=device_tables,
             slot_mapping=device_slots,
             num_decodes=num_decodes,
-            slots=None if slots is None else torch.from_numpy(slots),
+            slots=state_slots,
             query_lens=queries,
             context_lens=contexts,
             host_block_tables=tables,
             host_slot_mapping=slot_mapping,
             step=ops.make_step(
-                slots=device_slots, query_starts=cu_seqlens_q, seq_lens=lengths, block_tables=device_tables
+                slots=device_slots,
+                query_starts=cu_seqlens_q,
+                seq_lens=lengths,
+                block_tables=device_tables,
+                state_slots=state_slots,
             ),
         )
 
@@ -88,7 +93,43 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
             q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
         )
 
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        selected: torch.Tensor | None = None,
+        inputs: LatentInputs | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]
+
+        Every query goes into the latents' space, and none expands latents: its result would depend on how many do.
+        """
+        assert isinstance(metadata, NativeMetaData)
+        rank = kv_b.shape[-1]
+        if inputs is None or inputs.heads is None or not latent_ops.attends(q, cache.vectors, rank):
+            return super().latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
+        heads, step = inputs.heads, metadata.step
+        latent_q = latent_ops.latent_queries(q, heads, cache.vectors.shape[2] - rank)
+        latent_ops.latent_store(
+            q,
+            latent,
+            latent_q,
+            cache.vectors,
+            step,
+            norm=(inputs.norm.weight, inputs.norm.eps),
+            rotation=inputs.rotation,
+            is_interleaved=inputs.is_interleaved,
+        )
+        attended = latent_ops.latent_attention(latent_q, cache.vectors, step, rank, options.scale)
+        return latent_ops.latent_values(attended, heads)
+
 
 def _heads_in_a_row(part: torch.Tensor) -> torch.Tensor:
     """The same with the heads of a token one after the other. # [T, heads, D]"""
-    return part if part.stride(1) == part.shape[2] and part.stride(2) == 1 else part.contiguous()
+    if part.stride(2) != 1:
+        return part.contiguous()
+    return part if part.stride(1) == part.shape[2] else delta_ops.gate_heads(part, None)

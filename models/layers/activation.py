@@ -3,13 +3,13 @@
 import torch
 import torch.nn.functional as F
 
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import ops, structures
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
     if ops.runs(gate_up):
-        return ops.gated(gate_up, library.SILU)
+        return ops.gated(gate_up, structures.SILU)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -17,7 +17,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
     if ops.runs(gate_up):
-        return ops.gated(gate_up, library.GELU_TANH)
+        return ops.gated(gate_up, structures.GELU_TANH)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -27,6 +27,8 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
 
     # [tokens, 2 * features] -> [tokens, features]
     """
+    if ops.runs(gate_up):
+        return ops.gated(gate_up, structures.CLAMPED_SILU, alpha=alpha, limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

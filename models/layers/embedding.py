@@ -11,8 +11,12 @@ from models.parallel import SINGLE_RANK, TensorParallel
 class VocabParallelEmbedding(nn.Module):
     """Rows of the vocabulary, as many on each rank; rows past its end are zero, so that any size divides it."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, parallel: TensorParallel = SINGLE_RANK) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, parallel: TensorParallel = SINGLE_RANK
+    ) -> None:
+        """`scale`: of the rows when they are read."""
         super().__init__()
+        self.scale = scale
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
@@ -25,10 +29,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """# [tokens] int64 -> [tokens, hidden_size]"""
         if self.parallel.size == 1:
-            return rows_of(self.weight, input_ids)
+            return rows_of(self.weight, input_ids, self.scale)
         rows = input_ids - self.first_row
         elsewhere = (rows < 0) | (rows >= self.num_rows)
-        hidden = rows_of(self.weight, rows.masked_fill(elsewhere, 0))
+        hidden = rows_of(self.weight, rows.masked_fill(elsewhere, 0), self.scale)
         return self.parallel.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0.0))
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:

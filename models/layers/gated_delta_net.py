@@ -6,6 +6,7 @@ from torch import nn
 
 from models.base import StateCacheSpec
 from models.forward_context import AttentionMetaData, StateCache, get_forward_context
+from models.kernels.cpu import delta_ops
 from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.parameter import Shard, WeightLoader, empty_parameter, load_whole, require_shape
@@ -60,23 +61,53 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        num_tokens, heads = len(hidden), self.num_key_heads
-        wide = self.group * self.value_dim
-        projected = self.in_proj_qkvz(hidden).view(num_tokens, heads, -1)
-        *qkv, z = projected.split((self.key_dim, self.key_dim, wide, wide), dim=-1)
-        b, a = self.in_proj_ba(hidden).view(num_tokens, heads, -1).split(self.group, dim=-1)
-        decay = -self.A_log.float().exp() * F.softplus(a.reshape(num_tokens, -1).float() + self.dt_bias)
-        beta = b.reshape(num_tokens, -1).sigmoid().float()
-        mixed = torch.cat([part.reshape(num_tokens, -1) for part in qkv], dim=-1)
-        read = self._remember(mixed, decay, beta)  # [tokens, value heads, value_dim] float32
-        gated = self.norm(read.to(hidden.dtype), z.reshape(read.shape))
-        return self.out_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
-
-    def _remember(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-        """Each row's tokens through its convolution and its state; decodes together, then spans one by one."""
+        projected, ba = self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, StateCache)
+        inputs, states = cache.tensors
+        if metadata.step is not None and delta_ops.remembers(projected, self.conv1d.weight, inputs, states):
+            gated = delta_ops.delta_net(
+                projected,
+                ba,
+                self.conv1d.weight,
+                self.A_log,
+                self.dt_bias,
+                (self.norm.weight, self.norm.eps),
+                inputs,
+                states,
+                metadata.step,
+                key_heads=self.num_key_heads,
+            )
+        else:
+            gated = self._by_torch(projected, ba, cache, metadata)
+        return self.out_proj(gated)  # type: ignore[no-any-return]
+
+    def _by_torch(
+        self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """What is between the projections. # [tokens, ...], [tokens, ...] -> [tokens, value heads * value_dim]"""
+        num_tokens, heads = len(projected), self.num_key_heads
+        wide = self.group * self.value_dim
+        by_head = projected.view(num_tokens, heads, -1)
+        *qkv, z = torch.split(by_head, [self.key_dim, self.key_dim, wide, wide], dim=-1)
+        b, a = torch.split(ba.view(num_tokens, heads, -1), self.group, dim=-1)
+        decay = -self.A_log.float().exp() * F.softplus(a.reshape(num_tokens, -1).float() + self.dt_bias)
+        beta = b.reshape(num_tokens, -1).sigmoid().float()
+        mixed = torch.cat([part.reshape(num_tokens, -1) for part in qkv], dim=-1)
+        read = self._remember(mixed, decay, beta, cache, metadata)  # [tokens, value heads, value_dim] float32
+        gated: torch.Tensor = self.norm(read.to(projected.dtype), z.reshape(read.shape))
+        return gated.view(num_tokens, -1)
+
+    def _remember(
+        self,
+        mixed: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        cache: StateCache,
+        metadata: AttentionMetaData,
+    ) -> torch.Tensor:
+        """Each row's tokens through its convolution and its state; decodes together, then spans one by one."""
         assert metadata.slots is not None
         conv_states, states = cache.tensors
         read = decay.new_empty(*decay.shape, self.value_dim)

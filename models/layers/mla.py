@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.base import AttentionOptions
+from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.base import VectorCacheSpec
 from models.forward_context import VectorCache, get_forward_context
+from models.kernels.cpu.latent_ops import PackedHeads
 from models.layers.indexer import LightningIndexer
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import RMSNorm
 from models.layers.parameter import read_whole
-from models.layers.rotary import deinterleave, rotate
 from models.parallel import SINGLE_RANK, TensorParallel
 
 _LATENT_NORM_EPS = 1e-6
@@ -79,6 +79,13 @@ class MLAAttention(nn.Module):
         read_whole(self.kv_b_proj.weight)  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
+        self.packed_heads: PackedHeads | None = None
+
+    def pack_heads(self) -> None:
+        """Have the CPU's operators attend, by copies of the loaded weights, except to selected tokens."""
+        if self.indexer is None:
+            kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
+            self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
 
     def scale_cache(self, k_scale: float, _v_scale: float) -> None:
         """Take the checkpoint's scale for latents in an 8-bit cache: they are the keys."""
@@ -92,36 +99,31 @@ class MLAAttention(nn.Module):
         else:
             q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
             q = self.q_b_proj(q_latent)
-        q = q.view(num_tokens, self.num_heads, -1)  # [tokens, heads, nope + rope]
-        q_nope, q_rope = q.split([shape.qk_nope_head_dim, shape.qk_rope_head_dim], -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden).split([shape.kv_lora_rank, shape.qk_rope_head_dim], -1)
-        q_rope, k_rope = self._rotate(q_rope, cos, sin), self._rotate(k_rope[:, None], cos, sin)[:, 0]
-
         attended = self._attend(
-            torch.cat((q_nope, q_rope), -1),
-            torch.cat((self.kv_a_layernorm(latent), k_rope), -1),
+            q.view(num_tokens, self.num_heads, -1),
+            self.kv_a_proj_with_mqa(hidden),
+            (cos, sin),
             None if self.indexer is None else self.indexer(hidden, q_latent, cos, sin),
         )
-        return self.o_proj(attended.flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 
-    def _attend(self, q: torch.Tensor, latent: torch.Tensor, selected: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, latent: torch.Tensor, rotation: Rotation, selected: torch.Tensor | None
+    ) -> torch.Tensor:
         """# [tokens, heads, nope + rope], [tokens, rank + rope], [tokens, K] -> [tokens, heads, v]"""
         context = get_forward_context()
         metadata, cache = context.attn_metadata, context.kv_cache_data[self.layer_name]
         assert isinstance(cache, VectorCache)
         backend, options, lora = metadata.backend, self.options, self.kv_b_proj.lora
 
-        def attend(weight: torch.Tensor) -> torch.Tensor:
+        def attend(weight: torch.Tensor, heads: PackedHeads | None) -> torch.Tensor:
             kv_b = weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
-            return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected)
+            inputs = LatentInputs(self.kv_a_layernorm, rotation, self.shape.interleaved, heads)
+            return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
-        attended = attend(self.kv_b_proj.weight)
+        attended = attend(self.kv_b_proj.weight, self.packed_heads)
         # An adapter of what expands the latents holds for all that its tokens see: they attend once more, with it.
         for adapter, tokens in context.lora or ():
             if lora is not None and (delta := lora.delta(adapter)) is not None:
-                attended[tokens] = attend(self.kv_b_proj.weight + delta)[tokens]
+                attended[tokens] = attend(self.kv_b_proj.weight + delta, None)[tokens]
         return attended
-
-    def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """# [tokens, heads, qk_rope_head_dim]"""
-        return rotate(deinterleave(x) if self.shape.interleaved else x, cos, sin)

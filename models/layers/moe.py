@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from models.kernels.cpu import expert_ops
 from models.layers.activation import swiglu
 from models.layers.grouped_linear import grouped_linear
-from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, require_shape
+from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
 from models.parallel import SINGLE_RANK, TensorParallel
 
 _STACKED = "stacked"
@@ -35,8 +36,8 @@ class SparseMoE(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        routed: torch.Tensor = self.experts(hidden, *self.gate(hidden))
-        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+        beside = None if self.shared_experts is None else self.shared_experts(hidden)
+        return self.experts(hidden, *self.gate(hidden), beside)  # type: ignore[no-any-return]
 
 
 class FusedMoE(nn.Module):
@@ -98,18 +99,29 @@ class FusedMoE(nn.Module):
         self.expert_map: torch.Tensor | None
         self.register_buffer("expert_map", None if local_experts is None else self._expert_map(), persistent=False)
 
-    def forward(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's experts by their weights.
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        beside: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The sum of each token's experts by their weights, and of what is `beside` them on every rank.
 
         # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
+
+        `gate` [tokens, 1] float32: logits of the share of `beside` that a token takes; None: all of it.
         """
+        if self._is_packed and self.expert_map is None and self.parallel.size == 1:
+            return self._by_operators(hidden, weights, ids, beside, gate)
         top_k = ids.shape[1]
         experts = ids.flatten()
         if self.expert_map is not None:
             experts = self.expert_map[experts]
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
-        inner = grouped_linear(hidden[order // top_k], self.w13, self.w13_bias, counts)
+        inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=order // top_k)
         # One rank alone adds the bias, or the sum would hold it once a rank.
         outer_bias = None if self.parallel.rank else self.w2_bias
         # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
@@ -117,7 +129,28 @@ class FusedMoE(nn.Module):
         products[order] = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
         by_token = products.view(len(hidden), top_k, -1)
         combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self.parallel.all_reduce(combined.to(hidden.dtype))
+        routed = self.parallel.all_reduce(combined.to(hidden.dtype))
+        if beside is None:
+            return routed
+        return routed + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
+
+    @property
+    def _is_packed(self) -> bool:
+        return packed_of(self.w13) is not None and packed_of(self.w2) is not None
+
+    def _by_operators(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        beside: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` without anything of torch's, so that it may be recorded."""
+        counts, tokens, places = expert_ops.sort_pairs(ids, self.num_experts)
+        inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens)
+        products = grouped_linear(self.activation(inner), self.w2, self.w2_bias, counts)
+        return expert_ops.combine(products, weights, places, beside, gate)
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""

@@ -38,6 +38,12 @@ class RMSNorm(nn.Module):
         residual = x + residual
         return self._compute(residual), residual
 
+    def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
+        if x.dim() == 2 and ops.runs(x, residual, self.weight):
+            return ops.add_rms_norm(residual, x, self.weight, self.eps, offset=self.offset)
+        return residual + self._compute(x)
+
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 

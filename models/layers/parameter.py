@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from models.kernels.cpu.library import MAX_IN_FEATURES
 from models.kernels.cpu.ops import PANEL, PackedWeight
 from models.kernels.cpu.quantized import QuantizedWeight, quantized_bytes
+from models.kernels.cpu.structures import MAX_IN_FEATURES
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""

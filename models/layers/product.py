@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.kernels.cpu import ops
+from models.kernels.cpu import expert_ops, ops
 from models.layers.parameter import packed_of
 
 
@@ -14,13 +14,21 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias) if packed is None else ops.linear(x, packed, bias)
 
 
-def logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """`x @ weight.T` as float32. # [rows, in_features] -> [rows, out_features]"""
+def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` as float32. # [rows, in_features] -> [rows, out_features]"""
     packed = packed_of(weight)
-    return F.linear(x, weight).float() if packed is None else ops.linear(x, packed, dtype=torch.float32)
+    return F.linear(x, weight, bias).float() if packed is None else ops.linear(x, packed, bias, dtype=torch.float32)
 
 
-def rows_of(weight: nn.Parameter, ids: torch.Tensor) -> torch.Tensor:
-    """A weight's rows by number. # [tokens] int64 -> [tokens, in_features]"""
+def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """`x @ weight.T` in float32, by a float32 weight. # [rows, in_features] -> [rows, out_features]"""
+    return expert_ops.float_linear(x, weight) if ops.runs(x) else F.linear(x.float(), weight)
+
+
+def rows_of(weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """A weight's rows by number, scaled. # [tokens] int64 -> [tokens, in_features]"""
     packed = packed_of(weight)
-    return F.embedding(ids, weight) if packed is None else ops.embed(ids, packed)
+    if packed is not None:
+        return ops.embed(ids, packed, scale)
+    rows = F.embedding(ids, weight)
+    return rows if scale == 1.0 else rows * scale

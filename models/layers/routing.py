@@ -1,16 +1,20 @@
-"""Which experts a token goes to, and their weights. Called by the models, before `FusedMoE`."""
+"""Which experts a token goes to, and their weights. Called by the models, before `FusedMoE`.
+
+Of experts that are equally good the CPU's operators take the first; torch leaves the choice open.
+"""
 
 from typing import Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from models.config_fields import Fields
+from models.kernels.cpu import expert_ops, ops, structures
 from models.layers.parameter import empty_parameter, load_whole
-from models.layers.product import logits
+from models.layers.product import float_logits, logits
 
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
+_SCORINGS = {"sigmoid": structures.SIGMOID, "softmax": structures.SOFTMAX}
 
 
 def softmax_top_k(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +108,20 @@ class GroupedRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
+        scores = float_logits(hidden, self.weight)
+        if ops.runs(hidden):
+            return expert_ops.route(
+                scores,
+                self.top_k,
+                scoring=_SCORINGS[self.scoring],
+                renormalize=self.renormalize,
+                correction=self.e_score_correction_bias,
+                num_groups=self.num_groups,
+                top_groups=self.top_groups,
+                scaling_factor=self.scaling_factor,
+            )
         return grouped_top_k(
-            F.linear(hidden.float(), self.weight),
+            scores,
             self.top_k,
             renormalize=self.renormalize,
             scoring=self.scoring,
@@ -129,4 +145,7 @@ class SoftmaxRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
-        return softmax_top_k(logits(hidden, self.weight), self.top_k, renormalize=self.renormalize)
+        scores = logits(hidden, self.weight)
+        if ops.runs(hidden):
+            return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
+        return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)

@@ -10,8 +10,12 @@ from pathlib import Path
 import torch
 
 from models.attention.base import AttentionOptions
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, structures
 from models.kernels.cpu.quantized import QuantizedWeight
+from models.layers.activation import clamped_swiglu
+from tests.parity.test_cpu_delta import layer, random_inputs, read
+from tests.parity.test_cpu_latents import attend, unit_latents
+from tests.parity.test_cpu_latents import reference as latent_reference
 from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
 
 
@@ -24,6 +28,9 @@ def fuzz(rounds: int) -> None:
         _quantized_products(draw, number)
         _rows(draw, number)
         _attention(draw, number)
+        _experts(draw, number)
+        _latents(draw, number)
+        _delta_nets(draw, number)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -38,14 +45,14 @@ def _products(draw: random.Random, seed: int) -> None:
     assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
     ids = torch.randint(outputs, (5,))
     assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
-    counts = [draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(1, 5))]
+    assert torch.equal(ops.embed(ids, packed(weight), 3.7), weight[ids] * 3.7)
+    counts = [*(draw.choice((0, 1, 3, 40)) for _ in range(draw.randint(0, 4))), draw.choice((1, 3))]
     stack = bf16(len(counts), 32, inputs, seed=seed)
     pairs, weights = bf16(sum(counts), inputs, seed=seed), ops.PackedWeight(len(counts) * 32, inputs)
     weights.put(0, stack.view(-1, inputs))
     found = ops.grouped_linear(pairs, weights, None, torch.tensor(counts))
     parts = [rows.float() @ one.float().T for rows, one in zip(pairs.split(counts), stack, strict=True)]
-    if sum(counts):
-        _close(found, torch.cat(parts))
+    _close(found, torch.cat(parts))
 
 
 def _quantized_products(draw: random.Random, seed: int) -> None:
@@ -69,10 +76,46 @@ def _quantized_products(draw: random.Random, seed: int) -> None:
 def _rows(draw: random.Random, seed: int) -> None:
     rows, size = draw.randint(1, 20), draw.randint(1, 70)
     x, weight = bf16(rows, size, seed=seed), bf16(size, seed=seed + 1)
-    _close(ops.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x.float(), (size,), weight.float(), 1e-5))
+    normed = torch.nn.functional.rms_norm(x.float(), (size,), weight.float(), 1e-5)
+    _close(ops.rms_norm(x, weight, 1e-5), normed)
+    residual = bf16(rows, size, seed=seed + 2)
+    expected = residual.float() + normed
+    _close(ops.add_rms_norm(residual, x, weight, 1e-5), expected)
     gate_up = bf16(rows, 2 * size, seed=seed)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    _close(ops.gated(gate_up, library.SILU), torch.nn.functional.silu(gate) * up)
+    _close(ops.gated(gate_up, structures.SILU), torch.nn.functional.silu(gate) * up)
+
+
+def _experts(draw: random.Random, seed: int) -> None:
+    tokens, hidden, inner = draw.choice((1, 2, 9, 40)), 32 * draw.randint(1, 4), 16 * draw.randint(1, 5)
+    groups = draw.randint(1, 4)
+    experts = groups * draw.randint(1, 9)
+    top_k, open_groups = draw.randint(1, experts // groups), draw.randint(1, groups)
+    x, router = bf16(tokens, hidden, seed=seed), torch.randn(experts, hidden)
+    logits = expert_ops.float_linear(x, router)
+    _close(logits, x.float() @ router.T)
+    correction, is_sigmoid = draw.choice((None, torch.randn(experts))), draw.choice((True, False))
+    weights, ids = expert_ops.route(
+        logits,
+        top_k,
+        scoring=structures.SIGMOID if is_sigmoid else structures.SOFTMAX,
+        renormalize=draw.choice((True, False)),
+        correction=correction,
+        num_groups=groups,
+        top_groups=open_groups,
+    )
+    assert all(len(set(row)) == top_k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
+    counts, of_token, places = expert_ops.sort_pairs(ids, experts)
+    w13, w2 = bf16(experts, 2 * inner, hidden, seed=seed, scale=0.2), bf16(experts, hidden, inner, seed=seed)
+    rows = ops.grouped_linear(x, packed(w13.flatten(0, 1)), None, counts, tokens=of_token)
+    rows = ops.gated(rows, structures.CLAMPED_SILU, alpha=1.7, limit=2.0)
+    found = expert_ops.combine(ops.grouped_linear(rows, packed(w2.flatten(0, 1)), None, counts), weights, places, x)
+    expected = x.float()
+    for token, (row, chosen) in enumerate(zip(weights, ids, strict=True)):
+        for weight, expert in zip(row, chosen.tolist(), strict=True):
+            inside = clamped_swiglu((x[token].float() @ w13[expert].float().T)[None], alpha=1.7, limit=2.0)
+            expected[token] += weight * (inside[0] @ w2[expert].float().T)
+    _close(found, expected)
 
 
 def _attention(draw: random.Random, seed: int) -> None:
@@ -96,6 +139,40 @@ def _attention(draw: random.Random, seed: int) -> None:
         steps.append(spans)
     for found, *qkv in zip(run_steps(q, k, v, steps, options, block_size, sinks), q, k, v, strict=True):
         _close(found, reference(*qkv, options, sinks))
+
+
+def _latents(draw: random.Random, seed: int) -> None:
+    heads, rank, rope, block_size = draw.randint(1, 20), 32 * draw.randint(1, 16), 32, draw.choice((16, 32))
+    lengths = [draw.choice((1, 16, 63, 90)), draw.randint(1, 140)]
+    q = [bf16(n, heads, rank + rope, seed=seed + n) for n in lengths]
+    latents = [unit_latents(n, rank, rope, seed=seed + n + 1) for n in lengths]
+    middle = [n // 2 for n in lengths]
+    steps = [[(i, 0, middle[i]) for i in (0, 1)], [(i, middle[i], lengths[i]) for i in (0, 1)]]
+    for found, *own in zip(attend(q, latents, steps, rank, block_size), q, latents, strict=True):
+        _close(found, latent_reference(*own, rank))
+    nope, values = draw.randint(1, 70), draw.randint(1, 70)
+    kv_b = bf16(heads, nope + values, rank, seed=seed)
+    packed_heads, x = latent_ops.PackedHeads(kv_b, nope), bf16(lengths[1], heads, nope + rope)
+    there = latent_ops.latent_queries(x, packed_heads, rope)[..., :rank]
+    _close(there, torch.einsum("thn,hnr->thr", x[..., :nope].float(), kv_b[:, :nope].float()))
+    there = there.contiguous()
+    expected = torch.einsum("thr,hvr->thv", there.float(), kv_b[:, nope:].float())
+    _close(latent_ops.latent_values(there, packed_heads), expected)
+
+
+def _delta_nets(draw: random.Random, seed: int) -> None:
+    made = layer(
+        draw.randint(1, 3), draw.randint(1, 3), draw.randint(1, 40), 16 * draw.randint(1, 6), draw.randint(2, 6)
+    )
+    lengths = {draw.randint(0, 1): draw.randint(1, 20), draw.randint(2, 4): draw.randint(1, 20)}
+    inputs = random_inputs(made, lengths)
+    whole = read(made, [[(slot, 0, n) for slot, n in lengths.items()]], inputs)
+    steps = [[(slot, 0, n // 2) for slot, n in lengths.items()], [(slot, n // 2, n) for slot, n in lengths.items()]]
+    for found, in_parts in zip(whole, read(made, steps, inputs), strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, in_parts)
+    x, gate = bf16(lengths[min(lengths)], 3, 2 * 17, seed=seed).chunk(2, dim=-1)
+    _close(delta_ops.gate_heads(x, gate), x.float() * gate.float().sigmoid())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from models.registry import ARCHITECTURES
 from tests.parity.foreign_models import REFUSED, SERVED
-from tests.parity.variants import all_variants
+from tests.parity.variants import PARTLY_TORCH, all_variants
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 
@@ -22,12 +22,13 @@ def architectures_table() -> str:
         (
             f"`{name}`",
             f"[{file}](../{file})",
+            "operator by operator" if name in PARTLY_TORCH else "one call",
             "; ".join(variant.name for variant in variants if variant.architecture == name),
         )
         for name, entry in sorted(ARCHITECTURES.items())
         for file in [f"{entry.module.replace('.', '/')}.py"]
     ]
-    return _table(("Architecture", "Model file", "Proven with"), rows)
+    return _table(("Architecture", "Model file", "A step on the CPU", "Proven with"), rows)
 
 
 def general_route_table() -> str:

@@ -10,11 +10,12 @@ import torch
 
 from engine.worker.model_runner import ModelRunner
 from models.kernels.cpu import library, ops
+from models.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import Variant, all_variants
+from tests.parity.variants import PARTLY_TORCH, Variant, all_variants
 
 pytestmark = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -30,24 +31,36 @@ _SIZES: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 32, "moe_intermediate_size": 32},
     "GptOssForCausalLM": {"head_dim": 32, "intermediate_size": 64},
     "Gemma3ForCausalLM": {"head_dim": 32},
-    "DeepseekV3ForCausalLM": {},
-    "Qwen3NextForCausalLM": {"head_dim": 32},
+    "Phi3ForCausalLM": {"head_dim": 32},
+    "DeepseekV2ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 32},
+    "DeepseekV3ForCausalLM": {"qk_rope_head_dim": 32, "head_dim": 32, "kv_lora_rank": 64},
+    "Qwen3NextForCausalLM": {"head_dim": 32, "moe_intermediate_size": 48},
 }
-# Of which torch computes a part, whose results depend on how many rows it has.
-PARTLY_TORCH = {"DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"}
-RECORDED = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-VARIANTS = [next(each for each in all_variants() if each.architecture == name) for name in _SIZES]
+VARIANTS = [each for each in all_variants() if each.architecture in _SIZES]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.architecture)
+def _fields(variant: Variant) -> dict[str, Any]:
+    fields = {**variant.overrides, **_SIZES.get(variant.architecture, {})}
+    if variant.architecture == "Phi3ForCausalLM":
+        # Its heads share the hidden size out, and longrope has a factor a pair.
+        fields["hidden_size"] = 32 * fields.get("num_attention_heads", 4)
+        if "rope_parameters" in fields:
+            rope = fields["rope_parameters"]
+            pairs = int(16 * rope.get("partial_rotary_factor", 1))
+            factors = {name: (rope[name] * 2)[:pairs] for name in ("short_factor", "long_factor")}
+            fields["rope_parameters"] = {**rope, **factors}
+    return fields
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant.architecture}: {variant.name}")
 def variant(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(variant: Variant, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fields = {**variant.overrides, **_SIZES[variant.architecture]}
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), variant.family, dtype=torch.bfloat16, **fields)
+    directory = tmp_path_factory.mktemp("checkpoint")
+    return make_checkpoint(directory, variant.family, dtype=torch.bfloat16, **_fields(variant))
 
 
 def runner(checkpoint: Path, **fields: object) -> ModelRunner:
@@ -65,17 +78,22 @@ def test_errs_no_more_than_transformers_own(checkpoint: Path) -> None:
 
 def test_tokens_are_the_same_alone_and_in_company(variant: Variant, checkpoint: Path) -> None:
     """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
-    if variant.architecture in PARTLY_TORCH:
-        pytest.skip("latents, recurrent states and float32 routers have no operator yet: it will run when they have")
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     together = runner(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
-    assert (together.program is not None) == (variant.architecture in RECORDED)
+    assert together.program is not None
     found = generate(together, prompts)
     alone = [
         generate(runner(checkpoint, enable_prefix_caching=False), [tokens], preempted_at=None)[0] for tokens in prompts
     ]
     assert found == alone
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None:
+    first = next(each for each in all_variants() if each.architecture == name)
+    path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))
+    assert (runner(path).program is None) == (name in PARTLY_TORCH)
 
 
 def test_recording_imports_none_of_torchs_compiler() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models.attention.base import AttentionOptions
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import library, ops, structures
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import record
 from models.layers.norm import HeadNorms, RMSNorm
@@ -81,6 +81,7 @@ class TestLinear:
         weight = bf16(150, 71)
         ids = torch.tensor([0, 149, 31, 32, 15, 16, 77])
         assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
+        assert torch.equal(ops.embed(ids, packed(weight), 7.8125), weight[ids] * 7.8125)
 
 
 @pytest.mark.usefixtures("operators")
@@ -101,12 +102,21 @@ class TestElementwise:
         assert torch.equal(ops.rms_norm(x, weight, 1e-5, residual=residual), alone)
         assert torch.equal(residual, total)
 
-    @pytest.mark.parametrize("activation", [library.SILU, library.GELU_TANH])
+    @pytest.mark.parametrize("size", [5, 96])
+    def test_norm_is_added_to_the_residual(self, size: int) -> None:
+        x, residual, weight = bf16(7, size), bf16(7, size, seed=1), bf16(size, seed=2)
+        normed = torch.nn.functional.rms_norm(x.float(), (size,), weight.float() + 1, 1e-5)
+        expected = residual.float() + normed
+        found = ops.add_rms_norm(residual, x, weight, 1e-5, offset=1.0)
+        assert found is residual
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-2)
+
+    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH])
     def test_gate_equals_the_reference(self, activation: int) -> None:
         gate_up = bf16(5, 2 * 77, scale=4.0)
         gate_up[0, 0], gate_up[1, 0] = 300.0, -300.0
         gate, up = gate_up.float().chunk(2, dim=-1)
-        function = torch.nn.functional.silu if activation == library.SILU else _gelu_tanh
+        function = torch.nn.functional.silu if activation == structures.SILU else _gelu_tanh
         torch.testing.assert_close(ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5)
 
     def test_rope_table_equals_the_reference(self) -> None:
@@ -245,7 +255,7 @@ class Cache:
         self.k, self.v = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
         self.block_size = block_size
 
-    def step(self, spans: list[tuple[int, int, int]]) -> tuple[library.Step, tuple[torch.Tensor, ...]]:
+    def step(self, spans: list[tuple[int, int, int]]) -> tuple[structures.Step, tuple[torch.Tensor, ...]]:
         """`(sequence, first, past)` each; the step and what it points to."""
         slots = []
         for sequence, first, past in spans:

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import ops, structures
 from models.kernels.cpu.quantized import BLOCK, STEP, QuantizedWeight, quantized_bytes
 from tests.parity.test_cpu_operators import BEST, LIBRARY, NAMES, bf16
 
@@ -156,7 +156,7 @@ def test_a_product_refuses_what_it_would_misread(bits: Bits) -> None:
 
 
 def test_the_longest_rows_fit_a_threads_scratch(bits: Bits) -> None:
-    inputs = library.MAX_IN_FEATURES
+    inputs = structures.MAX_IN_FEATURES
     x, weight = bf16(40, inputs), bf16(32, inputs, seed=1)
     found, expected = ops.linear(x, quantized(weight, bits), dtype=torch.float32), x.double() @ weight.double().T
     assert (found - expected).norm() <= (0.02 if bits == 8 else 0.15) * expected.norm()

@@ -13,17 +13,15 @@
 #include "panels.h"
 #include "vectors.h"
 
-#define SPLIT 1024
 #define TILES 16   /* of columns that meet keys while these are near */
 #define QUARTER 4  /* units that are fetched while others are multiplied */
 
-static inline void begin(struct seen *seen, int64_t dim) {
+void begin(struct seen *seen, int64_t dim) {
     for (int lane = 0; lane < LANES; lane++) seen->most[lane] = -INFINITY, seen->total[lane] = 0;
     memset(seen->sums, 0, LANES * dim * sizeof(float));
 }
 
-/* Add what was seen of one split to what was seen of those before it. */
-CLONES static void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
+CLONES void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
     vector most = larger(load(into->most), load(from->most)), base = choose(most == -INFINITY, all(0), most);
     vector old = exp2_of(load(into->most) - base), new = exp2_of(load(from->most) - base);
     store(into->most, most);
@@ -36,8 +34,7 @@ CLONES static void merge(struct seen *into, const struct seen *from, int64_t cou
 }
 
 /* A sink takes probability and adds no value. */
-CLONES static void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head,
-                             bf16 *to) {
+CLONES void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
     const float *sums = seen->sums + column * op->dim;
     float share = 1, total = seen->total[column];
     if (op->sinks) {
@@ -49,8 +46,7 @@ CLONES static void write_out(const struct attention *op, const struct seen *seen
     for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * part);
 }
 
-static struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context,
-                          int64_t group) {
+struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group) {
     struct columns made = {.count = min64(LANES, columns - first_column)};
     for (int lane = 0; lane < LANES; lane++) {
         int64_t query = (first_column + (lane < made.count ? lane : 0)) / group, position = context + query;
@@ -131,8 +127,7 @@ static void stage_queries(const struct task *task, const struct attention_produc
     products->turn(columns, task->op->dim, staged);
 }
 
-/* Of a step, the spans of which columns see a key. Others would weigh nothing. */
-static struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
+struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
     int64_t from = max64(0, least - first_key) / SPAN;
     return (struct spans){(int)from, (int)max64(from, parts(min64(KEYS, past - first_key), SPAN))};
 }

@@ -13,6 +13,8 @@
 #define KEYS (UNIT * UNITS)
 #define SPAN DEPTH /* keys that one step of a product takes */
 #define PAIR 2     /* tiles of columns */
+#define MAX_VALUE_DIM 512 /* elements of a value, which of latents are more than of heads */
+#define SPLIT 1024        /* keys after which the softmax begins anew */
 
 /* Where a step's keys or values are; NULL: no query sees these. */
 struct units {
@@ -28,7 +30,7 @@ struct spans {
 struct seen {
     ALIGNED float most[LANES];  /* largest score, as a power of two */
     ALIGNED float total[LANES]; /* of the probabilities, relative to it */
-    ALIGNED float sums[LANES * MAX_HEAD_DIM];
+    ALIGNED float sums[LANES * MAX_VALUE_DIM];
 };
 
 struct columns {
@@ -64,5 +66,20 @@ struct attention_products {
 };
 
 const struct attention_products *attention_products(enum isa isa);
+
+/* What a column has seen before it sees anything. */
+void begin(struct seen *seen, int64_t dim);
+
+/* Add what was seen of one split to what was seen of those before it. */
+void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim);
+
+/* Of a row's `columns`, a column a head of a query, the first 16 from `first_column` on. */
+struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group);
+
+/* Of a step, the spans of which columns see a key. Others would weigh nothing. */
+struct spans in_sight(int64_t first_key, int64_t least, int64_t past);
+
+/* A column's values, by the head's sink. */
+void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to);
 
 #endif

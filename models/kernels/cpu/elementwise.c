@@ -27,13 +27,16 @@ INLINE float scale_of(const bf16 *x, int64_t size, float eps) {
 
 CLONES static void norm_row(const struct rms_norm *op, const bf16 *x, bf16 *residual, bf16 *out) {
     int64_t size = op->size;
-    if (residual) {
+    if (residual && !op->is_added) {
         FOR_PARTS(i, width, size) put(residual + i, part(x + i, width) + part(residual + i, width), width);
         x = residual;
     }
     float scale = scale_of(x, size, (float)op->eps), offset = (float)op->offset;
-    FOR_PARTS(i, width, size)
-        put(out + i, part(x + i, width) * scale * (part(op->weight + i, width) + offset), width);
+    FOR_PARTS(i, width, size) {
+        vector normed = part(x + i, width) * scale * (part(op->weight + i, width) + offset);
+        if (op->is_added) put(residual + i, part(residual + i, width) + normed, width);
+        else put(out + i, normed, width);
+    }
 }
 
 /* Tasks: tokens. */
@@ -129,20 +132,46 @@ void rope_store(const void *arguments, const struct step *step, struct worker *w
     }
 }
 
-CLONES static void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation) {
-    FOR_PARTS(i, width, size) {
-        vector x = part(gate + i, width), y;
-        if (activation == SILU) y = x * sigmoid_of(x);
-        else y = 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
-        put(out + i, y * part(up + i, width), width);
+/* (up + 1) * gate * sigmoid(alpha * gate), both clamped first; a NaN stays one. */
+INLINE vector gate_clamped(const struct gated *op, vector gate, vector up) {
+    vector limit = all((float)op->limit);
+    gate = choose(gate > limit, limit, gate);
+    up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+    return (up + 1.0f) * gate * sigmoid_of((float)op->alpha * gate);
+}
+
+CLONES static void gate_row(const struct gated *op, const bf16 *gate, bf16 *out) {
+    const bf16 *up = gate + op->size;
+    FOR_PARTS(i, width, op->size) {
+        vector x = part(gate + i, width), y = part(up + i, width);
+        if (op->activation == SILU) y *= x * sigmoid_of(x);
+        else if (op->activation == GELU_TANH)
+            y *= 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
+        else y = gate_clamped(op, x, y);
+        put(out + i, y, width);
+    }
+}
+
+/* Tasks: rows. */
+void gated(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct gated *op = arguments;
+    for (int64_t row; (row = take_task(worker)) < step->num_tokens * op->per_token;)
+        gate_row(op, op->gate_up + row * op->stride, op->out + row * op->out_stride);
+}
+
+CLONES static void gate_head(const bf16 *x, const bf16 *gate, bf16 *out, int64_t dim) {
+    FOR_PARTS(i, width, dim) {
+        vector v = part(x + i, width);
+        put(out + i, gate ? v * sigmoid_of(part(gate + i, width)) : v, width);
     }
 }
 
 /* Tasks: tokens. */
-void gated(const void *arguments, const struct step *step, struct worker *worker) {
-    const struct gated *op = arguments;
-    for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
-        const bf16 *gate = op->gate_up + token * op->stride;
-        gate_row(gate, gate + op->size, op->out + token * op->out_stride, op->size, op->activation);
-    }
+void gate_heads(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct gate_heads *op = arguments;
+    for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
+        for (int64_t head = 0; head < op->heads; head++)
+            gate_head(op->x + token * op->x_stride + head * op->x_step,
+                      op->gate ? op->gate + token * op->gate_stride + head * op->gate_step : NULL,
+                      op->out + token * op->out_stride + head * op->dim, op->dim);
 }

@@ -50,7 +50,7 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
         int64_t first = task / shares * block, panel = task % shares * share, past = min64(panels, panel + share);
         if (staged_row != first) {
             count = min64(block, rows - first), staged_row = first;
-            stage_rows(staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+            stage_rows(staged, op->x + first * op->x_stride, op->x_stride, NULL, count, op->in_features);
         }
         for (; panel < past; panel++) {
             int64_t width = min64(PANEL, op->out_features - panel * PANEL), groups = parts(count, GROUP);

@@ -7,27 +7,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.kernels.cpu import library
-from models.kernels.cpu.library import Library, Operations, Step
+from models.kernels.cpu import structures
+from models.kernels.cpu.library import Library, Operations
 from models.kernels.cpu.program import NotRecordable, operators_of
+from models.kernels.cpu.structures import Step
 
 
 class GreedyHead:
     """The choice that `compute_logits` and an argmax would make, without the logits between them."""
 
     def __init__(
-        self, native: Library, product: library.Linear, vocab_size: int, max_rows: int, kept: list[torch.Tensor]
+        self, native: Library, product: structures.Linear, vocab_size: int, max_rows: int, kept: list[torch.Tensor]
     ) -> None:
         """`product` makes the logits of at least `vocab_size` tokens; `kept` is the memory of its weight."""
         self._library = native
-        self._head = library.GreedyHead(
+        self._head = structures.GreedyHead(
             weight=product.weight,
             bias=product.bias,
             in_features=product.in_features,
             out_features=vocab_size,
             max_rows=max_rows,
         )
-        self._operations = Operations((self._head, library.GreedyChoice(ctypes.addressof(self._head))))
+        self._operations = Operations((self._head, structures.GreedyChoice(ctypes.addressof(self._head))))
         self._kept = kept
         self._step = Step()
         self.max_rows = max_rows
@@ -49,7 +50,7 @@ class GreedyHead:
         except NotRecordable:
             return None
         [product] = arguments if len(arguments) == 1 else [None]
-        if not isinstance(product, library.Linear) or product.out != logits.data_ptr() or not product.is_float:
+        if not isinstance(product, structures.Linear) or product.out != logits.data_ptr() or not product.is_float:
             return None
         # A vocabulary may be smaller than its weight, which is filled up.
         return cls(native, product, logits.shape[1], max_rows, weights)

@@ -14,6 +14,7 @@ typedef uint16_t bf16;
 #define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product takes */
 #define PANEL 32  /* outputs that a packed weight keeps together */
 #define MAX_HEAD_DIM 256
+#define MAX_LATENT_DIM 640
 #define LINE 64   /* bytes of a cache line */
 
 #define ALIGNED __attribute__((aligned(LINE)))
@@ -48,6 +49,7 @@ struct step {
     const int32_t *seq_lens;       /* [B] */
     const int32_t *block_tables;   /* [B, max_blocks] */
     int64_t max_blocks;
+    const int64_t *state_slots; /* [B] each row's place in the layers' states, or NULL */
 };
 
 /* One thread's part in an operator. */

@@ -1,4 +1,4 @@
-"""The compiled operators of this directory by ctypes: their arguments, field by field as in operators.h, and `run`."""
+"""The compiled operators of this directory, by ctypes."""
 
 import ctypes
 import logging
@@ -8,252 +8,16 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
 
+from models.kernels.cpu.structures import MAX_THREADS, Arguments, Step
+
 _log = logging.getLogger(__name__)
-_POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 PORTABLE, AVX512_BF16, AMX = range(3)
 """Instruction sets, each containing those before it."""
-SILU, GELU_TANH = range(2)
-"""Activations of `Gated`."""
-MAX_HEAD_DIM = 256
-MAX_THREADS = 1024
-MAX_IN_FEATURES = 1 << 16
-"""Of a row: a thread's scratch holds sixteen."""
-
-
-class Step(ctypes.Structure):
-    """`struct step`: what a program runs on."""
-
-    _fields_: ClassVar = [
-        ("num_tokens", _INTEGER),
-        ("num_rows", _INTEGER),
-        ("input_ids", _POINTER),
-        ("positions", _POINTER),
-        ("slots", _POINTER),
-        ("query_starts", _POINTER),
-        ("seq_lens", _POINTER),
-        ("block_tables", _POINTER),
-        ("max_blocks", _INTEGER),
-    ]
-    kept: tuple[object, ...] = ()
-    """What the pointers point to."""
-
-
-class Arguments(ctypes.Structure):
-    """What one operator is called with."""
-
-    kind: ClassVar[int]
-
-
-class Linear(Arguments):
-    """`struct linear`."""
-
-    kind = 0
-    _fields_: ClassVar = [
-        ("x", _POINTER),
-        ("x_stride", _INTEGER),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("in_features", _INTEGER),
-        ("out_features", _INTEGER),
-        ("is_float", _INTEGER),
-    ]
-
-
-class Pack(Arguments):
-    """`struct pack`."""
-
-    kind = 1
-    _fields_: ClassVar = [
-        ("rows", _POINTER),
-        ("row_stride", _INTEGER),
-        ("first", _INTEGER),
-        ("count", _INTEGER),
-        ("in_features", _INTEGER),
-        ("weight", _POINTER),
-    ]
-
-
-class Embed(Arguments):
-    """`struct embed`."""
-
-    kind = 2
-    _fields_: ClassVar = [
-        ("weight", _POINTER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("in_features", _INTEGER),
-    ]
-
-
-class RMSNorm(Arguments):
-    """`struct rms_norm`."""
-
-    kind = 3
-    _fields_: ClassVar = [
-        ("x", _POINTER),
-        ("x_stride", _INTEGER),
-        ("residual", _POINTER),
-        ("residual_stride", _INTEGER),
-        ("weight", _POINTER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("size", _INTEGER),
-        ("offset", _REAL),
-        ("eps", _REAL),
-    ]
-
-
-class RopeTable(Arguments):
-    """`struct rope_table`."""
-
-    kind = 4
-    _fields_: ClassVar = [
-        ("frequencies", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("pairs", _INTEGER),
-        ("factor", _REAL),
-    ]
-
-
-class RopeStore(Arguments):
-    """`struct rope_store`."""
-
-    kind = 5
-    _fields_: ClassVar = [
-        ("q", _POINTER),
-        ("k", _POINTER),
-        ("v", _POINTER),
-        ("q_stride", _INTEGER),
-        ("k_stride", _INTEGER),
-        ("v_stride", _INTEGER),
-        ("heads", _INTEGER),
-        ("kv_heads", _INTEGER),
-        ("dim", _INTEGER),
-        ("q_norm", _POINTER),
-        ("k_norm", _POINTER),
-        ("offset", _REAL),
-        ("eps", _REAL),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("rotary_dim", _INTEGER),
-        ("k_cache", _POINTER),
-        ("v_cache", _POINTER),
-        ("block_size", _INTEGER),
-    ]
-
-
-class Attention(Arguments):
-    """`struct attention`."""
-
-    kind = 6
-    _fields_: ClassVar = [
-        ("q", _POINTER),
-        ("q_stride", _INTEGER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("k_cache", _POINTER),
-        ("v_cache", _POINTER),
-        ("heads", _INTEGER),
-        ("kv_heads", _INTEGER),
-        ("dim", _INTEGER),
-        ("block_size", _INTEGER),
-        ("scale", _REAL),
-        ("window", _INTEGER),
-        ("soft_cap", _REAL),
-        ("sinks", _POINTER),
-    ]
-
-
-class Gated(Arguments):
-    """`struct gated`."""
-
-    kind = 7
-    _fields_: ClassVar = [
-        ("gate_up", _POINTER),
-        ("stride", _INTEGER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("size", _INTEGER),
-        ("activation", _INTEGER),
-    ]
-
-
-class GroupedLinear(Arguments):
-    """`struct grouped_linear`."""
-
-    kind = 8
-    _fields_: ClassVar = [
-        ("x", _POINTER),
-        ("x_stride", _INTEGER),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("out", _POINTER),
-        ("out_stride", _INTEGER),
-        ("counts", _POINTER),
-        ("groups", _INTEGER),
-        ("in_features", _INTEGER),
-        ("out_features", _INTEGER),
-    ]
-
-
-class GreedyHead(Arguments):
-    """`struct greedy_head`."""
-
-    kind = 9
-    _fields_: ClassVar = [
-        ("x", _POINTER),
-        ("x_stride", _INTEGER),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("in_features", _INTEGER),
-        ("out_features", _INTEGER),
-        ("peaks", _POINTER),
-        ("tokens", _POINTER),
-        ("max_rows", _INTEGER),
-    ]
-
-
-class GreedyChoice(Arguments):
-    """`struct greedy_choice`."""
-
-    kind = 10
-    _fields_: ClassVar = [("head", _POINTER)]
-
-
-class QuantizedLinear(Arguments):
-    """`struct quantized_linear`."""
-
-    kind = 11
-    _fields_: ClassVar = [*Linear._fields_, ("bits", _INTEGER)]
-
-
-class QuantizedPack(Arguments):
-    """`struct quantized_pack`."""
-
-    kind = 12
-    _fields_: ClassVar = [*Pack._fields_, ("bits", _INTEGER)]
-
-
-class QuantizedEmbed(Arguments):
-    """`struct quantized_embed`."""
-
-    kind = 13
-    _fields_: ClassVar = [*Embed._fields_, ("bits", _INTEGER)]
-
-
-class QuantizedGroupedLinear(Arguments):
-    """`struct quantized_grouped_linear`."""
-
-    kind = 14
-    _fields_: ClassVar = [*GroupedLinear._fields_, ("bits", _INTEGER)]
 
 
 class _Operation(ctypes.Structure):
-    _fields_: ClassVar = [("kind", _INTEGER), ("arguments", _POINTER)]
+    _fields_: ClassVar = [("kind", ctypes.c_int64), ("arguments", ctypes.c_void_p)]
 
 
 class Operations:
@@ -278,7 +42,7 @@ class Library:
         size_of = getattr(self._library, "kaon_bytes_of_arguments", None)
         if size_of is None or any(size_of(each.kind) != ctypes.sizeof(each) for each in Arguments.__subclasses__()):
             raise OSError(f"{path} was built from other sources than these; install Kaon again")
-        self._library.kaon_run.argtypes = [_POINTER, _INTEGER, _POINTER]
+        self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
         self.threads = 0

@@ -20,11 +20,12 @@ int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) & -GROUP);
 }
 
-void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features) {
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
+                int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
         bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
-        const bf16 *from = x + row * stride;
+        const bf16 *from = x + (tokens && row < count ? tokens[row] : row) * stride;
         for (int64_t step = 0; step < steps; step++) {
             int64_t inputs = row >= count ? 0 : step < whole ? DEPTH : in_features % DEPTH;
             if (inputs < DEPTH) memset(to + step * TILE, 0, DEPTH * sizeof(bf16));
@@ -44,14 +45,18 @@ struct bench {
     const struct panel_products *products;
     float *sums; /* of one meeting */
     bf16 *staged;
-    int64_t first_row; /* of the rows that are staged, -1 for none */
-    int is_large;      /* whether the output is more than is soon read again */
+    const int64_t *tokens; /* which row of x each row is, or NULL */
+    int64_t first_row;     /* of the rows that are staged, -1 for none */
+    int is_large;          /* whether the output is more than is soon read again */
 };
 
 static struct bench prepare(struct worker *worker, int is_large) {
     prepare_tiles(worker->isa);
-    bf16 *staged = (bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float));
-    return (struct bench){panel_products(worker->isa), (float *)worker->scratch, staged, -1, is_large};
+    return (struct bench){.products = panel_products(worker->isa),
+                          .sums = (float *)worker->scratch,
+                          .staged = (bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float)),
+                          .first_row = -1,
+                          .is_large = is_large};
 }
 
 /* The sums, with the panel's bias, to where they belong. */
@@ -96,7 +101,9 @@ static void multiply_panels(const struct linear *op, struct bench *bench, int64_
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
     if (bench->first_row != first) {
-        stage_rows(bench->staged, op->x + first * op->x_stride, op->x_stride, count, op->in_features);
+        const bf16 *x = bench->tokens ? op->x : op->x + first * op->x_stride;
+        const int64_t *tokens = bench->tokens ? bench->tokens + first : NULL;
+        stage_rows(bench->staged, x, op->x_stride, tokens, count, op->in_features);
         bench->first_row = first;
     }
     int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16))) : 1;
@@ -131,28 +138,72 @@ void linear(const void *arguments, const struct step *step, struct worker *worke
     if (bench.is_large) settle_rounded();
 }
 
-/* Tasks: groups, of each one share of the panels after the other. */
+int find_run(const struct grouped_linear *op, struct run *run, int64_t number) {
+    while (run->number < number) {
+        run->start += run->count, run->count = 0;
+        while (run->count == 0) {
+            if (++run->group == op->groups) return 0;
+            run->count = op->counts[run->group];
+        }
+        run->number++;
+    }
+    return 1;
+}
+
+void clear_past_runs(const struct grouped_linear *op, const struct step *step, struct worker *worker, int64_t from) {
+    int64_t rows = step->num_tokens * op->per_token;
+    for (int64_t row = from; worker->thread == 0 && row < rows; row++)
+        memset(op->out + row * op->out_stride, 0, op->out_features * sizeof(bf16));
+}
+
+/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
-    (void)step;
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
     int64_t block = rows_to_stage(steps * DEPTH);
     int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
-    int64_t shares = parts(panels, share), group = 0, start = 0; /* the group's first row */
+    int64_t shares = parts(panels, share);
+    struct run run = {.number = -1, .group = -1};
     struct bench bench = prepare(worker, 0);
-    for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
-        for (; group < task / shares; group++) start += op->counts[group];
+    bench.tokens = op->tokens;
+    for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
         const struct linear one = {.x = op->x,
                                    .x_stride = op->x_stride,
-                                   .weight = op->weight + group * panels * steps * STEP,
-                                   .bias = op->bias ? op->bias + group * op->out_features : NULL,
+                                   .weight = op->weight + run.group * panels * steps * STEP,
+                                   .bias = op->bias ? op->bias + run.group * op->out_features : NULL,
                                    .out = op->out,
                                    .out_stride = op->out_stride,
                                    .in_features = op->in_features,
                                    .out_features = op->out_features};
-        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = start + op->counts[group];
-        for (int64_t first = start; first < end; first += block)
+        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
+        for (int64_t first = run.start; first < end; first += block)
             multiply_panels(&one, &bench, first, min64(block, end - first), panel, past);
+    }
+    clear_past_runs(op, step, worker, run.start);
+}
+
+/* Tasks: heads, of each blocks of rows, of each one share of the panels after the other. */
+void headed_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct headed_linear *op = arguments;
+    int64_t rows = step->num_tokens;
+    int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
+    int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block), share = panels;
+    if (op->heads < 2 * worker->threads)
+        share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, worker->threads);
+    int64_t shares = parts(panels, share), of_head = blocks * shares, last_head = -1;
+    struct bench bench = prepare(worker, 0);
+    for (int64_t task; (task = take_task(worker)) < op->heads * of_head;) {
+        int64_t head = task / of_head, first = task % of_head / shares * block, panel = task % shares * share;
+        const struct linear one = {.x = op->x + head * op->x_step,
+                                   .x_stride = op->x_stride,
+                                   .weight = op->weight + head * panels * steps * STEP,
+                                   .out = op->out + head * op->out_step,
+                                   .out_stride = op->out_stride,
+                                   .in_features = op->in_features,
+                                   .out_features = op->out_features};
+        if (head != last_head) bench.first_row = -1;
+        last_head = head;
+        multiply_panels(&one, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
     }
 }
 
@@ -212,5 +263,7 @@ void embed(const void *arguments, const struct step *step, struct worker *worker
             int64_t i = op->in_features - 1;
             to[i] = column[i / DEPTH * STEP + i % DEPTH / 2 * LANES * 2];
         }
+        if (op->scale != 1)
+            for (int64_t i = 0; i < op->in_features; i++) to[i] = narrow(widen(to[i]) * (float)op->scale);
     }
 }

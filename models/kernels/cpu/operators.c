@@ -8,6 +8,10 @@ operator *const operators[OPERATORS] = {
     [GROUPED_LINEAR] = grouped_linear, [GREEDY_HEAD] = greedy_head, [GREEDY_CHOICE] = greedy_choice,
     [QUANTIZED_LINEAR] = quantized_linear, [QUANTIZED_PACK] = quantized_pack, [QUANTIZED_EMBED] = quantized_embed,
     [QUANTIZED_GROUPED_LINEAR] = quantized_grouped_linear,
+    [FLOAT_LINEAR] = float_linear, [ROUTE] = route,
+    [SORT_PAIRS] = sort_pairs, [COMBINE] = combine, [HEADED_LINEAR] = headed_linear,
+    [LATENT_STORE] = latent_store, [LATENT_ATTENTION] = latent_attention, [GATE_HEADS] = gate_heads,
+    [DELTA_NET] = delta_net,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -26,6 +30,15 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [QUANTIZED_PACK] = sizeof(struct quantized_pack),
     [QUANTIZED_EMBED] = sizeof(struct quantized_embed),
     [QUANTIZED_GROUPED_LINEAR] = sizeof(struct quantized_grouped_linear),
+    [FLOAT_LINEAR] = sizeof(struct float_linear),
+    [ROUTE] = sizeof(struct route),
+    [SORT_PAIRS] = sizeof(struct sort_pairs),
+    [COMBINE] = sizeof(struct combine),
+    [HEADED_LINEAR] = sizeof(struct headed_linear),
+    [LATENT_STORE] = sizeof(struct latent_store),
+    [LATENT_ATTENTION] = sizeof(struct latent_attention),
+    [GATE_HEADS] = sizeof(struct gate_heads),
+    [DELTA_NET] = sizeof(struct delta_net),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -7,9 +7,14 @@
 
 #define MAX_THREADS 1024
 
-enum { LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR,
-       GREEDY_HEAD, GREEDY_CHOICE, QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
-       OPERATORS };
+enum {
+    LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR,
+    FLOAT_LINEAR, ROUTE, SORT_PAIRS, COMBINE,
+    HEADED_LINEAR, LATENT_STORE, LATENT_ATTENTION, GATE_HEADS, DELTA_NET,
+    GREEDY_HEAD, GREEDY_CHOICE,
+    QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
+    OPERATORS
+};
 
 struct operation {
     int64_t kind;
@@ -43,9 +48,11 @@ struct embed {
     bf16 *out; /* [tokens, in_features] */
     int64_t out_stride;
     int64_t in_features;
+    double scale; /* of the rows */
 };
 
-/* The norm of a row, after `residual` is added to it where there is one; `residual` then holds the sum. */
+/* The norm of a row. With `residual`, that is added to the row first, and then holds the sum; or with `is_added` the
+ * norm is added to it, which then holds the result, and `out` is not written. */
 struct rms_norm {
     const bf16 *x;
     int64_t x_stride;
@@ -54,7 +61,7 @@ struct rms_norm {
     const bf16 *weight; /* [size], of which `offset` is added */
     bf16 *out;
     int64_t out_stride;
-    int64_t size;
+    int64_t size, is_added;
     double offset, eps;
 };
 
@@ -95,25 +102,140 @@ struct attention {
 
 /* act(gate) * up of the two side by side. */
 struct gated {
-    const bf16 *gate_up; /* [tokens, 2 * size] */
+    const bf16 *gate_up; /* [tokens * per_token, 2 * size] */
     int64_t stride;
-    bf16 *out; /* [tokens, size] */
+    bf16 *out; /* [tokens * per_token, size] */
     int64_t out_stride;
-    int64_t size;
-    int64_t activation; /* SILU or GELU_TANH */
+    int64_t size, per_token;
+    int64_t activation; /* SILU, GELU_TANH or CLAMPED_SILU */
+    double alpha, limit; /* of CLAMPED_SILU */
 };
-enum { SILU, GELU_TANH };
+enum { SILU, GELU_TANH, CLAMPED_SILU };
 
 /* Runs of rows, each by its own weight of a stack. */
 struct grouped_linear {
-    const bf16 *x; /* [rows, in_features] */
+    const bf16 *x; /* [rows, in_features]; with `tokens` [tokens, in_features] */
     int64_t x_stride;
+    const int64_t *tokens; /* [rows] rows of x in this order, or NULL: as they are */
     const bf16 *weight; /* packed, one after the other: out_features is a multiple of PANEL */
     const bf16 *bias;   /* [groups, out_features] or NULL */
-    bf16 *out;          /* [rows, out_features]; rows past the last run are left as they are */
+    bf16 *out;          /* [rows, out_features], 0 past the last run */
     int64_t out_stride;
     const int64_t *counts; /* [groups] rows of each run */
     int64_t groups, in_features, out_features;
+    int64_t per_token; /* rows */
+};
+
+/* Each head's part of a row by its own weight. */
+struct headed_linear {
+    const bf16 *x; /* [tokens, heads, in_features] */
+    int64_t x_stride, x_step; /* the second from head to head */
+    const bf16 *weight; /* packed, one after the other, each filled up to a multiple of PANEL outputs */
+    bf16 *out;          /* [tokens, heads, out_features] */
+    int64_t out_stride, out_step;
+    int64_t heads, in_features, out_features;
+};
+
+/* What heads share of a token, normalised and rotated, into the cache; and queries rotated, beside their latents. */
+struct latent_store {
+    const bf16 *q; /* [tokens, heads, nope + rope] */
+    int64_t q_stride;
+    bf16 *latent_q; /* [tokens, heads, rank + rope], of which the last are written */
+    int64_t heads, nope, rank, rope;
+    const bf16 *latent; /* [tokens, rank + rope] */
+    int64_t latent_stride;
+    const bf16 *norm; /* [rank] */
+    double eps;
+    const float *cos, *sin; /* as of rope_table */
+    int64_t is_interleaved; /* whether neighbouring dimensions are rotated together, and then lie in halves */
+    bf16 *cache;            /* [blocks, block_size, rank + rope] */
+    int64_t block_size;
+};
+
+/* Attention of all heads to the same cached vectors, of which the first `rank` elements are also the values. */
+struct latent_attention {
+    const bf16 *q; /* [tokens, heads, dim] */
+    int64_t q_stride;
+    bf16 *out; /* [tokens, heads, rank] */
+    int64_t out_stride;
+    const bf16 *cache; /* [blocks, block_size, dim] */
+    int64_t heads, rank, dim, block_size;
+    double scale;
+};
+
+/* Heads behind each other, each element times the sigmoid of its gate where there are gates. */
+struct gate_heads {
+    const bf16 *x; /* [tokens, heads, dim] */
+    int64_t x_stride, x_step; /* the second from head to head */
+    const bf16 *gate; /* the same shape, or NULL */
+    int64_t gate_stride, gate_step;
+    bf16 *out; /* [tokens, heads, dim] */
+    int64_t out_stride;
+    int64_t heads, dim;
+};
+
+/* A gated delta net between its projections. */
+struct delta_net {
+    const bf16 *x; /* [tokens, key_heads, 2 * (key_dim + group * value_dim)]: query, key, values, gates */
+    int64_t x_stride;
+    const bf16 *ba; /* [tokens, key_heads, 2 * group]: of each value head what its beta, then what its decay comes of */
+    int64_t ba_stride;
+    const bf16 *conv;            /* [channels, kernel] */
+    const bf16 *a_log, *dt_bias; /* [value heads] */
+    const bf16 *norm;            /* [value_dim] */
+    double eps;
+    bf16 *inputs;  /* [slots, channels, kernel - 1] the last */
+    float *states; /* [slots, value heads, key_dim, value_dim] */
+    bf16 *out;     /* [tokens, value heads, value_dim] */
+    int64_t out_stride;
+    int64_t key_heads, group, key_dim, value_dim, kernel; /* value_dim: a multiple of 16 */
+};
+
+/* In float32, for weights that are not packed. */
+struct float_linear {
+    const bf16 *x; /* [tokens, in_features] */
+    int64_t x_stride;
+    const float *weight; /* [out_features, in_features] */
+    float *out;          /* [tokens, out_features] */
+    int64_t out_stride;
+    int64_t in_features, out_features;
+};
+
+/* The best experts of a token, of the best groups of experts, and their weights. Of equals the first is taken. */
+struct route {
+    const float *logits; /* [tokens, experts] */
+    int64_t stride;
+    const float *correction; /* [experts], which counts in the choice but not in the weights, or NULL */
+    float *weights;          /* [tokens, top_k] */
+    int64_t *ids;            /* [tokens, top_k], the best first */
+    int64_t experts, top_k, groups, top_groups;
+    int64_t scoring;     /* SOFTMAX or SIGMOID */
+    int64_t renormalize; /* whether a token's weights add up to 1, before they are scaled */
+    double scaling_factor;
+};
+enum { SOFTMAX, SIGMOID };
+
+/* The pairs of a token and one of its experts, by expert. */
+struct sort_pairs {
+    const int64_t *ids; /* [tokens, top_k] */
+    int64_t top_k, experts;
+    int64_t *counts; /* [experts] pairs */
+    int64_t *tokens; /* [tokens * top_k] by place: whose the pair is */
+    int64_t *places; /* [tokens, top_k] where each pair went */
+};
+
+/* What a token's experts made of it, by their weights, in the order of its choice. */
+struct combine {
+    const bf16 *products; /* [tokens * top_k, size], sorted */
+    int64_t products_stride;
+    const float *weights;  /* [tokens, top_k] */
+    const int64_t *places; /* [tokens, top_k] */
+    const bf16 *beside;    /* [tokens, size] to be added, or NULL */
+    int64_t beside_stride;
+    const float *gate; /* [tokens] logits of the share of `beside` that is, or NULL: all */
+    bf16 *out; /* [tokens, size] */
+    int64_t out_stride;
+    int64_t size, top_k;
 };
 
 /* The likeliest token of each row of the product; what each thread has seen of it, until they are compared. */
@@ -133,8 +255,7 @@ struct greedy_choice {
     const struct greedy_head *head;
 };
 
-operator greedy_head, greedy_choice;
-/* The same by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
+/* Products, and rows of their weights, by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
     int64_t bits;
@@ -152,8 +273,11 @@ struct quantized_grouped_linear {
     int64_t bits;
 };
 
+operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
+operator float_linear, route, sort_pairs, combine;
+operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];
 

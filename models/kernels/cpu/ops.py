@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 
 from models.host_memory import mapped_zeros
-from models.kernels.cpu import library
-from models.kernels.cpu.library import Arguments, Library, Operations, Step
+from models.kernels.cpu import library, structures
+from models.kernels.cpu.library import Library, Operations
+from models.kernels.cpu.structures import Arguments, Step
 
 if TYPE_CHECKING:
     from models.attention.base import AttentionOptions, Rotation
@@ -23,7 +24,13 @@ class Runtime(Protocol):
     """Where operators go."""
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Memory for an operator's output."""
+        """Memory for an operator's output: a row or several a token."""
+
+    def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for an output that is of one size whatever the step. # [size]"""
+
+    def per_token(self, num_rows: int) -> int:
+        """Rows of such a matrix to each row that the operator's step counts."""
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """Run an operator, or see that it is. `kept` is the memory that its arguments point to."""
@@ -37,6 +44,13 @@ class _Immediate:
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(num_rows, columns, dtype=dtype)
+
+    def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def per_token(self, num_rows: int) -> int:
+        del num_rows  # An operator on its own runs as if each row were a token.
+        return 1
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         del kept
@@ -106,7 +120,9 @@ class WeightOperators(NamedTuple):
 class PackedWeight:
     """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
 
-    operators: ClassVar = WeightOperators(library.Linear, library.Pack, library.Embed, library.GroupedLinear)
+    operators: ClassVar = WeightOperators(
+        structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear
+    )
     options: tuple[int, ...] = ()
     """What those operators are told after their other arguments."""
 
@@ -158,22 +174,28 @@ def linear(
 
 
 def grouped_linear(
-    x: torch.Tensor, weights: PackedWeight, bias: torch.Tensor | None, counts: torch.Tensor
+    x: torch.Tensor,
+    weights: PackedWeight,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    *,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first `counts[0]` rows by the stack's first weight, the next `counts[1]` by its second ...; 0 past the last.
 
     # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
+
+    With `tokens` [rows] int64 the rows are `x[tokens]`.
     """
     _require_rows(x, weights)
     runtime = _current()
-    groups = len(counts)
+    groups, num_rows = len(counts), len(x if tokens is None else tokens)
     out_features = weights.out_features // groups
-    out = runtime.rows(len(x), out_features)
-    if (total := int(counts.sum())) < len(x):
-        out[total:] = 0
+    out = runtime.rows(num_rows, out_features)
     arguments = weights.operators.grouped_linear(
         x.data_ptr(),
         x.stride(0),
+        _pointer(tokens),
         weights.memory.data_ptr(),
         _pointer(bias),
         out.data_ptr(),
@@ -182,18 +204,19 @@ def grouped_linear(
         groups,
         weights.in_features,
         out_features,
+        runtime.per_token(num_rows),
         *weights.options,
     )
-    runtime.run(arguments, Step(num_tokens=len(x)), (x, weights.memory, bias, counts, out))
+    runtime.run(arguments, Step(num_tokens=num_rows), (x, tokens, weights.memory, bias, counts, out))
     return out
 
 
-def embed(input_ids: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """Rows of a weight. # [rows] int64 -> [rows, in_features]"""
+def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0) -> torch.Tensor:
+    """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]"""
     runtime = _current()
     out = runtime.rows(len(input_ids), weight.in_features)
     arguments = weight.operators.embed(
-        weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features, *weight.options
+        weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features, scale, *weight.options
     )
     step = Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
     runtime.run(arguments, step, (input_ids, weight.memory, out))
@@ -204,32 +227,63 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The norm of `x`, or of its sum with `residual`, which then holds that sum. # [rows, size]"""
-    runtime = _current()
-    out = runtime.rows(*x.shape)
-    arguments = library.RMSNorm(
+    out = _current().rows(*x.shape)
+    _norm(x, weight, eps, offset, residual, out)
+    return out
+
+
+def add_rms_norm(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+) -> torch.Tensor:
+    """`residual`, to which the norm of `x` was added. # [rows, size]"""
+    _norm(x, weight, eps, offset, residual, None)
+    return residual
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    arguments = structures.RMSNorm(
         x.data_ptr(),
         x.stride(0),
         _pointer(residual),
         0 if residual is None else residual.stride(0),
         weight.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
+        _pointer(out),
+        0 if out is None else out.stride(0),
         x.shape[1],
+        out is None,
         offset,
         eps,
     )
-    runtime.run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
-    return out
+    _current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
 
 
-def gated(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
-    """`activation(gate) * up` of the two side by side. # [rows, 2 * size] -> [rows, size]"""
+def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
+    """`activation(gate) * up` of the two side by side. # [rows, 2 * size] -> [rows, size]
+
+    `alpha` and `limit` are the clamped activation's: see `models.layers.activation`.
+    """
     runtime = _current()
-    out = runtime.rows(len(gate_up), gate_up.shape[1] // 2)
-    arguments = library.Gated(
-        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), out.shape[1], activation
+    num_rows = len(gate_up)
+    out = runtime.rows(num_rows, gate_up.shape[1] // 2)
+    arguments = structures.Gated(
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        out.shape[1],
+        runtime.per_token(num_rows),
+        activation,
+        alpha,
+        limit,
     )
-    runtime.run(arguments, Step(num_tokens=len(gate_up)), (gate_up, out))
+    runtime.run(arguments, Step(num_tokens=num_rows), (gate_up, out))
     return out
 
 
@@ -241,7 +295,7 @@ def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float
     runtime = _current()
     pairs = len(frequencies)
     cos, sin = (runtime.rows(len(positions), 2 * pairs, torch.float32) for _ in range(2))
-    arguments = library.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
+    arguments = structures.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
     step = Step(num_tokens=len(positions), positions=positions.data_ptr())
     runtime.run(arguments, step, (positions, frequencies, cos, sin))
     return cos, sin
@@ -263,7 +317,7 @@ def rope_store(
     # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim]
     """
     cos, sin = (None, None) if rotation is None else rotation
-    arguments = library.RopeStore(
+    arguments = structures.RopeStore(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -300,7 +354,7 @@ def attention(
     runtime = _current()
     num_tokens, heads, dim = q.shape
     out = runtime.rows(num_tokens, heads * dim)
-    arguments = library.Attention(
+    arguments = structures.Attention(
         q.data_ptr(),
         q.stride(0),
         out.data_ptr(),
@@ -323,7 +377,7 @@ def attention(
 def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Whether `rope_store` and `attention` compute heads and caches such as these."""
     block_size, dim = k_cache.shape[2:]
-    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= library.MAX_HEAD_DIM and block_size % 16 == 0
+    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= structures.MAX_HEAD_DIM and block_size % 16 == 0
 
 
 def make_step(
@@ -334,8 +388,12 @@ def make_step(
     block_tables: torch.Tensor,
     input_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    state_slots: torch.Tensor | None = None,
 ) -> Step:
-    """A step of these arrays, which it keeps. # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64"""
+    """A step of these arrays, which it keeps.
+
+    # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64
+    """
     assert block_tables.is_contiguous()
     step = Step(
         len(slots),
@@ -347,6 +405,7 @@ def make_step(
         seq_lens.data_ptr(),
         block_tables.data_ptr(),
         block_tables.shape[1],
+        _pointer(state_slots),
     )
-    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions
+    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots
     return step

@@ -3,7 +3,7 @@
 #ifndef PANELS_H
 #define PANELS_H
 
-#include "kaon.h"
+#include "operators.h"
 
 #define TILE (LANES * DEPTH) /* bfloat16 of a tile */
 #define STEP (2 * TILE)      /* of a step of a panel */
@@ -29,8 +29,21 @@ void prepare_tiles(enum isa isa);
 /* Rows of so many inputs that are multiplied by a panel while they are near. */
 int64_t rows_to_stage(int64_t inputs);
 
-/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
-void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, int64_t count, int64_t in_features);
+/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. `tokens`: which rows
+ * of x they are, or NULL. */
+void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
+                int64_t in_features);
+
+/* Rows of one group, of those that have any. */
+struct run {
+    int64_t number, group, start, count;
+};
+
+/* Go on to the run of that number; 0 where there are fewer, with `start` past all rows. */
+int find_run(const struct grouped_linear *op, struct run *run, int64_t number);
+
+/* Rows from there on are in no run, and 0. */
+void clear_past_runs(const struct grouped_linear *op, const struct step *step, struct worker *worker, int64_t from);
 
 /* Bytes between what is read of a weight for so many rows and what is fetched. */
 int64_t look_ahead(int64_t rows);

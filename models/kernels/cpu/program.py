@@ -17,7 +17,8 @@ import torch
 
 from models.host_memory import mapped_zeros
 from models.kernels.cpu import ops
-from models.kernels.cpu.library import Arguments, Library, Operations, Step
+from models.kernels.cpu.library import Library, Operations
+from models.kernels.cpu.structures import Arguments, Step
 
 _Memory = npt.NDArray[np.uint8]
 
@@ -84,18 +85,27 @@ class _Recorder:
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `Runtime`."""
-        if num_rows != self.max_tokens:
-            raise NotRecordable(f"an operator has {num_rows} rows where the step has {self.max_tokens} tokens")
-        size = num_rows * columns * dtype.itemsize
-        free = self._free[size]
+        self.per_token(num_rows)  # Refuses rows that are none of the step's.
+        return self.fixed(num_rows * columns, dtype).view(num_rows, columns)
+
+    def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Runtime`."""
+        num_bytes = size * dtype.itemsize
+        free = self._free[num_bytes]
         if not free:
-            self.memory.append(np.frombuffer(mapped_zeros(size), dtype=np.uint8))
+            self.memory.append(np.frombuffer(mapped_zeros(num_bytes), dtype=np.uint8))
             free.append(self.memory[-1])
         memory = free.pop()
         view = memory[:]
         # The view lives as long as any tensor over it.
         weakref.finalize(view, free.append, memory)
-        return torch.from_numpy(view).view(dtype).view(num_rows, columns).as_subclass(_Rows)
+        return torch.from_numpy(view).view(dtype).as_subclass(_Rows)
+
+    def per_token(self, num_rows: int) -> int:
+        """See `Runtime`."""
+        if num_rows % self.max_tokens:
+            raise NotRecordable(f"an operator has {num_rows} rows where the step has {self.max_tokens} tokens")
+        return num_rows // self.max_tokens
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """See `Runtime`."""

@@ -100,6 +100,7 @@ static void fetch_output(const struct linear *op, int64_t row, int64_t count, in
 struct place {
     struct bench *bench;
     enum isa isa;
+    const int64_t *tokens; /* which row of x each row is, or NULL */
     int64_t first_row;
 };
 
@@ -141,15 +142,17 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
 
 static struct place prepare(struct worker *worker) {
     prepare_tiles(worker->isa);
-    return (struct place){(struct bench *)worker->scratch, worker->isa, -1};
+    return (struct place){.bench = (struct bench *)worker->scratch, .isa = worker->isa, .first_row = -1};
 }
 
 /* `count` rows from `first` on by the panels from `panel` to `past`. */
 static void multiply_panels(const struct linear *op, int64_t bits, struct place *at, int64_t first, int64_t count,
                             int64_t panel, int64_t past) {
     if (at->first_row != first)
-        for (int64_t row = 0; row < count; row++)
-            stage_row(at->bench, row, op->x + (first + row) * op->x_stride, op->in_features);
+        for (int64_t row = 0; row < count; row++) {
+            int64_t token = at->tokens ? at->tokens[first + row] : first + row;
+            stage_row(at->bench, row, op->x + token * op->x_stride, op->in_features);
+        }
     at->first_row = first;
     for (; panel < past; panel++) multiply_panel(op, bits, at, count, panel * PANEL);
 }
@@ -170,28 +173,28 @@ void quantized_linear(const void *arguments, const struct step *step, struct wor
     }
 }
 
-/* Tasks: groups, of each one share of the panels after the other. */
+/* Tasks: groups that have rows, of each one share of the panels after the other; then what is past the last run. */
 void quantized_grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
-    (void)step;
     const struct quantized_grouped_linear *quantized = arguments;
     const struct grouped_linear *op = &quantized->grouped;
     int64_t blocks = parts(op->in_features, BLOCK), panels = op->out_features / PANEL, at_once = staged_rows(blocks);
     int64_t bytes = blocks * bytes_of_block(quantized->bits);
     int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
-    int64_t group = 0, start = 0; /* the group's first row */
+    struct run run = {.number = -1, .group = -1};
     struct place at = prepare(worker);
-    for (int64_t task; (task = take_task(worker)) < op->groups * shares;) {
-        for (; group < task / shares; group++) start += op->counts[group];
+    at.tokens = op->tokens;
+    for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
         const struct linear one = {.x = op->x,
                                    .x_stride = op->x_stride,
-                                   .weight = (const bf16 *)((const char *)op->weight + group * panels * bytes),
-                                   .bias = op->bias ? op->bias + group * op->out_features : NULL,
+                                   .weight = (const bf16 *)((const char *)op->weight + run.group * panels * bytes),
+                                   .bias = op->bias ? op->bias + run.group * op->out_features : NULL,
                                    .out = op->out,
                                    .out_stride = op->out_stride,
                                    .in_features = op->in_features,
                                    .out_features = op->out_features};
-        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = start + op->counts[group];
-        for (int64_t first = start; first < end; first += at_once)
+        int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
+        for (int64_t first = run.start; first < end; first += at_once)
             multiply_panels(&one, quantized->bits, &at, first, min64(at_once, end - first), panel, past);
     }
+    clear_past_runs(op, step, worker, run.start);
 }

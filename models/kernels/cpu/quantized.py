@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from models.kernels.cpu import library
+from models.kernels.cpu import structures
 from models.kernels.cpu.ops import PANEL, PackedWeight, WeightOperators
 
 BLOCK, STEP = 128, 64
@@ -13,7 +13,10 @@ class QuantizedWeight(PackedWeight):
     """Rows are rounded as they are put in: see quantized.h. The rows that it meets are rounded to 8 bits too."""
 
     operators: ClassVar = WeightOperators(
-        library.QuantizedLinear, library.QuantizedPack, library.QuantizedEmbed, library.QuantizedGroupedLinear
+        structures.QuantizedLinear,
+        structures.QuantizedPack,
+        structures.QuantizedEmbed,
+        structures.QuantizedGroupedLinear,
     )
 
     def __init__(self, out_features: int, in_features: int, bits: Literal[4, 8]) -> None:

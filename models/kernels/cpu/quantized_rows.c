@@ -140,6 +140,7 @@ void quantized_embed(const void *arguments, const struct step *step, struct work
             const bf16 *scales = (const bf16 *)block + (bits == 4 ? i % BLOCK / STEP_INPUTS * PANEL : 0);
             const char *values = block + scales_of_block(bits) * sizeof(bf16);
             to[i] = narrow(value_of(values, bits, output, i % BLOCK) * widen(scales[output]));
+            if (op->scale != 1) to[i] = narrow(widen(to[i]) * (float)op->scale);
         }
     }
 }

@@ -19,6 +19,10 @@ class Variant(NamedTuple):
     overrides: dict[str, Any]
 
 
+PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM"})
+"""Architectures of which torch computes a part where the CPU's operators compute the others whole."""
+
+
 def all_variants() -> list[Variant]:
     """Of every family."""
     return [

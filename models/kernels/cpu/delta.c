@@ -1,0 +1,177 @@
+/* Gated delta nets (Yang et al., 2025): a short causal convolution, a state that moves towards each token's value under
+ * its key, and a gated norm of what the query reads. Token by token, whatever the step holds, so that a row's result
+ * does not depend on how it is cut into steps. */
+
+#include <math.h>
+
+#include "operators.h"
+#include "vectors.h"
+
+#define AT_ONCE 4 /* vectors of a state's columns, whose sums are then independent */
+
+/* A key head of one row: its channels are its query's, its key's and its values'. */
+struct part {
+    const struct delta_net *op;
+    int64_t head, channels;
+    float *weights; /* [kernel][channels] */
+    float *window;  /* [kernel][channels], the input at position p in row p % kernel */
+    float *mixed;   /* [channels] */
+    float *read;    /* [value_dim] */
+};
+
+/* Where a channel is among those of all heads: all queries', all keys', all values'. */
+static int64_t channel_of(const struct part *part, int64_t channel) {
+    const struct delta_net *op = part->op;
+    int64_t keys = op->key_dim, values = op->group * op->value_dim, of_keys = op->key_heads * keys;
+    if (channel < keys) return part->head * keys + channel;
+    if (channel < 2 * keys) return of_keys + part->head * keys + channel - keys;
+    return 2 * of_keys + part->head * values + channel - 2 * keys;
+}
+
+static struct part set_up(const struct delta_net *op, int64_t head, struct worker *worker) {
+    int64_t channels = 2 * op->key_dim + op->group * op->value_dim, room = parts(channels, LANES) * LANES;
+    float *floats = (float *)worker->scratch;
+    struct part part = {.op = op, .head = head, .channels = room, .weights = floats};
+    part.window = part.weights + op->kernel * room;
+    part.mixed = part.window + op->kernel * room;
+    part.read = part.mixed + room;
+    memset(floats, 0, 2 * op->kernel * room * sizeof(float));
+    for (int64_t channel = 0; channel < channels; channel++)
+        for (int64_t i = 0; i < op->kernel; i++)
+            part.weights[i * room + channel] = widen(op->conv[channel_of(&part, channel) * op->kernel + i]);
+    return part;
+}
+
+/* The inputs before the step's first token, which is at position kernel - 1. */
+static void remember(const struct part *part, const bf16 *state) {
+    const struct delta_net *op = part->op;
+    int64_t kept = op->kernel - 1, channels = 2 * op->key_dim + op->group * op->value_dim;
+    for (int64_t channel = 0; channel < channels; channel++)
+        for (int64_t i = 0; i < kept; i++)
+            part->window[i * part->channels + channel] = widen(state[channel_of(part, channel) * kept + i]);
+}
+
+/* The last inputs, the step having ended before `position`. */
+static void keep(const struct part *part, int64_t position, bf16 *state) {
+    const struct delta_net *op = part->op;
+    int64_t kept = op->kernel - 1, channels = 2 * op->key_dim + op->group * op->value_dim;
+    for (int64_t channel = 0; channel < channels; channel++)
+        for (int64_t i = 0; i < kept; i++) {
+            int64_t row = (position - kept + i) % op->kernel;
+            state[channel_of(part, channel) * kept + i] = narrow(part->window[row * part->channels + channel]);
+        }
+}
+
+/* Each channel over its own last inputs. */
+CLONES static void convolve(const struct part *part, const bf16 *x, int64_t position) {
+    const struct delta_net *op = part->op;
+    int64_t channels = 2 * op->key_dim + op->group * op->value_dim;
+    float *now = part->window + position % op->kernel * part->channels;
+    for (int64_t i = 0; i < channels; i++) now[i] = widen(x[i]);
+    for (int64_t i = 0; i < part->channels; i += LANES) {
+        vector sum = {0};
+        for (int64_t tap = 0; tap < op->kernel; tap++) {
+            int64_t row = (position + 1 + tap) % op->kernel;
+            sum += load(part->weights + tap * part->channels + i) * load(part->window + row * part->channels + i);
+        }
+        store(part->mixed + i, sum * sigmoid_of(sum));
+    }
+}
+
+/* To the length `wanted`. */
+CLONES static void scale_to(float *x, int64_t size, float wanted) {
+    float squares = 0;
+    for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
+    float scale = wanted / sqrtf(squares + 1e-6f);
+    for (int64_t i = 0; i < size; i++) x[i] *= scale;
+}
+
+INLINE void recur_columns(float *state, const float *q, const float *k, const float *v, float decay, float beta,
+                          int64_t key_dim, int64_t value_dim, int count, float *read) {
+    vector held[AT_ONCE] = {{0}}, sums[AT_ONCE] = {{0}};
+    for (int64_t key = 0; key < key_dim; key++)
+        for (int i = 0; i < count; i++) {
+            float *at = state + key * value_dim + i * LANES;
+            vector now = load(at) * decay;
+            store(at, now);
+            held[i] += k[key] * now;
+        }
+    for (int i = 0; i < count; i++) held[i] = (load(v + i * LANES) - held[i]) * beta;
+    for (int64_t key = 0; key < key_dim; key++)
+        for (int i = 0; i < count; i++) {
+            float *at = state + key * value_dim + i * LANES;
+            vector now = load(at) + k[key] * held[i];
+            store(at, now);
+            sums[i] += q[key] * now;
+        }
+    for (int i = 0; i < count; i++) store(read + i * LANES, sums[i]);
+}
+
+/* The state fades, then moves what it holds under the key towards the value; the query reads it afterwards. */
+CLONES static void recur(float *state, const float *q, const float *k, const float *v, float decay, float beta,
+                         int64_t key_dim, int64_t value_dim, float *read) {
+    int64_t i = 0;
+    for (; i + AT_ONCE * LANES <= value_dim; i += AT_ONCE * LANES)
+        recur_columns(state + i, q, k, v + i, decay, beta, key_dim, value_dim, AT_ONCE, read + i);
+    for (; i < value_dim; i += LANES)
+        recur_columns(state + i, q, k, v + i, decay, beta, key_dim, value_dim, 1, read + i);
+}
+
+/* The norm of what was read, behind its gate. */
+CLONES static void write_gated(const struct delta_net *op, const float *read, const bf16 *gate, bf16 *out) {
+    vector squares = {0};
+    for (int64_t i = 0; i < op->value_dim; i += LANES) squares += load(read + i) * load(read + i);
+    float scale = 1.0f / sqrtf(sum_of(squares) / (float)op->value_dim + (float)op->eps);
+    for (int64_t i = 0; i < op->value_dim; i += LANES) {
+        vector z = load_bf16(gate + i);
+        store_bf16(out + i, load(read + i) * scale * load_bf16(op->norm + i) * z * sigmoid_of(z));
+    }
+}
+
+static float decay_of(const struct delta_net *op, int64_t head, float a) {
+    float x = a + widen(op->dt_bias[head]), softplus = x > 20 ? x : log1pf(expf(x));
+    return expf(-expf(widen(op->a_log[head])) * softplus);
+}
+
+/* One token, by each of the value heads that share the part's key. */
+static void read_token(const struct part *part, int64_t token, float *states) {
+    const struct delta_net *op = part->op;
+    int64_t keys = op->key_dim, values = op->value_dim, wide = op->group * values;
+    const bf16 *gates = op->x + token * op->x_stride + part->head * 2 * (keys + wide) + 2 * keys + wide;
+    const bf16 *b = op->ba + token * op->ba_stride + part->head * 2 * op->group, *a = b + op->group;
+    float *q = part->mixed, *k = q + keys;
+    scale_to(q, keys, 1.0f / sqrtf((float)keys));
+    scale_to(k, keys, 1);
+    for (int64_t i = 0; i < op->group; i++) {
+        int64_t head = part->head * op->group + i;
+        float beta = 1 / (1 + expf(-widen(b[i])));
+        recur(states + i * keys * values, q, k, k + keys + i * values, decay_of(op, head, widen(a[i])), beta, keys,
+              values, part->read);
+        write_gated(op, part->read, gates + i * values, op->out + token * op->out_stride + head * values);
+    }
+}
+
+static void read_row(const struct part *part, const struct step *step, int64_t row) {
+    const struct delta_net *op = part->op;
+    int64_t first = step->query_starts[row], past = step->query_starts[row + 1], slot = step->state_slots[row];
+    if (first == past) return;
+    int64_t wide = op->group * op->value_dim, state = op->key_dim * wide, position = op->kernel - 1;
+    bf16 *inputs = op->inputs + slot * op->key_heads * (2 * op->key_dim + wide) * (op->kernel - 1);
+    float *states = op->states + (slot * op->key_heads + part->head) * state;
+    if (step->seq_lens[row] == past - first) memset(states, 0, state * sizeof(float)); /* the sequence begins */
+    else remember(part, inputs);
+    for (int64_t token = first; token < past; token++, position++) {
+        convolve(part, op->x + token * op->x_stride + part->head * 2 * (op->key_dim + wide), position);
+        read_token(part, token, states);
+    }
+    keep(part, position, inputs);
+}
+
+/* Tasks: key heads of rows. */
+void delta_net(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct delta_net *op = arguments;
+    for (int64_t task; (task = take_task(worker)) < step->num_rows * op->key_heads;) {
+        const struct part part = set_up(op, task % op->key_heads, worker);
+        read_row(&part, step, task / op->key_heads);
+    }
+}

@@ -1,0 +1,189 @@
+/* Latent attention (DeepSeek-V2, 2024) over the paged cache: all heads see the same vectors, whose first elements are
+ * also what they add up. Queries are in the latents' space already, whether decoding or in a prompt, so that a row's
+ * result does not depend on its company. Otherwise as in attention.c. */
+
+#include <math.h>
+
+#include "attention.h"
+#include "operators.h"
+#include "panels.h"
+#include "vectors.h"
+
+#define TILES 16 /* of columns that meet keys together */
+
+INLINE vector some(const bf16 *from, int64_t width) { return width == LANES ? load_bf16(from) : load_some(from, width); }
+
+CLONES static void norm_latent(const struct latent_store *op, const bf16 *x, bf16 *out) {
+    vector squares = {0};
+    for (int64_t i = 0; i < op->rank; i += LANES) {
+        vector v = some(x + i, min64(LANES, op->rank - i));
+        squares += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_of(squares) / (float)op->rank + (float)op->eps);
+    for (int64_t i = 0; i < op->rank; i++) out[i] = narrow(widen(x[i]) * scale * widen(op->norm[i]));
+}
+
+CLONES static void rotate(const struct latent_store *op, int64_t token, const bf16 *x, bf16 *out) {
+    const float *cos = op->cos + token * op->rope, *sin = op->sin + token * op->rope;
+    int64_t pairs = op->rope / 2;
+    for (int64_t i = 0; i < pairs; i++) {
+        float a = widen(x[op->is_interleaved ? 2 * i : i]), b = widen(x[op->is_interleaved ? 2 * i + 1 : i + pairs]);
+        out[i] = narrow(a * cos[i] + b * sin[i]);
+        out[i + pairs] = narrow(b * cos[i + pairs] + a * sin[i + pairs]);
+    }
+}
+
+static void store_token(const struct latent_store *op, const struct step *step, int64_t token) {
+    int64_t dim = op->rank + op->rope, q_dim = op->nope + op->rope;
+    const bf16 *q = op->q + token * op->q_stride + op->nope, *latent = op->latent + token * op->latent_stride;
+    bf16 *latent_q = op->latent_q + token * op->heads * dim + op->rank, *cached = op->cache + step->slots[token] * dim;
+    for (int64_t head = 0; head < op->heads; head++) rotate(op, token, q + head * q_dim, latent_q + head * dim);
+    norm_latent(op, latent, cached);
+    rotate(op, token, latent + op->rank, cached + op->rank);
+}
+
+/* What an earlier owner left behind a block's last token may not be finite, and is multiplied by 0. */
+static void clear_rest(const struct latent_store *op, const struct step *step, int64_t row) {
+    int64_t query_len = step->query_starts[row + 1] - step->query_starts[row], dim = op->rank + op->rope;
+    int64_t offset = (step->seq_lens[row] - 1) % op->block_size, rest = op->block_size - 1 - offset;
+    if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
+    bf16 *last = op->cache + step->slots[step->query_starts[row + 1] - 1] * dim;
+    memset(last + dim, 0, rest * dim * sizeof(bf16));
+}
+
+/* Tasks: tokens, then rows. */
+void latent_store(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct latent_store *op = arguments;
+    for (int64_t task; (task = take_task(worker)) < step->num_tokens + step->num_rows;) {
+        if (task < step->num_tokens) store_token(op, step, task);
+        else clear_rest(op, step, task - step->num_tokens);
+    }
+}
+
+/* Some columns of one row. */
+struct task {
+    const struct latent_attention *op;
+    struct attention as; /* how the products see it */
+    const int32_t *blocks;
+    int64_t start, query_len; /* the row's tokens in the step */
+    int64_t first_column, tiles, past;
+};
+
+/* What a thread needs for one. */
+struct room {
+    struct seen all[TILES], split[TILES];
+    ALIGNED bf16 queries[TILES * LANES * MAX_LATENT_DIM];
+    ALIGNED bf16 values[KEYS * MAX_VALUE_DIM];
+    ALIGNED float scores[PAIR][KEYS][LANES];
+    ALIGNED bf16 weights[PAIR][KEYS * LANES];
+};
+_Static_assert(sizeof(struct room) <= SCRATCH, "a thread's scratch holds a task");
+
+/* Where a step's keys are. */
+static void locate(const struct task *task, int64_t first_key, struct units *keys) {
+    const struct latent_attention *op = task->op;
+    for (int unit = 0; unit < UNITS; unit++) {
+        int64_t key = first_key + unit * UNIT;
+        keys->at[unit] = NULL;
+        if (key >= task->past) continue;
+        int64_t slot = task->blocks[key / op->block_size] * op->block_size + key % op->block_size;
+        keys->at[unit] = op->cache + slot * op->dim;
+    }
+}
+
+/* The first elements of keys, to the tiles [span][rank / 16][16 pairs of keys][16][2]. */
+CLONES static void pair_values(const struct units *keys, int64_t rank, int64_t dim, bf16 *tiles) {
+    for (int unit = 0; unit < UNITS; unit++) {
+        bf16 *to = tiles + unit / 2 * SPAN * rank + unit % 2 * UNIT * LANES;
+        for (int pair = 0; pair < UNIT / 2; pair++, to += 2 * LANES)
+            for (int64_t i = 0; i < rank; i += LANES) {
+                const bf16 *a = keys->at[unit] + 2 * pair * dim + i, *b = a + dim;
+                if (!keys->at[unit]) memset(to + i * SPAN, 0, LINE);
+                else
+                    for (int lane = 0; lane < LANES; lane++)
+                        to[i * SPAN + 2 * lane] = a[lane], to[i * SPAN + 2 * lane + 1] = b[lane];
+            }
+    }
+}
+
+static void stage_queries(const struct task *task, const struct attention_products *products, int64_t first,
+                          int64_t count, bf16 *staged) {
+    const struct latent_attention *op = task->op;
+    const bf16 *columns[LANES] = {NULL};
+    for (int64_t lane = 0; lane < count; lane++) {
+        int64_t column = first + lane;
+        columns[lane] = op->q + (task->start + column / op->heads) * op->q_stride + column % op->heads * op->dim;
+    }
+    products->turn(columns, op->dim, staged);
+}
+
+/* Every column of a task meets the keys of a step. */
+static void take_step(const struct task *task, const struct attention_products *products, struct columns *columns,
+                      int64_t first_key, struct room *room) {
+    const struct latent_attention *op = task->op;
+    struct units keys;
+    locate(task, first_key, &keys);
+    pair_values(&keys, op->rank, op->dim, room->values);
+    for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
+        int tiles = (int)min64(PAIR, task->tiles - tile);
+        struct spans spans = in_sight(first_key, columns[tile].least, columns[tile + tiles - 1].past);
+        products->score(&keys, spans, room->queries + tile * LANES * op->dim, tiles, op->dim, room->scores);
+        for (int i = 0; i < tiles; i++)
+            products->weigh(&task->as, &columns[tile + i], first_key, spans, room->scores[i], &room->split[tile + i],
+                            room->weights[i]);
+        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, op->rank, &room->split[tile]);
+    }
+}
+
+static void attend(struct task *task, int64_t context, struct worker *worker) {
+    const struct latent_attention *op = task->op;
+    const struct attention_products *products = attention_products(worker->isa);
+    struct room *room = (struct room *)worker->scratch;
+    struct columns columns[TILES];
+    for (int64_t tile = 0; tile < task->tiles; tile++) {
+        int64_t first = task->first_column + tile * LANES;
+        columns[tile] = see(&task->as, first, task->query_len * op->heads, context, op->heads);
+        stage_queries(task, products, first, columns[tile].count, room->queries + tile * LANES * op->dim);
+        begin(&room->all[tile], op->rank);
+    }
+    task->past = columns[task->tiles - 1].past;
+    for (int64_t first_key = 0; first_key < task->past;) {
+        int64_t past = min64(task->past, first_key + SPLIT);
+        for (int64_t tile = 0; tile < task->tiles; tile++) begin(&room->split[tile], op->rank);
+        for (; first_key < past; first_key += KEYS) take_step(task, products, columns, first_key, room);
+        for (int64_t tile = 0; tile < task->tiles; tile++)
+            merge(&room->all[tile], &room->split[tile], columns[tile].count, op->rank);
+    }
+    for (int64_t tile = 0; tile < task->tiles; tile++)
+        for (int64_t lane = 0; lane < columns[tile].count; lane++) {
+            int64_t column = task->first_column + tile * LANES + lane, head = column % op->heads;
+            bf16 *out = op->out + (task->start + column / op->heads) * op->out_stride + head * op->rank;
+            write_out(&task->as, &room->all[tile], lane, head, out);
+        }
+}
+
+/* Tiles of a task: as many as there is room for, fewer where threads would have none. */
+static int64_t tiles_of_task(const struct latent_attention *op, const struct step *step, int threads) {
+    return max64(1, min64(TILES, parts(step->num_tokens * op->heads, LANES * 2 * threads)));
+}
+
+/* Tasks: by row its columns, some tiles at a time. */
+void latent_attention(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct latent_attention *op = arguments;
+    struct task task = {.op = op, .as = {.heads = op->heads, .kv_heads = 1, .dim = op->rank, .scale = op->scale}};
+    int64_t row = 0, before = 0, of_row = 0, tiles = 0, at_once = tiles_of_task(op, step, worker->threads);
+    prepare_tiles(worker->isa);
+    for (int64_t number; number = take_task(worker), row < step->num_rows;) {
+        for (; row < step->num_rows; row++, before += of_row) {
+            tiles = parts((step->query_starts[row + 1] - step->query_starts[row]) * op->heads, LANES);
+            of_row = parts(tiles, at_once);
+            if (number < before + of_row) break;
+        }
+        if (row == step->num_rows) break;
+        int64_t first_tile = (number - before) * at_once;
+        task.first_column = first_tile * LANES, task.tiles = min64(at_once, tiles - first_tile);
+        task.start = step->query_starts[row], task.query_len = step->query_starts[row + 1] - task.start;
+        task.blocks = step->block_tables + row * step->max_blocks;
+        attend(&task, step->seq_lens[row] - task.query_len, worker);
+    }
+}
