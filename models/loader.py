@@ -21,6 +21,7 @@ from models.errors import CheckpointError
 from models.kernels.cpu import ops
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
+from models.layers.onednn import can_pack, pack_filled_products
 from models.layers.parameter import Shard, Spelling, WeightShapeError, pack_products, sources_of, weight_loader_of
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
@@ -96,6 +97,8 @@ def load_model(
     left_over += [name for found in scales.values() for name in found.names]
     if left_over := left_over + dequantizer.left_over():
         raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
+    if device.type == "cpu" and not ops.active() and can_pack(dtype):
+        pack_filled_products(model)
     return cast(CausalLM, model.eval())
 
 

@@ -1,11 +1,7 @@
 """The CPU attention backend over the compiled operators, where these compute a layer; torch computes the others."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from models.attention.base import AttentionOptions, Rotation
@@ -21,7 +17,16 @@ from models.layers.norm import HeadNorms
 class NativeMetaData(CPUAttentionMetaData):
     """A step, also as the operators read it."""
 
-    step: Step
+    step: Step = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_tables = self.block_tables.contiguous()
+        self.step = ops.make_step(
+            slots=self.slot_mapping,
+            query_starts=self.cu_seqlens_q,
+            seq_lens=self.seq_lens,
+            block_tables=self.block_tables,
+        )
 
 
 class NativeCPUAttentionBackend(CPUAttentionBackend):
@@ -31,45 +36,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     """
 
     name = "cpu-native"
-
-    def build_metadata(
-        self,
-        *,
-        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32],
-        slot_mapping: npt.NDArray[np.int64],
-        num_decodes: int,
-        slots: npt.NDArray[np.int64] | None = None,
-    ) -> NativeMetaData:
-        """See `AttentionBackend`."""
-        made = super().build_metadata(
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            block_tables=np.ascontiguousarray(block_tables),
-            slot_mapping=slot_mapping,
-            num_decodes=num_decodes,
-            slots=slots,
-        )
-        return NativeMetaData(
-            backend=self,
-            cu_seqlens_q=made.cu_seqlens_q,
-            seq_lens=made.seq_lens,
-            block_tables=made.block_tables,
-            slot_mapping=made.slot_mapping,
-            num_decodes=made.num_decodes,
-            slots=made.slots,
-            query_lens=made.query_lens,
-            context_lens=made.context_lens,
-            host_block_tables=made.host_block_tables,
-            host_slot_mapping=made.host_slot_mapping,
-            step=ops.make_step(
-                slots=made.slot_mapping,
-                query_starts=made.cu_seqlens_q,
-                seq_lens=made.seq_lens,
-                block_tables=made.block_tables,
-            ),
-        )
+    _metadata_type = NativeMetaData
 
     def forward(
         self,
