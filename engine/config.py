@@ -235,6 +235,12 @@ class Config(Section):
     cpu_kvcache_gib: Annotated[float, Field(gt=0.0, le=2**20)] | None = None
     """KV-cache size on CPU in GiB; default: a quarter of what is available, at most 4 and at most 524288 tokens."""
 
+    cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads that compute on the CPU; default: one a physical core of one NUMA node, from four on all but one."""
+
+    cpu_operators: bool = True
+    """Compute bfloat16 on the CPU with the compiled operators, where they were built; without, torch computes it."""
+
     enable_prefix_caching: bool = True
     """Share KV blocks between requests whose prompts begin alike."""
 

@@ -13,7 +13,7 @@ from engine.config import Config
 from engine.messages import ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     import torch
@@ -59,6 +59,8 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     import torch
 
     from engine.worker.model_runner import ModelRunner
+    from engine.worker.threads import choose_threads, pin, settle
+    from models.kernels.cpu.library import INSTRUCTION_SETS
     from models.model_config import read_checkpoint_config
 
     phases.end("import")
@@ -71,7 +73,17 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     type_name = str(dtype).removeprefix("torch.")
     _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
+    plan = choose_threads(config) if device.type == "cpu" else None
+    if plan is not None:
+        settle(plan)
+        if plan.node is not None:
+            _bind_memory(plan.node, path, config)
     runner = ModelRunner(config, path, model_config, device, dtype)
+    own_cpus: frozenset[int] = frozenset()
+    if plan is not None:
+        own_cpus = pin(plan, runner.operators)
+        by = "torch" if runner.operators is None else f"the {INSTRUCTION_SETS[runner.operators.isa]} operators"
+        logger.info("%s, by %s", plan, by)
     runner.load(progress=sys.stderr.isatty())
     phases.end("load")
     if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
@@ -91,8 +103,20 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     runner.allocate_kv_cache(size.num_blocks, size.num_slots)
     phases.end("kv-cache")
     runner.warm_up()
-    info = _model_info(config, model_config, runner)
+    info = _model_info(config, model_config, runner, own_cpus)
     return LoadedModel(runner, config, info, lambda: _load_tokenizer(path), window=runner.window)
+
+
+def _bind_memory(node: int, path: "Path", config: Config) -> None:
+    """Keep weights and cache on a NUMA node that has room for both, with room to spare."""
+    from engine.worker.memory import GIB, MAX_CPU_BYTES
+    from engine.worker.threads import bind_memory
+
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
+    # Weights may be widened.
+    bound = config.num_kvcache_blocks is None and bind_memory(node, 2 * weights + cache)
+    logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":
@@ -194,7 +218,9 @@ def _with_cache(config: Config, size: "KVCacheSize") -> Config:
     )
 
 
-def _model_info(config: Config, model: "CheckpointConfig", runner: "ModelRunner") -> ModelInfo:
+def _model_info(
+    config: Config, model: "CheckpointConfig", runner: "ModelRunner", own_cpus: "Collection[int]"
+) -> ModelInfo:
     assert config.max_model_len is not None
     assert config.num_kvcache_blocks is not None
     return ModelInfo(
@@ -208,4 +234,5 @@ def _model_info(config: Config, model: "CheckpointConfig", runner: "ModelRunner"
         eos_token_ids=[token for token in (config.eos_token_id, *config.stop_token_ids) if token is not None],
         block_size=config.kv_cache_block_size,
         num_kvcache_blocks=config.num_kvcache_blocks,
+        own_cpus=sorted(own_cpus),
     )

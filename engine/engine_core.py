@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
 from typing import Protocol
 
@@ -54,8 +54,12 @@ class EngineCore:
         output_queue: OutputQueue,
         *,
         window: int | None = None,
+        prepare_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`window`: tokens that a query of the model sees, where all its layers have one."""
+        """`window`: tokens that a query of the model sees, where all its layers have one.
+
+        `prepare_ahead`, called while the core is idle, makes later steps quicker and tells whether more would.
+        """
         self.scheduler = Scheduler(config, window=window)
         self.runner = runner
         self.input_queue = input_queue
@@ -63,6 +67,7 @@ class EngineCore:
         self._block_size = config.kv_cache_block_size
         self._outputs = _Outputs()
         self._stopping = False
+        self._prepare_ahead = prepare_ahead
 
     def busy_loop(self) -> None:
         """Serve until a `Shutdown` arrives; then end what runs, say `Stopped`, and return."""
@@ -103,6 +108,8 @@ class EngineCore:
             return self.input_queue.get(timeout=_CHECK_AFTER_IDLE_SECONDS)
         except Empty:
             self.scheduler.check_integrity()
+        while self._prepare_ahead is not None and self.input_queue.empty() and self._prepare_ahead():
+            pass
         return self.input_queue.get()
 
     def _take_in(self, messages: Iterable[Sequence | AbortRequests | Shutdown]) -> None:
@@ -206,7 +213,12 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     try:
         loaded = load_model(config, phases)
         core = EngineCore(
-            loaded.config, loaded.runner, sockets.input_queue, sockets.output_queue, window=loaded.window
+            loaded.config,
+            loaded.runner,
+            sockets.input_queue,
+            sockets.output_queue,
+            window=loaded.window,
+            prepare_ahead=loaded.runner.prepare_ahead,
         )
         core.produce_token()
     except (ValueError, MemoryError) as error:

@@ -95,6 +95,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     block_size: int
     num_kvcache_blocks: int
+    own_cpus: list[int] = []
+    """CPUs that the engine keeps for itself; none where it shares them all."""
 
 
 class Ready(msgspec.Struct, tag="ready"):

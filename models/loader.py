@@ -21,6 +21,7 @@ from models.errors import CheckpointError
 from models.kernels.cpu import ops
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
+from models.layers.onednn import can_pack, pack_filled_products
 from models.layers.parameter import (
     Shard,
     Spelling,
@@ -112,6 +113,8 @@ def load_model(
     for module in model.modules():
         if is_packed and isinstance(module, MLAAttention):
             module.pack_heads()
+    if device.type == "cpu" and not ops.active() and can_pack(dtype):
+        pack_filled_products(model)
     return cast(CausalLM, model.eval())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from engine.affinity import keep_off
 from engine.chat_template import ChatTemplate
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
@@ -69,6 +70,10 @@ class Frontend:
             _log.exception("start-up failed")
             self.failure = f"the tokenizer could not be loaded: {type(error).__name__}: {error}"
             return
+        try:
+            keep_off(ready.model.own_cpus)
+        except OSError as error:
+            _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
         self._answer_format = AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers)
         self._processor = InputOutputProcessor(tokenizer, template, ready.model, defaults)
         self._grammars = GrammarCompiler(

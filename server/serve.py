@@ -5,6 +5,7 @@ Imports little: the core is started first, and loads torch while this process lo
 
 import errno
 import functools
+import gc
 import logging
 import os
 import signal
@@ -99,6 +100,8 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _announce(names: tuple[str, ...], url: str, started: float) -> None:
+    # What is loaded stays: a full collection would walk all of it, and hold every stream up, to find nothing.
+    gc.freeze()
     seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {version('kaon')} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
     sys.stdout.flush()

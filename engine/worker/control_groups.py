@@ -1,7 +1,5 @@
-"""The control groups this process is in, and the cores they leave it. Used for sizing memory and threads."""
+"""The control groups this process is in, and the time on cores they leave it. Used for sizing memory and threads."""
 
-import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +27,9 @@ def group_directories(controller: str, root: Path) -> Iterator[tuple[Path, bool]
                 break
 
 
-def available_cores(root: Path = Path("/")) -> int:
-    """Cores this process may run on: its affinity, or less where a CPU quota is nearer. At least 1."""
-    cores = len(os.sched_getaffinity(0))
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of time that the nearest quota on this process leaves it; None where there is none."""
+    quotas = []
     for directory, unified in group_directories("cpu", root):
         try:
             if unified:
@@ -42,5 +40,5 @@ def available_cores(root: Path = Path("/")) -> int:
         except FileNotFoundError:
             continue
         if quota not in ("max", "-1"):
-            cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(1, cores)
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)

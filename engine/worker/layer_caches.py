@@ -1,6 +1,6 @@
 """`LayerCaches`: sizes and makes what a model's layers declare that they keep. Used by the model runner."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -71,6 +71,17 @@ class LayerCaches:
         """Zeros, by layer name; states for fewer sequences than declared where `num_slots` says so."""
         slots = self._num_slots if num_slots is None else num_slots
         return {spec.name: self._allocate(spec, num_blocks, slots) for spec in self._specs}
+
+    @staticmethod
+    def paged(caches: Iterable[LayerCache]) -> list[torch.Tensor]:
+        """The tensors of blocks among what `allocate` made. # each [num_blocks, ...]"""
+        tensors = []
+        for cache in caches:
+            if isinstance(cache, KVCacheTensor):
+                tensors += [cache.k_cache, cache.v_cache]
+            elif isinstance(cache, VectorCache):
+                tensors.append(cache.vectors)
+        return tensors
 
     def _allocate(self, spec: CacheSpec, num_blocks: int, num_slots: int) -> LayerCache:
         match spec:

@@ -5,7 +5,7 @@ Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cach
 
 import dataclasses
 import logging
-import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
-from engine.worker.control_groups import available_cores
+from engine.worker.committed import CommittedBlocks
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
@@ -29,6 +29,7 @@ from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
 from models.kernels.cpu import ops
 from models.kernels.cpu.greedy import GreedyHead
+from models.kernels.cpu.library import Library
 from models.kernels.cpu.program import NotRecordable, Program, record
 from models.layers.parameter import WeightBits
 from models.loader import load_model
@@ -45,6 +46,11 @@ class ModelRunner:
 
     model: CausalLM
     caches: LayerCaches
+    committed: CommittedBlocks
+    program: Program | None = None
+    """The model's pass as one call; None where it runs operator by operator."""
+    _step_seconds = 0.0
+    """Of the last one."""
 
     def __init__(
         self,
@@ -54,10 +60,9 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(available_cores())
+        """The CPU's operators run on as many threads as torch does."""
         self.operators = None
-        if device.type == "cpu" and dtype is torch.bfloat16:
+        if device.type == "cpu" and dtype is torch.bfloat16 and config.cpu_operators:
             self.operators = ops.start(torch.get_num_threads())
         self.config = config
         self.model_path = model_path
@@ -115,7 +120,7 @@ class ModelRunner:
             slot_bytes=self.caches.slot_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
-                cpu_budget(self.config)
+                cpu_budget(self.config, activations=self._activation_bytes())
                 if self.device.type == "cpu"
                 else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step)
             ),
@@ -123,19 +128,36 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
-        set_kv_cache_data(self.caches.allocate(num_blocks, num_slots))
+        caches = self.caches.allocate(num_blocks, num_slots)
+        set_kv_cache_data(caches)
+        on_host = self.device.type == "cpu"
+        self.committed = CommittedBlocks(self.caches.paged(caches.values()) if on_host else (), num_blocks)
         # A cache of one block is the profiling step's.
-        self.program: Program | None = None
-        self.greedy_head: GreedyHead | None = None
+        self.program = None
+        self.greedy_head = None
         if self.operators is not None and num_blocks > 1:
-            self.program = self._record()
+            try:
+                self.program = self._record(self.operators)
+            except NotRecordable as reason:
+                _log.info("Steps run operator by operator: %s", reason)
             if isinstance(self.model_config, ModelConfig):
                 hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
                 self.greedy_head = GreedyHead.of(self.operators, self.model.compute_logits, hidden_size, max_rows)
 
-    def _record(self) -> Program | None:
+    def _activation_bytes(self) -> int:
+        """What the largest step may commit beside weights and cache, as far as it is known before one has run."""
+        if self.operators is None:
+            return 0
+        set_kv_cache_data(self.caches.allocate(1, 1))
+        try:
+            return self._record(self.operators).num_bytes
+        except NotRecordable:
+            return 0
+        finally:
+            set_kv_cache_data({})
+
+    def _record(self, operators: Library) -> Program:
         """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
-        assert self.operators is not None
         num_tokens = self.config.max_num_batched_tokens
         none = np.zeros(0, dtype=np.int64)
         metadata = self.backend.build_metadata(
@@ -146,11 +168,7 @@ class ModelRunner:
             with forward_context(metadata, Context(positions=positions, is_prefill=False, batch_size=0)):
                 return self.model(input_ids, positions)
 
-        try:
-            return record(self.operators, forward, num_tokens)
-        except NotRecordable as reason:
-            _log.info("Steps run operator by operator: %s", reason)
-            return None
+        return record(operators, forward, num_tokens)
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
@@ -158,6 +176,20 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
+        # Before a step, the outputs of the last one have been sent.
+        self.committed.after_step(self._step_seconds)
+        start = time.perf_counter()
+        output = self._forward(batch)
+        self._step_seconds = time.perf_counter() - start
+        return output
+
+    def prepare_ahead(self) -> bool:
+        """Do a little of what makes later steps quicker; whether there is more of it."""
+        if self.committed.is_behind:
+            self.committed.commit_page()
+        return self.committed.is_behind
+
+    def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode():
             inputs, metadata = self.prepare_model(batch)
             logits, prompt_logprobs = self.run_model(inputs, metadata, batch.prompt_spans)
@@ -169,6 +201,7 @@ class ModelRunner:
         """Bring the rows up to date, and build the step's arrays and the attention backend's metadata."""
         self.input_batch.apply(batch)
         inputs = self.input_batch.step_inputs(batch)
+        self.committed.use(int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size)
         metadata = self.backend.build_metadata(
             query_lens=inputs.query_lens,
             seq_lens=inputs.seq_lens,

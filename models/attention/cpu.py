@@ -27,6 +27,7 @@ class CPUAttentionBackend:
     """
 
     name = "cpu"
+    _metadata_type: type[CPUAttentionMetaData] = CPUAttentionMetaData
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -49,7 +50,7 @@ class CPUAttentionBackend:
         """See `AttentionBackend`."""
         queries = np.asarray(query_lens, dtype=np.int64)
         contexts = np.asarray(seq_lens, dtype=np.int64)
-        return CPUAttentionMetaData(
+        return self._metadata_type(
             backend=self,
             cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(queries))).astype(np.int32)),
             seq_lens=torch.from_numpy(contexts.astype(np.int32)),

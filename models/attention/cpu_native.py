@@ -1,11 +1,7 @@
 """The CPU attention backend over the compiled operators, where these compute a layer; torch computes the others."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from models.attention.base import AttentionOptions, LatentInputs, Rotation
@@ -21,7 +17,17 @@ from models.layers.norm import HeadNorms
 class NativeMetaData(CPUAttentionMetaData):
     """A step, also as the operators read it."""
 
-    step: Step
+    step: Step = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.block_tables = self.block_tables.contiguous()
+        self.step = ops.make_step(
+            slots=self.slot_mapping,
+            query_starts=self.cu_seqlens_q,
+            seq_lens=self.seq_lens,
+            block_tables=self.block_tables,
+            state_slots=self.slots,
+        )
 
 
 class NativeCPUAttentionBackend(CPUAttentionBackend):
@@ -31,45 +37,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     """
 
     name = "cpu-native"
-
-    def build_metadata(
-        self,
-        *,
-        query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32],
-        slot_mapping: npt.NDArray[np.int64],
-        num_decodes: int,
-        slots: npt.NDArray[np.int64] | None = None,
-    ) -> NativeMetaData:
-        """See `AttentionBackend`."""
-        queries, contexts = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
-        starts = np.zeros(len(queries) + 1, dtype=np.int32)
-        np.cumsum(queries, out=starts[1:])
-        tables = np.ascontiguousarray(block_tables)
-        cu_seqlens_q, lengths = torch.from_numpy(starts), torch.from_numpy(contexts.astype(np.int32))
-        device_tables, device_slots = torch.from_numpy(tables), torch.from_numpy(slot_mapping)
-        state_slots = None if slots is None else torch.from_numpy(slots)
-        return NativeMetaData(
-            backend=self,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=lengths,
-            block_tables=device_tables,
-            slot_mapping=device_slots,
-            num_decodes=num_decodes,
-            slots=state_slots,
-            query_lens=queries,
-            context_lens=contexts,
-            host_block_tables=tables,
-            host_slot_mapping=slot_mapping,
-            step=ops.make_step(
-                slots=device_slots,
-                query_starts=cu_seqlens_q,
-                seq_lens=lengths,
-                block_tables=device_tables,
-                state_slots=state_slots,
-            ),
-        )
+    _metadata_type = NativeMetaData
 
     def forward(
         self,

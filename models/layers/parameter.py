@@ -107,6 +107,11 @@ def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
     return getattr(parameter, "packed", None)
 
 
+def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """A weight as oneDNN reads it, where `models.layers.onednn` packed it."""
+    return getattr(parameter, "onednn", None)
+
+
 def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: int | None = None) -> None:
     """Put rows of a weight, or elements of a bias, into their places from `first` on; those of one of a stack."""
     packed = packed_of(parameter)

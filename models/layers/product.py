@@ -5,19 +5,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.kernels.cpu import expert_ops, ops
-from models.layers.parameter import packed_of
+from models.layers.parameter import onednn_of, packed_of
 
 
 def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
     packed = packed_of(weight)
-    return F.linear(x, weight, bias) if packed is None else ops.linear(x, packed, bias)
+    if packed is not None:
+        return ops.linear(x, packed, bias)
+    by_onednn = onednn_of(weight)
+    if by_onednn is None:
+        return F.linear(x, weight, bias)
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, by_onednn, bias, "none", [], "")
+    return out
 
 
 def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` as float32. # [rows, in_features] -> [rows, out_features]"""
     packed = packed_of(weight)
-    return F.linear(x, weight, bias).float() if packed is None else ops.linear(x, packed, bias, dtype=torch.float32)
+    return linear(x, weight, bias).float() if packed is None else ops.linear(x, packed, bias, dtype=torch.float32)
 
 
 def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:

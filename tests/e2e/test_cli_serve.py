@@ -36,6 +36,15 @@ def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_co
     assert done.stderr.count("\n") == 1
 
 
+def test_more_threads_than_cpus_end_serve_with_one_sentence_and_exit_code_1() -> None:
+    done = kaon("serve", "--port", "0", "--cpu-threads", "1024", "--log-level", "error")
+    cpus = len(os.sched_getaffinity(0))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"kaon: cpu_threads is 1024, but this process may use {cpus} CPUs; set it to at most {cpus}\n"
+    )
+
+
 def test_a_port_that_is_taken_ends_serve_with_one_sentence_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

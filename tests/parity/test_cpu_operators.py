@@ -243,6 +243,24 @@ def test_a_library_of_other_sources_is_refused(tmp_path: Path) -> None:
         library.Library(built)
 
 
+def test_a_library_whose_sources_have_changed_since_is_refused(tmp_path: Path) -> None:
+    """As where an editable installation was updated and not installed again."""
+    for source in Path(library.__file__).parent.glob("*.[ch]"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    built = tmp_path / "library.so"
+    define = f'-DKAON_SOURCES="{library.sources_hash(tmp_path)}"'
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", define, "-o", built, *tmp_path.glob("*.c"), "-lm", "-lpthread"],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    library.Library(built)
+    with (tmp_path / "kaon.h").open("a") as header:
+        header.write("/* One more line. */\n")
+    with pytest.raises(OSError, match="have changed since they were built; install Kaon again"):
+        library.Library(built)
+
+
 class Cache:
     """Sequences over shuffled blocks, and what each holds."""
 

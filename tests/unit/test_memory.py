@@ -1,12 +1,10 @@
 """How many KV-cache blocks and threads the runner asks for: the rules, with the machine's figures given by hand."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from engine.config import Config
-from engine.worker.control_groups import available_cores
 from engine.worker.memory import (
     GIB,
     MemoryBudget,
@@ -114,6 +112,15 @@ def test_a_given_cpu_size_is_taken_as_it_is(tmp_path: Path):
     assert budget.field == "cpu_kvcache_gib"
 
 
+def test_what_the_largest_step_takes_is_left_to_it(tmp_path: Path):
+    root = host(tmp_path, 8 * 2**20)
+    assert cpu_budget(Config(), root, activations=4 * GIB).num_bytes == GIB
+    assert cpu_budget(Config(), root, activations=9 * GIB).num_bytes == 0
+    assert cpu_budget(Config(cpu_kvcache_gib=4), root, activations=4 * GIB).num_bytes == 4 * GIB
+    with pytest.raises(ValueError, match=r"cpu_kvcache_gib is 5 and .*max_num_batched_tokens 16384 takes 4.00 GiB"):
+        cpu_budget(Config(cpu_kvcache_gib=5), root, activations=4 * GIB)
+
+
 def test_a_control_group_v2_limit_nearer_than_the_systems_memory_counts(tmp_path: Path):
     files = {
         "pods/kaon/memory.max": 3 * GIB,
@@ -158,25 +165,6 @@ def test_a_group_over_its_limit_leaves_nothing_and_not_less(tmp_path: Path):
 
 def test_without_control_groups_the_systems_figure_stands(tmp_path: Path):
     assert available_host_memory(host(tmp_path, 1024)) == 2**20
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files"),
-    [
-        ("0::/pod/kaon\n", {"pod/cpu.max": "50000 100000", "pod/kaon/cpu.max": "max 100000"}),
-        ("3:cpu,cpuacct:/kaon\n", {"cpu/kaon/cpu.cfs_quota_us": 100000, "cpu/kaon/cpu.cfs_period_us": 100000}),
-    ],
-    ids=["v2", "v1"],
-)
-def test_a_cpu_quota_bounds_the_cores(tmp_path: Path, cgroup: str, files: dict[str, object]):
-    assert available_cores(host(tmp_path, 1024, cgroup, files)) == 1
-
-
-def test_without_a_quota_the_cores_are_those_of_the_affinity(tmp_path: Path):
-    cores = len(os.sched_getaffinity(0))
-    assert available_cores(host(tmp_path / "none", 1024)) == cores
-    files = {"cpu/kaon/cpu.cfs_quota_us": -1, "cpu/kaon/cpu.cfs_period_us": 100000}
-    assert available_cores(host(tmp_path / "unlimited", 1024, "3:cpu:/kaon\n", files)) == cores
 
 
 class FakeGpu:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,8 @@ _log = logging.getLogger(__name__)
 
 PORTABLE, AVX512_BF16, AMX = range(3)
 """Instruction sets, each containing those before it."""
+INSTRUCTION_SETS = ("portable", "AVX-512 bfloat16", "AMX")
+"""Their names."""
 
 
 class _Operation(ctypes.Structure):
@@ -42,6 +45,11 @@ class Library:
         size_of = getattr(self._library, "kaon_bytes_of_arguments", None)
         if size_of is None or any(size_of(each.kind) != ctypes.sizeof(each) for each in Arguments.__subclasses__()):
             raise OSError(f"{path} was built from other sources than these; install Kaon again")
+        self._library.kaon_sources.restype = ctypes.c_char_p
+        built_of = self._library.kaon_sources().decode()
+        beside = sources_hash(path.parent)
+        if built_of and beside and built_of != beside:
+            raise OSError(f"the sources in {path.parent} have changed since they were built; install Kaon again")
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
@@ -58,9 +66,19 @@ class Library:
             raise RuntimeError(f"{threads} threads for the CPU's operators could not be started")
         self.threads = max(1, min(threads, MAX_THREADS))
 
+    def pin(self, cpus: Sequence[int]) -> bool:
+        """Keep each thread but the caller's on a CPU of its own, one of `cpus` a thread; whether the system did."""
+        return not self._library.kaon_pin((ctypes.c_int64 * len(cpus))(*cpus))
+
     def run(self, operations: Operations, step: Step) -> None:
         """Each operator on all threads, in order. One caller at a time."""
         self._library.kaon_run(operations.array, len(operations), ctypes.byref(step))
+
+
+def sources_hash(directory: Path) -> str:
+    """As setup.py makes it of the sources in a directory; "" where there are none, as in a wheel."""
+    sources = sorted((*directory.glob("*.c"), *directory.glob("*.h")))
+    return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest() if sources else ""
 
 
 @cache

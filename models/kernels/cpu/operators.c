@@ -43,3 +43,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */
 int64_t kaon_bytes_of_arguments(int kind) { return kind < OPERATORS ? bytes_of_arguments[kind] : 0; }
+
+#ifndef KAON_SOURCES
+#define KAON_SOURCES ""
+#endif
+
+/* A hash of the files that this was built of, "" where the build gave none; see setup.py. */
+const char *kaon_sources(void) { return KAON_SOURCES; }

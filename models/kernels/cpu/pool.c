@@ -145,6 +145,22 @@ int kaon_start(int threads, int isa) {
     return -1;
 }
 
+/* Keep each thread but the caller's on a CPU of its own: `cpus` has one a thread. -1 where the system refuses; then
+ * some may be pinned. */
+int kaon_pin(const int64_t *cpus) {
+    for (int thread = 1; thread < pool.threads; thread++) {
+        cpu_set_t *set = CPU_ALLOC(cpus[thread] + 1);
+        if (!set) return -1;
+        size_t size = CPU_ALLOC_SIZE(cpus[thread] + 1);
+        CPU_ZERO_S(size, set);
+        CPU_SET_S(cpus[thread], size, set);
+        int refused = pthread_setaffinity_np(pool.others[thread], size, set);
+        CPU_FREE(set);
+        if (refused) return -1;
+    }
+    return 0;
+}
+
 /* Run a program on a step. One caller at a time. */
 void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
     if (count == 0) return;

@@ -36,6 +36,8 @@ class Program:
         self._output = output
         self._kept = kept
         self.max_tokens = len(output)
+        self.num_bytes = sum(len(each) for each in kept if isinstance(each, np.ndarray))
+        """Of the memory that a step of `max_tokens` commits."""
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
