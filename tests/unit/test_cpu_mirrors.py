@@ -46,7 +46,7 @@ def test_a_structure_has_the_fields_of_its_c_original_in_order(mirror: type[ctyp
 
 def test_operators_have_the_numbers_that_c_gives_them():
     text = (SOURCES / "operators.h").read_text()
-    numbers = re.search(r"enum \{ (LINEAR.*?), OPERATORS \};", text, flags=re.DOTALL)
+    numbers = re.search(r"enum \{\s*(LINEAR.*?),\s*OPERATORS,?\s*\};", text, flags=re.DOTALL)
     assert numbers is not None
     names = [name.strip().lower() for name in numbers[1].split(",")]
     assert {snake_case(each.__name__): each.kind for each in library.Arguments.__subclasses__()} == {
