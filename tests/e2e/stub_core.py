@@ -29,6 +29,9 @@ class StubRunner:
         time.sleep(0.001)
         return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (5,)))
 
+    def prepare_ahead(self) -> bool:
+        return False
+
 
 def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     """Stands in for `engine.core_startup.load_model`."""

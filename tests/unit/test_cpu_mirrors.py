@@ -39,7 +39,9 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-@pytest.mark.parametrize("mirror", [structures.Step, *structures.Arguments.__subclasses__()], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "mirror", [structures.Step, *structures.Arguments.__subclasses__()], ids=lambda each: each.__name__
+)
 def test_a_structure_has_the_fields_of_its_c_original_in_order(mirror: type[ctypes.Structure]):
     assert list(mirror._fields_) == original(snake_case(mirror.__name__))
 

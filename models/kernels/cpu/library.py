@@ -9,7 +9,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import ClassVar
 
-from models.kernels.cpu.structures import MAX_THREADS, Arguments, Step
+from models.kernels.cpu.structures import Arguments, Step
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class Library:
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
-        self.threads = 0
 
     def start(self, threads: int, isa: int = AMX) -> None:
         """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.
@@ -62,9 +61,13 @@ class Library:
         """
         self.isa = min(self._library.kaon_isa(), isa)
         if self._library.kaon_start(threads, self.isa):
-            self.threads = 0
             raise RuntimeError(f"{threads} threads for the CPU's operators could not be started")
-        self.threads = max(1, min(threads, MAX_THREADS))
+
+    @property
+    def threads(self) -> int:
+        """How many compute, the caller's among them."""
+        number: int = self._library.kaon_threads()
+        return number
 
     def pin(self, cpus: Sequence[int]) -> bool:
         """Keep each thread but the caller's on a CPU of its own, one of `cpus` a thread; whether the system did."""

@@ -145,6 +145,9 @@ int kaon_start(int threads, int isa) {
     return -1;
 }
 
+/* How many there are, the caller's among them. */
+int kaon_threads(void) { return pool.threads; }
+
 /* Keep each thread but the caller's on a CPU of its own: `cpus` has one a thread. -1 where the system refuses; then
  * some may be pinned. */
 int kaon_pin(const int64_t *cpus) {
