@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long conformance lint format docs bench demo-model clean
+.PHONY: help install serve chat test test-long conformance lint format docs bench bench-peers demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -50,11 +50,14 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
 
+bench-peers: $(VENV)/.installed-test ## Measure Kaon and other servers in turn, and write their part of that page
+	@exec $(VENV)/bin/python -m benchmarks.peers $(ARGS)
+
 demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minutes on two cores)
 	@exec $(VENV)/bin/python -m models.demo.train --out models/demo/checkpoint $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) .conformance build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .conformance .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What pip compiles.

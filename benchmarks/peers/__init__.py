@@ -1,0 +1,1 @@
+"""Kaon and its peers, measured in turn over HTTP by one load generator: `python -m benchmarks.peers`."""

@@ -1,0 +1,138 @@
+"""`python -m benchmarks.peers`: Kaon and its peers in turn, and their section of docs/benchmarks.md.
+
+`make bench-peers` calls it. A peer that cannot be installed, started or measured is told of, and the others go on.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.peers import page
+from benchmarks.peers.checkpoints import QWEN3_06B
+from benchmarks.peers.contestant import Contestant
+from benchmarks.peers.environments import PEERS, ROOT, InstallError
+from benchmarks.peers.kaon import Kaon
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.load import LoadError
+from benchmarks.peers.measure import Measurement, measure
+from benchmarks.peers.openvino import OpenVino
+from benchmarks.peers.results import Results, percentile
+from benchmarks.peers.server_process import ServerError
+from benchmarks.peers.transformers_serve import TransformersServe
+from benchmarks.peers.vllm import Vllm
+from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.report import machine
+
+_PAGE = ROOT / "docs" / "benchmarks.md"
+_SHOWN_PORT = 8000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 1 if some contestant failed."""
+    options = _parser().parse_args(arguments)
+    PEERS.mkdir(exist_ok=True)
+    everyone = _contestants(shlex.split(options.kaon))
+    chosen = _choose(everyone, options.peers)
+    workloads = [workload for workload in WORKLOADS if not options.workloads or workload.name in options.workloads]
+    described = machine()
+    results = Results(options.results, options.append)
+    failures: list[str] = []
+    for contestant in chosen if options.rounds else ():
+        try:
+            contestant.install()
+        except InstallError as error:
+            failures.append(f"{contestant.name}: {error}")
+    runners = [each for each in chosen if not any(line.startswith(f"{each.name}:") for line in failures)]
+    first = results.next_round()
+    for number in range(first, first + options.rounds):
+        # Whoever is first in one round is last in the next, so that drift of the machine favours none.
+        for contestant in runners if number % 2 == 0 else reversed(runners):
+            try:
+                measure(contestant, workloads, number, PEERS, lambda found: _tell(results, found))
+            except (InstallError, LoadError, ServerError) as error:
+                failures.append(f"{contestant.name}: round {number}: {error}")
+                _say(failures[-1])
+    if not options.no_page:
+        _write(options.page, described, everyone, results)
+    for line in failures:
+        _say(line)
+    return 1 if failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    names = [each.name for each in _contestants(())]
+    parser.add_argument("--peers", type=_Names(names), help=f"which of {','.join(names)}; by default all")
+    workloads = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", type=_Names(workloads), help=f"which of {','.join(workloads)}; by default all")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; 0 only writes the page (default: 3)")
+    parser.add_argument("--results", type=Path, default=PEERS / "results.jsonl", help="file of the measurements")
+    parser.add_argument("--append", action="store_true", help="go on with that file's rounds, instead of a new one")
+    parser.add_argument("--page", type=Path, default=_PAGE, help="page that gets the section (default: %(default)s)")
+    parser.add_argument("--no-page", action="store_true", help="leave the page as it is")
+    parser.add_argument("--kaon", default="", metavar="COMMAND", help="another Kaon's command, such as /old/bin/kaon")
+    return parser
+
+
+class _Names:
+    """argparse's type of a comma-separated list of known names."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self._known = known
+
+    def __call__(self, text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in self._known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(self._known)}")
+        return names
+
+
+def _contestants(kaon: Sequence[str]) -> list[Contestant]:
+    return [
+        Kaon("bf16", kaon),
+        Kaon("int8", kaon),
+        Vllm(),
+        OpenVino("bf16"),
+        OpenVino("int8"),
+        LlamaCpp("bf16"),
+        LlamaCpp("q8_0"),
+        TransformersServe(),
+    ]
+
+
+def _choose(everyone: Sequence[Contestant], names: Sequence[str] | None) -> list[Contestant]:
+    """Those named, or all; with peers of a precision goes the Kaon of that precision."""
+    if names is None:
+        return list(everyone)
+    precisions = {each.precision for each in everyone if each.name in names}
+    return [
+        each for each in everyone if each.name in names or (isinstance(each, Kaon) and each.precision in precisions)
+    ]
+
+
+def _tell(results: Results, found: Measurement) -> None:
+    results.add(found)
+    gaps = sorted(found.gaps)
+    spread = f"  p50 {percentile(gaps, 50) * 1e3:.1f} ms, p99 {percentile(gaps, 99) * 1e3:.1f} ms" if gaps else ""
+    _say(f"round {found.round}  {found.contestant:16} {found.what:18} {found.value:10.2f}{spread}")
+
+
+def _write(path: Path, described: str, everyone: Sequence[Contestant], results: Results) -> None:
+    commands = {
+        each.name: each.command(QWEN3_06B, each.model(Path(QWEN3_06B.name)), _SHOWN_PORT).shown()
+        for each in everyone
+        if each.name in results.contestants()
+    }
+    page.put(path, page.section(described, everyone, commands, results))
+    _say(f"the section is in {path}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Random seeded checkpoints that every peer can load, whose greedy answers never end by themselves.
+
+The embeddings are tied, so a token whose row is zero has the logit zero, which the largest of many others always
+beats: the end token and whatever is no whole word are never generated. Every token that is, and every word of a
+prompt, is plain text, so any server can stream it at once.
+"""
+
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEED = 5
+END_TOKEN = "<|end|>"
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_WORDS = 1024
+_STAMP = "written"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A shape of Qwen3's architecture."""
+
+    name: str
+    sizes: dict[str, int]
+
+    def folder(self, root: Path) -> Path:
+        return root / self.name
+
+
+QWEN3_06B = Checkpoint(
+    "qwen3-0.6b",
+    {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+)
+TINY = Checkpoint(
+    "tiny-11m",
+    {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+)
+CHECKPOINTS = {checkpoint.name: checkpoint for checkpoint in (QWEN3_06B, TINY)}
+
+
+def words() -> list[str]:
+    """The words that prompts are made of. Behind a space each is one token."""
+    syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, _VOWELS)]
+    return random.Random(SEED).sample(["".join(pair) for pair in itertools.product(syllables, syllables)], _WORDS)
+
+
+def write(checkpoint: Checkpoint, root: Path) -> Path:
+    """The checkpoint's folder under `root`, written unless it is there whole."""
+    folder = checkpoint.folder(root)
+    if (folder / _STAMP).exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = _write_tokenizer(folder, checkpoint.sizes["vocab_size"])
+    _write_model(folder, checkpoint, plain)
+    (folder / _STAMP).touch()
+    return folder
+
+
+def _write_tokenizer(folder: Path, vocabulary: int) -> list[int]:
+    """A byte-level BPE trained on the words, filled up to `vocabulary` tokens; the ids of those that are whole words.
+
+    Raises `AssertionError` if a word is not one token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((f" {word}" for word in words() * 4), trainer)
+    trained = json.loads(tokenizer.to_str())
+    trained["decoder"] = json.loads(decoders.ByteLevel().__getstate__())
+    ids: dict[str, int] = trained["model"]["vocab"]
+    space = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(" ")[0][0]
+    for number in range(len(ids), vocabulary):
+        # No merge leads to it, so no prompt holds it; a model may generate it.
+        ids[f"{space}x{number}"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(trained, ensure_ascii=False), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "eos_token": END_TOKEN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    text = "".join(f" {word}" for word in words())
+    loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert len(loaded.encode(text).ids) == _WORDS, "every word has to be one token"
+    return [number for token, number in ids.items() if token.startswith(space) and len(token) > 3]
+
+
+def _write_model(folder: Path, checkpoint: Checkpoint, plain: list[int]) -> None:
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = checkpoint.sizes
+    torch.manual_seed(SEED)
+    config = Qwen3Config(
+        **sizes, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None
+    )
+    model = Qwen3ForCausalLM(config).bfloat16()
+    silent = torch.ones(sizes["vocab_size"], dtype=torch.bool)
+    silent[plain] = False
+    with torch.no_grad():
+        model.get_input_embeddings().weight[silent] = 0
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=0)
+    model.save_pretrained(folder)

@@ -1,0 +1,142 @@
+"""What a run of the peers' benchmarks keeps, and the section it writes."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.checkpoints import QWEN3_06B, Checkpoint, words
+from benchmarks.peers.contestant import Command, Contestant
+from benchmarks.peers.load import Answer
+from benchmarks.peers.measure import Measurement
+from benchmarks.peers.page import kept_section, put, section
+from benchmarks.peers.results import Results, percentile
+from benchmarks.peers.workloads import WORKLOADS, Workload
+
+
+class Fake(Contestant):
+    def __init__(self, name: str, precision: str = "bf16") -> None:
+        self.name, self.title, self.precision = name, name.title(), precision
+
+    def install(self) -> None:
+        """Nothing."""
+
+    def version(self) -> str:
+        return f"{self.name} 1"
+
+    def command(self, checkpoint: Checkpoint, model: Path, port: int) -> Command:
+        return Command((f"/opt/{self.name}", "serve", str(model)), {"A": "/lib/one.so:/lib/two.so", "EMPTY": ""})
+
+
+KAON, PEER, OTHER = Fake("kaon"), Fake("peer"), Fake("other")
+
+
+def results_of(folder: Path, *measurements: Measurement) -> Results:
+    results = Results(folder / "results.jsonl", append=False)
+    for measurement in measurements:
+        results.add(measurement)
+    return results
+
+
+def section_of(results: Results, *contestants: Contestant) -> str:
+    commands = {each.name: each.command(QWEN3_06B, Path("m"), 1).shown() for each in contestants}
+    return section("A machine.", contestants, commands, results)
+
+
+def test_medians_are_over_rounds_and_ratios_against_the_best_peer(tmp_path: Path) -> None:
+    results = results_of(
+        tmp_path,
+        *(Measurement("kaon", number, "eight", value) for number, value in enumerate((90.0, 100.0, 500.0))),
+        Measurement("peer", 0, "eight", 50.0),
+        Measurement("other", 0, "eight", 40.0),
+        Measurement("kaon", 0, "long", 1.5),
+        Measurement("peer", 0, "long", 4.0),
+        Measurement("other", 0, "long", 3.0),
+    )
+    text = section_of(results, KAON, PEER, OTHER)
+    assert "| 8 streams 256/64, tok/s | 100 | 50.0 | 40.0 |" in text
+    assert "| 8 streams 256/64 | Peer | 2.00 | 1.25 | - | - | - |" in text
+    assert "| TTFT of 2048 tokens | Other | 2.00 | 1.33 | - | - | - |" in text
+    assert "| Peer | peer 1 | `A=one.so:two.so peer serve m` |" in text
+
+
+def test_peers_of_eight_bits_are_compared_with_int8(tmp_path: Path) -> None:
+    results = results_of(
+        tmp_path,
+        Measurement("kaon", 0, "one", 10.0),
+        Measurement("kaon-int8", 0, "one", 30.0),
+        Measurement("quick", 0, "one", 20.0),
+    )
+    text = section_of(results, KAON, Fake("kaon-int8", "int8"), Fake("quick", "int8"))
+    assert "| 1 stream 128/128 | - | - | - | Quick | 1.50 | 0.95 |" in text
+
+
+def test_a_contestant_without_figures_is_left_out(tmp_path: Path) -> None:
+    assert "Other" not in section_of(results_of(tmp_path, Measurement("kaon", 0, "one", 1.0)), KAON, OTHER)
+
+
+def test_the_gaps_of_all_rounds_make_the_percentiles(tmp_path: Path) -> None:
+    results = results_of(
+        tmp_path,
+        Measurement("kaon", 0, "many", 1.0, (0.010,) * 98),
+        Measurement("kaon", 1, "many", 1.0, (0.025, 0.030)),
+    )
+    assert "| 32 streams 256/64 | Kaon | 10.0 | 25.0 | 2.5 |" in section_of(results, KAON)
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    assert percentile([1.0], 99) == 1.0
+    assert percentile([float(number) for number in range(1, 101)], 99) == 99.0
+    assert percentile([1.0, 2.0, 3.0], 50) == 2.0
+
+
+def test_a_run_in_pieces_goes_on_with_the_rounds_of_its_file(tmp_path: Path) -> None:
+    before = results_of(tmp_path, Measurement("kaon", 0, "many", 7.0, (0.5, 0.25)))
+    assert before.next_round() == 1
+    again = Results(tmp_path / "results.jsonl", append=True)
+    assert (again.median("kaon", "many"), again.gaps("kaon", "many"), again.next_round()) == (7.0, [0.25, 0.5], 1)
+    assert Results(tmp_path / "results.jsonl", append=False).contestants() == []
+
+
+def test_the_section_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Benchmarks\n\n## Ours\n")
+    first, second = (
+        section_of(results_of(tmp_path, Measurement("kaon", 0, "one", value)), KAON) for value in (1.0, 2.0)
+    )
+    put(page, first)
+    assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{first}"
+    assert kept_section(page.read_text()) == first
+    put(page, second)
+    assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{second}"
+
+
+def test_a_page_without_the_section_keeps_nothing() -> None:
+    assert kept_section("# Benchmarks\n") == ""
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_prompts_have_the_length_that_is_asked_for_and_differ_but_for_what_they_share(workload: Workload) -> None:
+    requests = workload.requests(seed=3)
+    prompts = [request.prompt.split() for request in requests]
+    assert {len(prompt) for prompt in prompts} == {workload.prompt_tokens}
+    assert len({tuple(prompt[: workload.shared_tokens]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == workload.streams
+    assert requests == workload.requests(seed=3)
+    assert requests[0].prompt[:60] != workload.requests(seed=4)[0].prompt[:60]
+
+
+def test_the_words_of_prompts_differ() -> None:
+    assert len(set(words())) == len(words())
+
+
+def test_a_rate_counts_from_the_first_request_to_the_last_token() -> None:
+    answers = [Answer(1.0, (2.0, 3.0), 10), Answer(1.5, (4.0, 6.0), 10)]
+    figures = {workload.name: workload.figure.of(answers) for workload in WORKLOADS}
+    assert (figures["eight"], figures["long"], figures["shared"]) == (4.0, 1.75, 5.0)
+
+
+def test_an_unknown_peer_is_named_beside_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--peers", "vllm,ollama"])
+    assert "ollama: there are kaon, kaon-int8, vllm" in capsys.readouterr().err
