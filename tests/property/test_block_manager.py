@@ -25,12 +25,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         )
         self.seqs: list[Sequence] = []
         self.cells: dict[tuple[int, int], tuple[int | None, list[int]]] = {}
+        self.writers: dict[tuple[int, int], Sequence] = {}
 
     def compute(self, seq: Sequence, start: int, end: int) -> None:
         for position in range(start, end):
             block_id = seq.block_table[position // BLOCK_SIZE]
             # The salt holds the caller's and the adapter.
             self.cells[block_id, position % BLOCK_SIZE] = (seq.cache_salt, seq.token_ids[: position + 1])
+            self.writers[block_id, position % BLOCK_SIZE] = seq
         seq.num_computed_tokens = end
 
     @rule(
@@ -86,7 +88,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if seq in self.seqs:
             assert seq is not None
             self.manager.forget(seq)
-            assert self.manager.count_cached_tokens(seq) == 0
+            findable = self.manager.hash_to_block_id
+            assert not set(seq.block_table).intersection(findable.values())
+            # Others may have computed the same.
+            same = [findable[digest] for digest in seq.block_hashes if digest in findable]
+            assert all(self.writers[block_id, 0] is not seq for block_id in same)
 
     @rule(seq=consumes(holding))
     def deallocate(self, seq: Sequence | None) -> None:

@@ -3,8 +3,8 @@
  *
  * Keys lie as [block, kv head, key, dim], values as [block, kv head, pair of keys, dim, 2]: both as they are
  * multiplied. Queries are taken by 16 columns, a column a head of a query, with the heads that share a key together.
- * Keys are taken 256 at a time from position 0, and the softmax begins anew every SPLIT keys: what a query adds up, and
- * in which order, depends on its position alone. Keys that it does not see have weight 0. */
+ * Keys are taken 256 at a time from position 0, and the softmax begins anew every SPLIT keys: what a query adds up,
+ * and in which order, depends on its position alone. Keys that it does not see have weight 0. */
 
 #include <math.h>
 
@@ -29,7 +29,8 @@ CLONES void merge(struct seen *into, const struct seen *from, int64_t count, int
     for (int64_t column = 0; column < count; column++) {
         float *to = into->sums + column * dim;
         const float *add = from->sums + column * dim;
-        for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(to + i) * old[column] + load(add + i) * new[column]);
+        for (int64_t i = 0; i < dim; i += LANES)
+            store(to + i, load(to + i) * old[column] + load(add + i) * new[column]);
     }
 }
 

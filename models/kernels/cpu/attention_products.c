@@ -11,7 +11,8 @@
 static void turn_portable(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
     memset(queries, 0, LANES * dim * sizeof(bf16));
     for (int lane = 0; lane < LANES && columns[lane]; lane++)
-        for (int64_t i = 0; i < dim; i += 2) memcpy(queries + i * LANES + 2 * lane, columns[lane] + i, 2 * sizeof(bf16));
+        for (int64_t i = 0; i < dim; i += 2)
+            memcpy(queries + i * LANES + 2 * lane, columns[lane] + i, 2 * sizeof(bf16));
 }
 
 CLONES static void score_unit(const bf16 *keys, const bf16 *queries, int64_t dim, float scores[UNIT][LANES]) {

@@ -9,7 +9,9 @@
 #define FOR_PARTS(i, width, size) \
     for (int64_t i = 0, width; width = min64(LANES, (size) - i), i < (size); i += LANES)
 
-INLINE vector part(const bf16 *from, int64_t width) { return width == LANES ? load_bf16(from) : load_some(from, width); }
+INLINE vector part(const bf16 *from, int64_t width) {
+    return width == LANES ? load_bf16(from) : load_some(from, width);
+}
 
 INLINE void put(bf16 *to, vector v, int64_t width) {
     if (width == LANES) store_bf16(to, v);
