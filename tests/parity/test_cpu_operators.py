@@ -445,6 +445,31 @@ class TestGreedyHead:
         assert GreedyHead.of(LIBRARY, lambda x: ops.linear(x, weight), 32, 4) is None
 
 
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(("shared", "group"), [(256, 2), (300, 1), (1100, 5), (2064, 2), (700, 16), (700, 17)])
+def test_rows_that_share_their_first_blocks_attend_as_each_does_alone(shared: int, group: int) -> None:
+    kv_heads, dim, block_size = 2, 64, 16
+    lengths = [shared + extra for extra in (1, 40, 17, 300, 5)] + [90, shared + 64]
+    shape = len(lengths) * 256, kv_heads, block_size, dim
+    k_cache, v_cache = (bf16(*shape, seed=seed) for seed in (1, 2))
+    tables = torch.randperm(shape[0], generator=torch.Generator().manual_seed(4)).view(len(lengths), -1).int()
+    tables[1:5, : shared // block_size] = tables[0, : shared // block_size]
+    tables[6, : shared // block_size // 2] = tables[0, : shared // block_size // 2]
+    q = bf16(len(lengths), kv_heads * group, dim, seed=3)
+
+    def attend(rows: list[int]) -> torch.Tensor:
+        step = ops.make_step(
+            slots=torch.zeros(len(rows), dtype=torch.int64),
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
+            seq_lens=torch.tensor([lengths[row] for row in rows], dtype=torch.int32),
+            block_tables=tables[rows].contiguous(),
+        )
+        return ops.attention(q[rows], k_cache, v_cache, step, AttentionOptions(dim**-0.5))
+
+    rows = list(range(len(lengths)))
+    assert torch.equal(attend(rows), torch.cat([attend([row]) for row in rows]))
+
+
 def greedy_head(weight: ops.PackedWeight, bias: torch.Tensor | None, max_rows: int) -> GreedyHead:
     def compute_logits(x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, weight, bias, dtype=torch.float32)

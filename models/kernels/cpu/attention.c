@@ -66,7 +66,7 @@ static void fetch_quarter(const struct units *units, int first, int64_t dim) {
             __builtin_prefetch((const char *)units->at[unit] + byte, 0, 2);
 }
 
-/* A part of one row: some of its columns, and one KV head. */
+/* Some columns of one row, or of rows that share what they see here, and one KV head. */
 struct task {
     const struct attention *op;
     int64_t kv_head, group;    /* query heads that share it */
@@ -74,12 +74,15 @@ struct task {
     int64_t start, query_len;  /* its tokens in the step */
     int64_t first_column, tiles;
     int64_t least, past;       /* keys that any of the columns sees */
+    struct columns columns[TILES];
+    struct seen *all, *split; /* [tiles], of all splits before this one, and of this one */
+    bf16 *queries;
 };
 
-/* What a thread needs for one. */
+/* What a thread needs: for a task, and for one more tile, of one of the rows that share. */
 struct room {
-    struct seen all[TILES], split[TILES];
-    ALIGNED bf16 queries[TILES * LANES * MAX_HEAD_DIM];
+    struct seen all[TILES + 1], split[TILES + 1];
+    ALIGNED bf16 queries[(TILES + 1) * LANES * MAX_HEAD_DIM];
     ALIGNED bf16 values[KEYS * MAX_HEAD_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
     ALIGNED bf16 weights[PAIR][KEYS * LANES];
@@ -134,84 +137,174 @@ struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
 }
 
 /* Every column of a task meets the keys of a step. */
-static void take_step(const struct task *task, const struct attention_products *products, struct columns *columns,
-                      int64_t first_key, const struct units *keys, const struct units *values,
-                      const struct units *next_keys, struct room *room) {
+static void take_step(const struct task *task, const struct attention_products *products, int64_t first_key,
+                      const struct units *keys, const struct units *values, const struct units *next_keys,
+                      struct room *room) {
     int64_t dim = task->op->dim;
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
-        struct spans spans = in_sight(first_key, columns[tile].least, columns[tile + tiles - 1].past);
-        const bf16 *queries = room->queries + tile * LANES * dim;
+        const struct columns *columns = &task->columns[tile];
+        struct spans spans = in_sight(first_key, columns[0].least, min64(task->past, columns[tiles - 1].past));
         for (int first = 0; first < UNITS; first += QUARTER) {
             int from = first * UNIT / SPAN, past = (first + QUARTER) * UNIT / SPAN;
             struct spans here = {spans.from > from ? spans.from : from, spans.past < past ? spans.past : past};
             if (tile == 0) fetch_quarter(values, first, dim);
-            products->score(keys, here, queries, tiles, dim, room->scores);
+            products->score(keys, here, task->queries + tile * LANES * dim, tiles, dim, room->scores);
         }
         for (int i = 0; i < tiles; i++)
-            products->weigh(task->op, &columns[tile + i], first_key, spans, room->scores[i], &room->split[tile + i],
+            products->weigh(task->op, &columns[i], first_key, spans, room->scores[i], &task->split[tile + i],
                             room->weights[i]);
         for (int first = 0; tile == 0 && first < UNITS; first += QUARTER) {
             fetch_quarter(next_keys, first, dim);
             gather(values, first, first + QUARTER, dim, room->values);
         }
-        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, dim, &room->split[tile]);
+        products->add(room->values, spans, room->weights[0], columns, tiles, dim, &task->split[tile]);
+    }
+}
+
+/* Columns of which the first sees the keys before `context`, in tiles from a place of the room on. */
+static void place_columns(struct task *task, const struct attention_products *products, int64_t context,
+                          struct room *room, int64_t place) {
+    const struct attention *op = task->op;
+    task->all = &room->all[place], task->split = &room->split[place];
+    task->queries = room->queries + place * LANES * op->dim;
+    for (int64_t tile = 0; tile < task->tiles; tile++) {
+        int64_t first = task->first_column + tile * LANES;
+        task->columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
+        stage_queries(task, products, first, task->columns[tile].count, task->queries + tile * LANES * op->dim);
+    }
+    task->least = task->columns[0].least, task->past = task->columns[task->tiles - 1].past;
+}
+
+/* The columns meet the keys from `first_key` on, the first of a step. A split that is not at its end is left open. */
+static void meet_keys(const struct task *task, const struct attention_products *products, int64_t first_key,
+                      struct room *room) {
+    struct units keys, values, next_keys, next_values;
+    locate(task, first_key, &next_keys, &next_values);
+    for (; first_key < task->past; first_key += KEYS) {
+        keys = next_keys, values = next_values;
+        locate(task, first_key + KEYS, &next_keys, &next_values);
+        take_step(task, products, first_key, &keys, &values, &next_keys, room);
+        if ((first_key + KEYS) % SPLIT) continue;
+        for (int64_t tile = 0; tile < task->tiles; tile++) {
+            merge(&task->all[tile], &task->split[tile], task->columns[tile].count, task->op->dim);
+            begin(&task->split[tile], task->op->dim);
+        }
+    }
+}
+
+/* What the columns saw, to the output. */
+static void finish(const struct task *task) {
+    const struct attention *op = task->op;
+    for (int64_t tile = 0; tile < task->tiles; tile++) {
+        if (task->past % SPLIT) merge(&task->all[tile], &task->split[tile], task->columns[tile].count, op->dim);
+        for (int64_t lane = 0; lane < task->columns[tile].count; lane++) {
+            int64_t column = task->first_column + tile * LANES + lane, head = head_of(task, column);
+            bf16 *out = op->out + query_of(task, column) * op->out_stride + head * op->dim;
+            write_out(op, &task->all[tile], lane, head, out);
+        }
+    }
+}
+
+static void begin_tiles(const struct task *task) {
+    for (int64_t tile = 0; tile < task->tiles; tile++) {
+        begin(&task->all[tile], task->op->dim);
+        begin(&task->split[tile], task->op->dim);
     }
 }
 
 static void attend(struct task *task, int64_t context, struct worker *worker) {
-    const struct attention *op = task->op;
     const struct attention_products *products = attention_products(worker->isa);
     struct room *room = (struct room *)worker->scratch;
-    struct columns columns[TILES];
-    for (int64_t tile = 0; tile < task->tiles; tile++) {
-        int64_t first = task->first_column + tile * LANES;
-        columns[tile] = see(op, first, task->query_len * task->group, context, task->group);
-        stage_queries(task, products, first, columns[tile].count, room->queries + tile * LANES * op->dim);
-        begin(&room->all[tile], op->dim);
-    }
-    task->least = columns[0].least, task->past = columns[task->tiles - 1].past;
-
-    struct units keys, values, next_keys, next_values;
-    int64_t first_key = task->least & -KEYS;
-    locate(task, first_key, &next_keys, &next_values);
-    while (first_key < task->past) {
-        int64_t past = min64(task->past, (first_key / SPLIT + 1) * SPLIT);
-        for (int64_t tile = 0; tile < task->tiles; tile++) begin(&room->split[tile], op->dim);
-        for (; first_key < past; first_key += KEYS) {
-            keys = next_keys, values = next_values;
-            locate(task, first_key + KEYS, &next_keys, &next_values);
-            take_step(task, products, columns, first_key, &keys, &values, &next_keys, room);
-        }
-        for (int64_t tile = 0; tile < task->tiles; tile++)
-            merge(&room->all[tile], &room->split[tile], columns[tile].count, op->dim);
-    }
-    for (int64_t tile = 0; tile < task->tiles; tile++)
-        for (int64_t lane = 0; lane < columns[tile].count; lane++) {
-            int64_t column = task->first_column + tile * LANES + lane, head = head_of(task, column);
-            bf16 *out = op->out + query_of(task, column) * op->out_stride + head * op->dim;
-            write_out(op, &room->all[tile], lane, head, out);
-        }
+    place_columns(task, products, context, room, 0);
+    begin_tiles(task);
+    meet_keys(task, products, task->least & -KEYS, room);
+    finish(task);
 }
 
-/* Tasks: by row and KV head, whose keys then stay near, the columns by 64. */
+/* What one column has seen. */
+CLONES static void copy_seen(const struct seen *from, int64_t column, struct seen *to, int64_t place, int64_t dim) {
+    to->most[place] = from->most[column], to->total[place] = from->total[column];
+    memcpy(to->sums + place * dim, from->sums + column * dim, dim * sizeof(float));
+}
+
+/* Rows of one token each whose first `shared` keys are the same: these meet the columns of all, then each row goes on.
+ * A column adds up the same in the same order as alone. */
+static void attend_together(struct task *task, const struct step *step, int64_t row, int64_t rows, int64_t shared,
+                            struct worker *worker) {
+    const struct attention_products *products = attention_products(worker->isa);
+    struct room *room = (struct room *)worker->scratch;
+    int64_t dim = task->op->dim;
+    task->query_len = rows, task->first_column = 0, task->tiles = parts(rows * task->group, LANES);
+    place_columns(task, products, shared, room, 0);
+    task->past = shared;
+    begin_tiles(task);
+    meet_keys(task, products, 0, room);
+    struct task own = {.op = task->op, .kv_head = task->kv_head, .group = task->group, .query_len = 1, .tiles = 1};
+    for (int64_t i = 0; i < rows; i++) {
+        own.blocks = step->block_tables + (row + i) * step->max_blocks, own.start = task->start + i;
+        place_columns(&own, products, step->seq_lens[row + i] - 1, room, TILES);
+        begin_tiles(&own); /* the lanes without a column */
+        for (int64_t head = 0; head < task->group; head++) {
+            int64_t column = i * task->group + head, tile = column / LANES;
+            copy_seen(&task->all[tile], column % LANES, own.all, head, dim);
+            copy_seen(&task->split[tile], column % LANES, own.split, head, dim);
+        }
+        meet_keys(&own, products, shared, room);
+        finish(&own);
+    }
+}
+
+/* Keys, in whole steps, that two rows have in the same blocks and that all their queries see. */
+static int64_t common_keys(const struct attention *op, const struct step *step, int64_t row, int64_t other) {
+    const int32_t *a = step->block_tables + row * step->max_blocks, *b = step->block_tables + other * step->max_blocks;
+    int64_t most = (min64(step->seq_lens[row], step->seq_lens[other]) - 1) / op->block_size, blocks = 0;
+    while (blocks < most && a[blocks] == b[blocks]) blocks++;
+    return blocks * op->block_size & -KEYS;
+}
+
+/* Rows from there on that attend together, at least 1, and to how many keys. Every thread is to have a task. */
+static int64_t count_together(const struct attention *op, const struct step *step, int64_t row, int threads,
+                              int64_t *shared) {
+    int64_t group = op->heads / op->kv_heads, rows = 1;
+    int64_t most = min64(step->num_rows - row, min64(TILES * LANES / group, step->num_rows * op->kv_heads / threads));
+    if (op->window || group > LANES || most < 2) return 1;
+    for (; rows < most; rows++) {
+        int64_t next = row + rows;
+        if (step->query_starts[next] - step->query_starts[next - 1] != 1) break;
+        if (step->query_starts[next + 1] - step->query_starts[next] != 1) break;
+        int64_t common = common_keys(op, step, row, next);
+        if (rows == 1) *shared = common;
+        if (common < KEYS || common < *shared) break;
+    }
+    return rows;
+}
+
+/* Tasks: by row, or rows that share their first keys, and by KV head, whose keys then stay near, some columns each. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
     struct task task = {.op = op, .group = op->heads / op->kv_heads};
-    int64_t row = 0, before = 0, of_row = 0, tiles = 0;
+    int64_t row = -1, rows = 1, shared = 0, before = 0, of_row = 0, tiles = 0;
     prepare_tiles(worker->isa);
     for (int64_t number; number = take_task(worker), row < step->num_rows;) {
-        for (; row < step->num_rows; row++, before += of_row) {
+        while (row < step->num_rows && number >= before + of_row) {
+            before += of_row, row += row < 0 ? 1 : rows;
+            if (row == step->num_rows) break;
+            rows = count_together(op, step, row, worker->threads, &shared);
             tiles = parts((step->query_starts[row + 1] - step->query_starts[row]) * task.group, LANES);
-            of_row = parts(tiles, TILES) * op->kv_heads;
-            if (number < before + of_row) break;
+            of_row = (rows > 1 ? 1 : parts(tiles, TILES)) * op->kv_heads;
         }
         if (row == step->num_rows) break;
+        task.start = step->query_starts[row], task.blocks = step->block_tables + row * step->max_blocks;
+        if (rows > 1) {
+            task.kv_head = number - before;
+            attend_together(&task, step, row, rows, shared, worker);
+            continue;
+        }
         int64_t of_head = of_row / op->kv_heads, first_tile = (number - before) % of_head * TILES;
         task.kv_head = (number - before) / of_head;
         task.first_column = first_tile * LANES, task.tiles = min64(TILES, tiles - first_tile);
-        task.start = step->query_starts[row], task.query_len = step->query_starts[row + 1] - task.start;
-        task.blocks = step->block_tables + row * step->max_blocks;
+        task.query_len = step->query_starts[row + 1] - task.start;
         attend(&task, step->seq_lens[row] - task.query_len, worker);
     }
 }
