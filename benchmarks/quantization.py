@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.peers.checkpoints import QWEN3_06B
 from benchmarks.report import Table
 from engine.config import QuantizationConfig
 from engine.llm_engine import LLMEngine
@@ -29,13 +30,7 @@ STREAMS = (1, 8, 32)
 _CONTEXT, _NEW_TOKENS = 128, 32
 _FIELDS = {
     "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+    **QWEN3_06B.sizes,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
@@ -138,8 +133,9 @@ def write_checkpoint(directory: Path) -> None:
 
     from models.demo import CHECKPOINT_DIR
 
-    hidden, intermediate, dim = (int(str(_FIELDS[of])) for of in ("hidden_size", "intermediate_size", "head_dim"))
-    heads, kv_heads = (dim * int(str(_FIELDS[of])) for of in ("num_attention_heads", "num_key_value_heads"))
+    sizes = QWEN3_06B.sizes
+    hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, kv_heads = dim * sizes["num_attention_heads"], dim * sizes["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),
@@ -155,11 +151,11 @@ def write_checkpoint(directory: Path) -> None:
     }
     whole = {
         f"model.layers.{index}.{name}.weight": shape
-        for index in range(int(str(_FIELDS["num_hidden_layers"])))
+        for index in range(sizes["num_hidden_layers"])
         for name, shape in shapes.items()
     }
     whole["model.norm.weight"] = (hidden,)
-    whole["model.embed_tokens.weight"] = (int(str(_FIELDS["vocab_size"])), hidden)
+    whole["model.embed_tokens.weight"] = (sizes["vocab_size"], hidden)
     draw = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape, dtype=torch.bfloat16)

@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.cpu import structures
-from models.kernels.cpu.ops import _current, _pointer, runs
+from models.kernels.cpu.ops import current, pointer, runs
 from models.kernels.cpu.structures import Step
 
 _MAX_WINDOW = 1 << 18
@@ -12,14 +12,14 @@ _MAX_WINDOW = 1 << 18
 
 def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """`x * sigmoid(gate)`, the heads of a token one after the other. # 2 x [T, heads, dim] -> [T, heads, dim]"""
-    runtime = _current()
+    runtime = current()
     num_tokens, heads, dim = x.shape
     out = runtime.rows(num_tokens, heads * dim)
     arguments = structures.GateHeads(
         x.data_ptr(),
         x.stride(0),
         x.stride(1),
-        _pointer(gate),
+        pointer(gate),
         0 if gate is None else gate.stride(0),
         0 if gate is None else gate.stride(1),
         out.data_ptr(),
@@ -61,7 +61,7 @@ def delta_net(
     # a_log and dt_bias [value heads], inputs [slots, channels, kernel - 1],
     # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
     """
-    runtime = _current()
+    runtime = current()
     _, heads, key_dim, value_dim = states.shape
     weight, eps = norm
     out = runtime.rows(len(x), heads * value_dim)

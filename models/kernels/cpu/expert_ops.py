@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.cpu import structures
-from models.kernels.cpu.ops import _current, _pointer
+from models.kernels.cpu.ops import current, pointer
 from models.kernels.cpu.structures import Step
 
 
@@ -12,7 +12,7 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     assert weight.is_contiguous()
     assert weight.dtype is torch.float32
     assert x.shape[1:] == weight.shape[1:]
-    runtime = _current()
+    runtime = current()
     out = runtime.rows(len(x), len(weight), torch.float32)
     arguments = structures.FloatLinear(
         x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0), weight.shape[1], len(weight)
@@ -38,14 +38,14 @@ def route(
     """
     assert logits.dtype is torch.float32
     assert correction is None or correction.dtype is torch.float32
-    runtime = _current()
+    runtime = current()
     num_tokens, experts = logits.shape
     weights = runtime.rows(num_tokens, top_k, torch.float32)
     ids = runtime.rows(num_tokens, top_k, torch.int64)
     arguments = structures.Route(
         logits.data_ptr(),
         logits.stride(0),
-        _pointer(correction),
+        pointer(correction),
         weights.data_ptr(),
         ids.data_ptr(),
         experts,
@@ -65,7 +65,7 @@ def sort_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
 
     # [tokens, top_k] int64 -> [experts], [tokens * top_k], [tokens, top_k] int64
     """
-    runtime = _current()
+    runtime = current()
     num_tokens, top_k = ids.shape
     counts = runtime.fixed(experts, torch.int64)
     tokens, places = (runtime.rows(num_tokens, top_k, torch.int64) for _ in range(2))
@@ -90,7 +90,7 @@ def combine(
     `gate` [tokens, 1] float32 holds the logits of the shares.
     """
     assert gate is None or gate.dtype is torch.float32
-    runtime = _current()
+    runtime = current()
     num_tokens, top_k = places.shape
     size = products.shape[1]
     out = runtime.rows(num_tokens, size)
@@ -99,9 +99,9 @@ def combine(
         products.stride(0),
         weights.data_ptr(),
         places.data_ptr(),
-        _pointer(beside),
+        pointer(beside),
         0 if beside is None else beside.stride(0),
-        _pointer(gate),
+        pointer(gate),
         out.data_ptr(),
         out.stride(0),
         size,

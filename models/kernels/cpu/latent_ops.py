@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.cpu import structures
-from models.kernels.cpu.ops import DEPTH, PANEL, PackedWeight, _current, runs
+from models.kernels.cpu.ops import DEPTH, PANEL, PackedWeight, current, runs
 from models.kernels.cpu.structures import Step
 
 
@@ -42,14 +42,14 @@ def attends(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
 def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.Tensor:
     """Queries in the latents' space; their rotated part is left open. # [T, H, nope + rope] -> [T, H, rank + rope]"""
     dim = heads.rank + rope_dim
-    out = _current().rows(len(q), heads.num_heads * dim)
+    out = current().rows(len(q), heads.num_heads * dim)
     _headed_linear(q, q.stride(1), heads.nope_dim, heads.keys, out, dim, heads.rank)
     return out.view(len(q), heads.num_heads, dim)
 
 
 def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
     """What was attended to in the latents' space, as values. # [T, H, rank] -> [T, H, v]"""
-    out = _current().rows(len(attended), heads.num_heads * heads.v_dim)
+    out = current().rows(len(attended), heads.num_heads * heads.v_dim)
     _headed_linear(attended, heads.rank, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
     return out.view(len(attended), heads.num_heads, heads.v_dim)
 
@@ -70,7 +70,7 @@ def _headed_linear(
         in_features,
         wide,
     )
-    _current().run(arguments, Step(num_tokens=len(x)), (x, weight.memory, out))
+    current().run(arguments, Step(num_tokens=len(x)), (x, weight.memory, out))
 
 
 def latent_store(
@@ -111,12 +111,12 @@ def latent_store(
         cache.data_ptr(),
         cache.shape[1],
     )
-    _current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
+    current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
 
 
 def latent_attention(q: torch.Tensor, cache: torch.Tensor, step: Step, rank: int, scale: float) -> torch.Tensor:
     """Attention to the cached vectors, whose first elements are the values. # [T, H, dim] -> [T, H, rank]"""
-    runtime = _current()
+    runtime = current()
     num_tokens, heads, dim = q.shape
     out = runtime.rows(num_tokens, heads * rank)
     arguments = structures.LatentAttention(

@@ -150,6 +150,17 @@ int find_run(const struct grouped_linear *op, struct run *run, int64_t number) {
     return 1;
 }
 
+struct linear product_of_run(const struct grouped_linear *op, const struct run *run, int64_t bytes) {
+    return (struct linear){.x = op->x,
+                           .x_stride = op->x_stride,
+                           .weight = (const bf16 *)((const char *)op->weight + run->group * bytes),
+                           .bias = op->bias ? op->bias + run->group * op->out_features : NULL,
+                           .out = op->out,
+                           .out_stride = op->out_stride,
+                           .in_features = op->in_features,
+                           .out_features = op->out_features};
+}
+
 void clear_past_runs(const struct grouped_linear *op, const struct step *step, struct worker *worker, int64_t from) {
     int64_t rows = step->num_tokens * op->per_token;
     for (int64_t row = from; worker->thread == 0 && row < rows; row++)
@@ -160,21 +171,13 @@ void clear_past_runs(const struct grouped_linear *op, const struct step *step, s
 void grouped_linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct grouped_linear *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH), panels = op->out_features / PANEL;
-    int64_t block = rows_to_stage(steps * DEPTH);
-    int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
-    int64_t shares = parts(panels, share);
+    int64_t block = rows_to_stage(steps * DEPTH), bytes = steps * STEP * sizeof(bf16);
+    int64_t share = panels_of_task(1, bytes, panels, worker->threads), shares = parts(panels, share);
     struct run run = {.number = -1, .group = -1};
     struct bench bench = prepare(worker, 0);
     bench.tokens = op->tokens;
     for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
-        const struct linear one = {.x = op->x,
-                                   .x_stride = op->x_stride,
-                                   .weight = op->weight + run.group * panels * steps * STEP,
-                                   .bias = op->bias ? op->bias + run.group * op->out_features : NULL,
-                                   .out = op->out,
-                                   .out_stride = op->out_stride,
-                                   .in_features = op->in_features,
-                                   .out_features = op->out_features};
+        const struct linear one = product_of_run(op, &run, panels * bytes);
         int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
         for (int64_t first = run.start; first < end; first += block)
             multiply_panels(&one, &bench, first, min64(block, end - first), panel, past);

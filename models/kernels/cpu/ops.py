@@ -99,12 +99,14 @@ def redirect(runtime: Runtime) -> Runtime:
     return before
 
 
-def _current() -> Runtime:
+def current() -> Runtime:
+    """Where operators go now."""
     assert _runtime is not None, "an operator is called after `start`"
     return _runtime
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The memory of an argument that may be left out."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -141,7 +143,7 @@ class PackedWeight:
         arguments = self.operators.pack(
             rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr(), *self.options
         )
-        _current().run(arguments, Step(), (rows, self.memory))
+        current().run(arguments, Step(), (rows, self.memory))
 
 
 def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
@@ -155,13 +157,13 @@ def linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
     _require_rows(x, weight)
-    runtime = _current()
+    runtime = current()
     out = runtime.rows(len(x), weight.out_features, dtype)
     arguments = weight.operators.linear(
         x.data_ptr(),
         x.stride(0),
         weight.memory.data_ptr(),
-        _pointer(bias),
+        pointer(bias),
         out.data_ptr(),
         out.stride(0),
         weight.in_features,
@@ -188,16 +190,16 @@ def grouped_linear(
     With `tokens` [rows] int64 the rows are `x[tokens]`.
     """
     _require_rows(x, weights)
-    runtime = _current()
+    runtime = current()
     groups, num_rows = len(counts), len(x if tokens is None else tokens)
     out_features = weights.out_features // groups
     out = runtime.rows(num_rows, out_features)
     arguments = weights.operators.grouped_linear(
         x.data_ptr(),
         x.stride(0),
-        _pointer(tokens),
+        pointer(tokens),
         weights.memory.data_ptr(),
-        _pointer(bias),
+        pointer(bias),
         out.data_ptr(),
         out.stride(0),
         counts.data_ptr(),
@@ -213,7 +215,7 @@ def grouped_linear(
 
 def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0) -> torch.Tensor:
     """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]"""
-    runtime = _current()
+    runtime = current()
     out = runtime.rows(len(input_ids), weight.in_features)
     arguments = weight.operators.embed(
         weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features, scale, *weight.options
@@ -227,7 +229,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The norm of `x`, or of its sum with `residual`, which then holds that sum. # [rows, size]"""
-    out = _current().rows(*x.shape)
+    out = current().rows(*x.shape)
     _norm(x, weight, eps, offset, residual, out)
     return out
 
@@ -251,17 +253,17 @@ def _norm(
     arguments = structures.RMSNorm(
         x.data_ptr(),
         x.stride(0),
-        _pointer(residual),
+        pointer(residual),
         0 if residual is None else residual.stride(0),
         weight.data_ptr(),
-        _pointer(out),
+        pointer(out),
         0 if out is None else out.stride(0),
         x.shape[1],
         out is None,
         offset,
         eps,
     )
-    _current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
+    current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
 
 
 def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
@@ -269,7 +271,7 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: 
 
     `alpha` and `limit` are the clamped activation's: see `models.layers.activation`.
     """
-    runtime = _current()
+    runtime = current()
     num_rows = len(gate_up)
     out = runtime.rows(num_rows, gate_up.shape[1] // 2)
     arguments = structures.Gated(
@@ -292,7 +294,7 @@ def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float
 
     `frequencies` and both results are float32.
     """
-    runtime = _current()
+    runtime = current()
     pairs = len(frequencies)
     cos, sin = (runtime.rows(len(positions), 2 * pairs, torch.float32) for _ in range(2))
     arguments = structures.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
@@ -331,15 +333,15 @@ def rope_store(
         None if norms is None else norms.k.weight.data_ptr(),
         0.0 if norms is None else norms.q.offset,
         0.0 if norms is None else norms.q.eps,
-        _pointer(cos),
-        _pointer(sin),
+        pointer(cos),
+        pointer(sin),
         0 if cos is None else cos.shape[-1],
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         k_cache.shape[2],
     )
     weights = () if norms is None else (norms.q.weight, norms.k.weight)
-    _current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
+    current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
 
 
 def attention(
@@ -351,7 +353,7 @@ def attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to what `rope_store` wrote, this step's tokens included. # [T, heads, dim], sinks [heads] f32 -> q's"""
-    runtime = _current()
+    runtime = current()
     num_tokens, heads, dim = q.shape
     out = runtime.rows(num_tokens, heads * dim)
     arguments = structures.Attention(
@@ -368,7 +370,7 @@ def attention(
         options.scale,
         options.sliding_window or 0,
         options.soft_cap or 0.0,
-        _pointer(sinks),
+        pointer(sinks),
     )
     runtime.run(arguments, step, (q, k_cache, v_cache, sinks, out))
     return out.view(num_tokens, heads, dim)
@@ -398,14 +400,14 @@ def make_step(
     step = Step(
         len(slots),
         len(seq_lens),
-        _pointer(input_ids),
-        _pointer(positions),
+        pointer(input_ids),
+        pointer(positions),
         slots.data_ptr(),
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
         block_tables.data_ptr(),
         block_tables.shape[1],
-        _pointer(state_slots),
+        pointer(state_slots),
     )
     step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots
     return step

@@ -42,6 +42,9 @@ struct run {
 /* Go on to the run of that number; 0 where there are fewer, with `start` past all rows. */
 int find_run(const struct grouped_linear *op, struct run *run, int64_t number);
 
+/* A run's product; its weight is `bytes` large. */
+struct linear product_of_run(const struct grouped_linear *op, const struct run *run, int64_t bytes);
+
 /* Rows from there on are in no run, and 0. */
 void clear_past_runs(const struct grouped_linear *op, const struct step *step, struct worker *worker, int64_t from);
 

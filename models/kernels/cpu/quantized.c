@@ -184,14 +184,7 @@ void quantized_grouped_linear(const void *arguments, const struct step *step, st
     struct place at = prepare(worker);
     at.tokens = op->tokens;
     for (int64_t task; task = take_task(worker), find_run(op, &run, task / shares);) {
-        const struct linear one = {.x = op->x,
-                                   .x_stride = op->x_stride,
-                                   .weight = (const bf16 *)((const char *)op->weight + run.group * panels * bytes),
-                                   .bias = op->bias ? op->bias + run.group * op->out_features : NULL,
-                                   .out = op->out,
-                                   .out_stride = op->out_stride,
-                                   .in_features = op->in_features,
-                                   .out_features = op->out_features};
+        const struct linear one = product_of_run(op, &run, panels * bytes);
         int64_t panel = task % shares * share, past = min64(panels, panel + share), end = run.start + run.count;
         for (int64_t first = run.start; first < end; first += at_once)
             multiply_panels(&one, quantized->bits, &at, first, min64(at_once, end - first), panel, past);

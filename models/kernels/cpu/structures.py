@@ -10,7 +10,6 @@ SILU, GELU_TANH, CLAMPED_SILU = range(3)
 SOFTMAX, SIGMOID = range(2)
 """Scorings of `Route`."""
 MAX_HEAD_DIM = 256
-MAX_THREADS = 1024
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 MAX_IN_FEATURES = 1 << 16
 """Of a row: a thread's scratch holds sixteen."""
