@@ -18,22 +18,12 @@ class KVCacheSpec(NamedTuple):
     sliding_window: int | None = None
     """Tokens that a query sees, its own included; None: all before it."""
 
-    @property
-    def elements_per_token(self) -> int:
-        """Elements of K and V together."""
-        return 2 * self.num_kv_heads * self.head_dim
-
 
 class VectorCacheSpec(NamedTuple):
     """One paged vector a token, the same on every rank: a compressed latent, or an indexer's key."""
 
     name: str
     dim: int
-
-    @property
-    def elements_per_token(self) -> int:
-        """Elements of the vector."""
-        return self.dim
 
 
 class StateCacheSpec(NamedTuple):

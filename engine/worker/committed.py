@@ -8,15 +8,16 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from models.host_memory import HUGE_PAGE
+
 _log = logging.getLogger(__name__)
 
-PAGE = 2 << 20
-"""Bytes committed at a time: a huge page."""
-_SPARE = 8
-"""Pages kept committed past what sequences have used, besides one of each cache: a new block may need all of them."""
+RESERVE = 128 << 20
+"""Bytes kept committed past what sequences have used, until loads have taken more."""
 _SHARE = 1 / 6
 """Of the steps' time, at most spent on it."""
 _POPULATE_WRITE = 23
@@ -24,51 +25,76 @@ _POPULATE_WRITE = 23
 
 
 class CommittedBlocks:
-    """Pages of all layers' caches, in the order in which ascending blocks use them."""
+    """Pages of the pools of blocks, in the order in which ascending blocks use them."""
 
-    def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int) -> None:
-        """`caches` [num_blocks, ...] on the host."""
-        caches = list(caches)
-        self._num_blocks = num_blocks
-        self._ahead = len(caches) + _SPARE
+    def __init__(self, pools: Iterable[torch.Tensor], num_threads: int) -> None:
+        """`pools` [num_blocks, ...] on the host, each beginning with a huge page."""
         self._pages = [
-            (first / cache.nbytes, cache.data_ptr() + first, min(PAGE, cache.nbytes - first))
-            for cache in caches
-            for first in range(0, cache.nbytes, PAGE)
+            (first / pool.nbytes * len(pool), pool.data_ptr() + first, min(HUGE_PAGE, pool.nbytes - first))
+            for pool in pools
+            for first in range(0, pool.nbytes, HUGE_PAGE)
         ]
-        """Each with the share of its cache that precedes it, as layers may differ in size."""
+        """Each with the block in which it begins, as pools may differ in size."""
         self._pages.sort()
+        self._ahead = RESERVE // HUGE_PAGE
         self._used = 0
         self._next = 0
         self._credit = 0.0
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="commit")
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def use(self, highest_block: int) -> None:
-        """Blocks up to this one are in use; those a sequence never had are given out in ascending order."""
-        share = (highest_block + 1) / self._num_blocks
-        while self._used < len(self._pages) and self._pages[self._used][0] < share:
+        """Blocks up to this one are in use; those a sequence never had are given out in ascending order.
+
+        What is missing of them is committed at once, by all threads: written to first, pages would be found one by
+        one, with the other threads waiting.
+        """
+        while self._used < len(self._pages) and self._pages[self._used][0] < highest_block + 1:
             self._used += 1
-        self._next = max(self._next, self._used)
+        self._commit(self._used - self._next)
 
     def after_step(self, seconds: float) -> None:
         """Spend a share of a step's time on missing pages; one that takes longer is paid off by later steps."""
         self._credit = min(self._credit, 0.0) + seconds * _SHARE
         while self._credit > 0 and self.is_behind:
             start = time.perf_counter()
-            self.commit_page()
+            self.commit_some()
             self._credit -= time.perf_counter() - start
+
+    def at_rest(self) -> bool:
+        """Commit a little while there is nothing else to do; whether more is missing.
+
+        As much again as loads have used so far: the next may be as large.
+        """
+        self._ahead = max(self._ahead, self._used)
+        if self.is_behind:
+            self.commit_some()
+        return self.is_behind
 
     @property
     def is_behind(self) -> bool:
         """Whether a page is missing."""
-        return self._next < min(self._used + self._ahead, len(self._pages))
+        return self._next < self._wanted
 
-    def commit_page(self) -> None:
-        """Have the system find the next page. Other threads run meanwhile."""
-        _, address, size = self._pages[self._next]
-        if self._madvise(address, size, _POPULATE_WRITE):
-            _log.debug("the KV cache's pages are committed when they are written: %d", ctypes.get_errno())
-            self._next = len(self._pages)
+    def commit_some(self) -> None:
+        """Have the system find the next pages, one a thread. Other threads run meanwhile."""
+        self._commit(min(self._num_threads, self._wanted - self._next))
+
+    @property
+    def _wanted(self) -> int:
+        return min(self._used + self._ahead, len(self._pages))
+
+    def _commit(self, count: int) -> None:
+        if count <= 0:
             return
-        self._next += 1
+        pages = self._pages[self._next : self._next + count]
+        self._next += count
+        if not all([self._populate(pages[0])] if count == 1 else self._threads.map(self._populate, pages)):
+            _log.debug("the KV cache's pages are committed when they are written")
+            self._next = len(self._pages)
+
+    def _populate(self, page: tuple[float, int, int]) -> bool:
+        _, address, size = page
+        return bool(self._madvise(address, size, _POPULATE_WRITE) == 0)

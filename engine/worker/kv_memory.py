@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from models.host_memory import mapped_zeros
+from models.host_memory import aligned_zeros
 
 
 def zeros(
@@ -23,7 +23,7 @@ def zeros(
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        pages = mapped_zeros(num_bytes)
+        pages = aligned_zeros(num_bytes)
     except (OSError, OverflowError) as error:
         raise ValueError(f"the system refused {num_bytes} bytes for the KV cache ({error}); lower {lower}") from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)

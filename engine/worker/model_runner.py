@@ -131,7 +131,7 @@ class ModelRunner:
         caches = self.caches.allocate(num_blocks, num_slots)
         set_kv_cache_data(caches)
         on_host = self.device.type == "cpu"
-        self.committed = CommittedBlocks(self.caches.paged(caches.values()) if on_host else (), num_blocks)
+        self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
         # A cache of one block is the profiling step's.
         self.program = None
         self.greedy_head = None
@@ -185,9 +185,7 @@ class ModelRunner:
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
-        if self.committed.is_behind:
-            self.committed.commit_page()
-        return self.committed.is_behind
+        return self.committed.at_rest()
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode():

@@ -9,7 +9,7 @@ import torch
 
 from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu_attend import Attend
-from models.attention.cpu_cache import PagedKV, Scratch
+from models.attention.cpu_cache import PagedKV, Scratch, pages_of_block
 from models.attention.cpu_index import index_top_k
 from models.attention.cpu_mla import LatentAttention, prepared
 from models.attention.cpu_pages import PageReader
@@ -83,7 +83,7 @@ class CPUAttentionBackend:
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape
-        plan = metadata.plan(num_kv_heads, block_size, options.sliding_window)
+        plan = metadata.plan(num_kv_heads, block_size, pages_of_block(cache.k_cache), options.sliding_window)
         paged = PagedKV(cache, options, q.dtype, self._scratch)
         k, v = paged.write(k, v, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]

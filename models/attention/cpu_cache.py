@@ -61,13 +61,25 @@ class PagedKV:
     def gather(self, rows: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K's and V's pages, each head's vectors in a row; valid until the next call. # [batch, heads, length, D]"""
         cache = self._cache
-        num_blocks, num_kv_heads, block_size, head_dim = cache.k_cache.shape
+        block_size, head_dim = cache.k_cache.shape[2:]
         page = block_size * head_dim
         k, v = self._scratch.two(len(rows), page, cache.k_cache.dtype)
-        torch.index_select(cache.k_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=k)
-        torch.index_select(cache.v_cache.view(num_blocks * num_kv_heads, page), 0, rows, out=v)
+        torch.index_select(_from_first_page(cache.k_cache), 0, rows, out=k)
+        torch.index_select(_from_first_page(cache.v_cache), 0, rows, out=v)
         if k.dtype != self._dtype:
             k_out, v_out = self._scratch.two(len(rows), page, self._dtype)
             k, v = from_cache(k, self._options.k_scale, k_out), from_cache(v, self._options.v_scale, v_out)
         shape = batch, -1, length, head_dim
         return k.view(shape), v.view(shape)
+
+
+def pages_of_block(cache: torch.Tensor) -> int:
+    """Pages from a block to the next, other layers' included. # [num_blocks, heads, block_size, D]"""
+    return cache.stride(0) // (cache.shape[2] * cache.shape[3])
+
+
+def _from_first_page(cache: torch.Tensor) -> torch.Tensor:
+    """The pages from a cache's first to its last, other layers' included. # -> [pages, block_size * D]"""
+    num_blocks, num_kv_heads, block_size, head_dim = cache.shape
+    num_pages = (num_blocks - 1) * pages_of_block(cache) + num_kv_heads
+    return cache.as_strided((num_pages, block_size * head_dim), (block_size * head_dim, 1))

@@ -20,7 +20,7 @@ def index_top_k(
     pages: PageReader,
 ) -> torch.Tensor | None:
     """See `AttentionBackend.index_top_k`."""
-    plan = metadata.plan(1, cache.vectors.shape[1])
+    plan = metadata.plan(1, cache.vectors.shape[1], 1)
     k = write_vectors(k, cache, plan)
     longest = int(metadata.context_lens.max())
     if longest <= top_k:

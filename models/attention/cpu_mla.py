@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.cache_dtype import restored
 from models.attention.cpu_attend import Attend
-from models.attention.cpu_pages import PageReader, chunks, token_slots, write_vectors
+from models.attention.cpu_pages import PageReader, chunks, token_places, write_vectors
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, PrefillSpan
 from models.forward_context import VectorCache
 from models.layers.rotary import deinterleave, rotate
@@ -59,7 +59,7 @@ class LatentAttention:
         self._q = q
         self._cache = cache
         self._metadata = metadata
-        self._plan = metadata.plan(1, cache.vectors.shape[1])
+        self._plan = metadata.plan(1, cache.vectors.shape[1], 1)
         self._attend = Attend(options, None)
         self._scale = options.k_scale
         self._selected = selected
@@ -102,12 +102,11 @@ class LatentAttention:
     def _decode_selected(self, q: torch.Tensor, out: torch.Tensor, selected: torch.Tensor) -> None:
         """Rows of one token, to some of their latents. # 2 x [decodes, H, rank + rope], [decodes, K]"""
         dim = q.shape[-1]
-        slots = token_slots(self._metadata.block_tables[: len(q)], selected.clamp(min=0), self._cache)
+        blocks, offsets = token_places(self._metadata.block_tables[: len(q)], selected.clamp(min=0), self._cache)
         # A row that selects fewer is padded with its own first token, which the mask then hides.
         mask = torch.zeros_like(selected, dtype=torch.float32).masked_fill_(selected < 0, -torch.inf)[:, None, None]
-        vectors = self._cache.vectors.view(-1, dim)
         for some in chunks(len(q), MAX_LATENT_ELEMENTS // (selected.shape[1] * dim)):
-            latents = self._restored(vectors[slots[some]][:, None])
+            latents = self._restored(self._cache.vectors[blocks[some], offsets[some]][:, None])
             out[some] = self._attend.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
 
     def _restored(self, stored: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,9 @@ def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, sca
     return restored(stored, vectors.dtype, scale)
 
 
-def token_slots(block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache) -> torch.Tensor:
-    """Where tokens lie in the cache seen as a row of vectors. # [B, max_blocks], [B, K] -> [B, K] int64"""
+def token_places(
+    block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks in which tokens lie, and where in them. # [B, max_blocks], [B, K] -> 2 x [B, K] int64"""
     block_size = cache.vectors.shape[1]
-    blocks = block_tables.gather(1, positions // block_size).long()
-    return blocks * block_size + positions % block_size
+    return block_tables.gather(1, positions // block_size).long(), positions % block_size

@@ -28,7 +28,7 @@ class Pages:
     """Pages to gather for some of the KV heads, few enough that a long context's copy stays bounded."""
 
     heads: slice
-    rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache seen as [num_blocks * kv_heads, ...]
+    rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache's pool seen as [blocks * pages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,17 @@ class CPUAttentionMetaData(AttentionMetaData):
     context_lens: Lengths  # [B], `seq_lens` on the host
     host_block_tables: Tables  # [B, max_blocks]
     host_slot_mapping: Lengths  # [T]
-    plans: dict[tuple[int, int, int | None], StepPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, int, int, int | None], StepPlan] = field(default_factory=dict)
 
-    def plan(self, num_kv_heads: int, block_size: int, window: int | None = None) -> StepPlan:
-        """The plan for caches of this shape, of layers whose queries see `window` tokens."""
-        shape = num_kv_heads, block_size, window
+    def plan(self, num_kv_heads: int, block_size: int, num_pages: int, window: int | None = None) -> StepPlan:
+        """The plan for caches of this shape, `num_pages` from block to block, of layers that see `window` tokens."""
+        shape = num_kv_heads, block_size, num_pages, window
         if shape not in self.plans:
             self.plans[shape] = self._make_plan(*shape)
         return self.plans[shape]
 
-    def _make_plan(self, num_kv_heads: int, block_size: int, window: int | None) -> StepPlan:
-        pager = _Pager(num_kv_heads, block_size, window)
+    def _make_plan(self, num_kv_heads: int, block_size: int, num_pages: int, window: int | None) -> StepPlan:
+        pager = _Pager(num_kv_heads, block_size, num_pages, window)
         decodes, spans = slice(0, self.num_decodes), slice(self.num_decodes, None)
         prefills, mask = _prefill_spans(
             pager,
@@ -121,6 +121,7 @@ class _Pager:
 
     num_kv_heads: int
     block_size: int
+    num_pages: int
     window: int | None
 
     def first_block(self, positions: Lengths) -> Lengths:
@@ -140,7 +141,7 @@ class _Pager:
         columns = np.arange(width)
         wanted = np.where(columns >= num_blocks[:, None], 0, columns) + first_blocks[:, None]
         tables: Tables = np.take_along_axis(block_tables, wanted, axis=1)
-        first_rows = tables[:, None].astype(np.int64) * self.num_kv_heads
+        first_rows = tables[:, None].astype(np.int64) * self.num_pages
         step = max(1, MAX_GATHERED_VECTORS // (tables.size * self.block_size))
         groups = []
         for first in range(0, self.num_kv_heads, step):

@@ -1,71 +1,79 @@
 """What of a KV cache the system has committed, before and while sequences use it."""
 
 import ctypes
+import math
 import mmap
 
 import pytest
 import torch
 
 from engine.worker import committed
-from engine.worker.committed import PAGE, CommittedBlocks
+from engine.worker.committed import RESERVE, CommittedBlocks
 from engine.worker.kv_memory import zeros
+from models.host_memory import HUGE_PAGE
 
 BLOCKS = 64
-PAGES = 24
-"""Of each cache, which no one else's memory fills."""
-AHEAD = 2 + 8
-"""Pages: one of each cache, and some to spare."""
+PAGES = 160
+"""Of each pool, which no one else's memory fills."""
+AHEAD = RESERVE // HUGE_PAGE
+THREADS = 2
 
 
 @pytest.fixture
-def caches() -> list[torch.Tensor]:
-    return [zeros((BLOCKS, PAGES * PAGE // BLOCKS), torch.uint8, torch.device("cpu")) for _ in range(2)]
+def pools() -> list[torch.Tensor]:
+    return [zeros((BLOCKS, PAGES * HUGE_PAGE // BLOCKS), torch.uint8, torch.device("cpu")) for _ in range(2)]
 
 
-def resident(cache: torch.Tensor) -> int:
+def resident(pool: torch.Tensor) -> int:
     """Bytes that the system has given memory to."""
-    pages = (ctypes.c_ubyte * (cache.nbytes // mmap.PAGESIZE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(cache.data_ptr()), ctypes.c_size_t(cache.nbytes), pages) == 0
+    pages = (ctypes.c_ubyte * (pool.nbytes // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes), pages) == 0
     return mmap.PAGESIZE * sum(page & 1 for page in pages)
 
 
-def commit_all(blocks: CommittedBlocks) -> int:
-    count = 0
-    while blocks.is_behind:
-        blocks.commit_page()
-        count += 1
-    return count
+def test_pages_are_committed_a_little_ahead_of_use_and_no_further(pools: list[torch.Tensor]) -> None:
+    blocks = CommittedBlocks(pools, THREADS)
+    while blocks.at_rest():
+        pass
+    assert [resident(pool) for pool in pools] == [AHEAD // 2 * HUGE_PAGE] * 2
 
 
-def test_pages_are_committed_a_little_ahead_of_use_and_no_further(caches: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(caches, BLOCKS)
-    assert commit_all(blocks) == AHEAD
-    # A range that is not aligned to huge pages may touch one more.
-    assert AHEAD * PAGE <= sum(map(resident, caches)) <= (AHEAD + 2) * PAGE
-    blocks.use(BLOCKS // 2 - 1)
-    assert commit_all(blocks) == AHEAD
-    assert all(resident(cache) <= (PAGES // 2 + AHEAD) * PAGE for cache in caches)
+def test_blocks_that_are_used_before_they_are_committed_are_committed_at_once(pools: list[torch.Tensor]) -> None:
+    blocks = CommittedBlocks(pools, THREADS)
+    blocks.use(BLOCKS // 8 - 1)
+    assert [resident(pool) for pool in pools] == [PAGES // 8 * HUGE_PAGE] * 2
 
 
-def test_the_whole_cache_is_the_most(caches: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(caches, BLOCKS)
+def test_before_the_next_load_as_much_again_is_committed(pools: list[torch.Tensor]) -> None:
+    blocks = CommittedBlocks(pools, THREADS)
+    used = BLOCKS // 2 - 1
+    blocks.use(used - 1)
+    while blocks.at_rest():
+        pass
+    # The page in which the last block ends, and as many again.
+    assert [resident(pool) for pool in pools] == [2 * math.ceil(used * PAGES / BLOCKS) * HUGE_PAGE] * 2
+
+
+def test_the_whole_cache_is_the_most(pools: list[torch.Tensor]) -> None:
+    blocks = CommittedBlocks(pools, THREADS)
     blocks.use(BLOCKS - 1)
     assert not blocks.is_behind
+    assert not blocks.at_rest()
 
 
 def test_without_a_cache_there_is_nothing_to_commit() -> None:
-    assert not CommittedBlocks([], BLOCKS).is_behind
+    assert not CommittedBlocks([], THREADS).is_behind
 
 
 def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
-    caches: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    pools: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter(range(1000))
     monkeypatch.setattr(committed.time, "perf_counter", lambda: float(next(seconds)))
-    blocks = CommittedBlocks(caches, BLOCKS)
+    blocks = CommittedBlocks(pools, THREADS)
     done = 0
     counts = []
-    monkeypatch.setattr(blocks, "commit_page", lambda: counts.append(done))
+    monkeypatch.setattr(blocks, "commit_some", lambda: counts.append(done))
     for _ in range(12):
         done += 1
         blocks.after_step(1.0)

@@ -4,10 +4,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import Config
 from engine.core_startup import PhaseClock, load_model
 from engine.scheduler import Scheduler
+from engine.worker.layer_caches import LayerCaches
+from models.attention import select_backend
+from models.base import KVCacheSpec, VectorCacheSpec
 from models.forward_context import StateCache
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt, tensors_of
@@ -35,9 +39,32 @@ def test_what_is_allocated_is_what_was_counted(tmp_path: Path, architecture: str
     path = checkpoint(tmp_path, architecture)
     runner = runner_for(path, max_num_seqs=3, quantization_config={"kv_cache_dtype": kv_cache_dtype})
     runner.config = runner.config.model_copy(update={"num_kvcache_blocks": 5})
-    allocated = runner.caches.allocate(5).values()
-    num_bytes = sum(tensor.nbytes for layer in allocated for tensor in tensors_of(layer))
+    states = [layer for layer in runner.caches.allocate(5).values() if isinstance(layer, StateCache)]
+    allocated = [*runner.caches.pools, *(tensor for layer in states for tensor in layer.tensors)]
+    num_bytes = sum(tensor.nbytes for tensor in allocated)
     assert runner.kv_cache_size().num_bytes == num_bytes
+
+
+def test_a_blocks_pages_of_all_layers_lie_together_an_odd_number_of_them() -> None:
+    num_layers, num_heads, block_size, dim = 10, 4, 16, 64
+    specs = [
+        *(KVCacheSpec(f"layers.{layer}", num_kv_heads=num_heads, head_dim=dim) for layer in range(num_layers)),
+        VectorCacheSpec("indexer", dim=32),
+    ]
+    backend, cpu = select_backend(torch.device("cpu")), torch.device("cpu")
+    caches = LayerCaches(specs, backend, block_size=block_size, num_slots=1, dtype=torch.bfloat16, device=cpu)
+    allocated = caches.allocate(7)
+    keys_and_values, vectors = caches.pools
+    assert keys_and_values.shape == (7, 2 * num_layers * num_heads + 1, block_size, dim)
+    assert vectors.shape == (7, 1, block_size, 32)
+    marks = iter(range(1, 1000))
+    for cache in allocated.values():
+        for tensor in tensors_of(cache):
+            tensor[3] = next(marks)
+    counts = keys_and_values[3, :, 0, 0].int().bincount()
+    assert counts.tolist() == [1] + [num_heads] * 2 * num_layers, "nothing lies over anything else"
+    assert keys_and_values[:3].count_nonzero() == keys_and_values[4:].count_nonzero() == 0
+    assert caches.block_bytes == sum(pool.nbytes for pool in caches.pools) // 7
 
 
 def test_a_recurrent_models_states_come_out_of_the_caches_memory(

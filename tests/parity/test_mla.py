@@ -116,7 +116,7 @@ def test_heads_of_all_ranks_add_up_to_the_layer_over_the_same_latents(
 
 def test_the_cache_holds_one_latent_and_one_rotated_key_a_token(tmp_path: Path) -> None:
     model = PagedModel(checkpoint_of(V32, tmp_path)).model
-    assert [(spec.name, spec.elements_per_token) for spec in model.kv_cache_layers()] == [
+    assert [(spec.name, spec.dim) for spec in model.kv_cache_layers()] == [
         (f"model.layers.{layer}.self_attn{part}", dim)
         for layer in range(2)
         for part, dim in (("", 32 + 8), (".indexer", 24))

@@ -96,8 +96,8 @@ static void locate(const struct task *task, int64_t first_key, struct units *key
         int64_t key = first_key + unit * UNIT;
         keys->at[unit] = values->at[unit] = NULL;
         if (key >= task->past || key + UNIT <= task->least) continue;
-        int64_t block = task->blocks[key / op->block_size];
-        int64_t at = ((block * op->kv_heads + task->kv_head) * op->block_size + key % op->block_size) * op->dim;
+        int64_t block = task->blocks[key / op->block_size], row = task->kv_head * op->block_size + key % op->block_size;
+        int64_t at = block * op->block_stride + row * op->dim;
         keys->at[unit] = op->k_cache + at;
         values->at[unit] = op->v_cache + at;
     }

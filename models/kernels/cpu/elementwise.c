@@ -100,7 +100,7 @@ static void store_token(const struct rope_store *op, const struct step *step, in
     int64_t block = step->slots[token] / op->block_size, offset = step->slots[token] % op->block_size;
     const bf16 *k = op->k + token * op->k_stride, *v = op->v + token * op->v_stride;
     for (int64_t head = 0; head < op->kv_heads; head++, k += dim, v += dim) {
-        int64_t at = (block * op->kv_heads + head) * op->block_size * dim;
+        int64_t at = block * op->block_stride + head * op->block_size * dim;
         turn_head(&turn, k, op->k_norm, op->k_cache + at + offset * dim);
         bf16 *to = op->v_cache + at + offset / 2 * dim * 2 + offset % 2;
         for (int64_t i = 0; i < dim; i++) to[2 * i] = v[i];
@@ -114,7 +114,7 @@ static void clear_rest(const struct rope_store *op, const struct step *step, int
     if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
     int64_t block = step->slots[step->query_starts[row + 1] - 1] / op->block_size;
     for (int64_t head = 0; head < op->kv_heads; head++) {
-        bf16 *values = op->v_cache + (block * op->kv_heads + head) * op->block_size * op->dim;
+        bf16 *values = op->v_cache + block * op->block_stride + head * op->block_size * op->dim;
         int64_t from = offset + 1;
         if (from % 2) {
             bf16 *other = values + from / 2 * op->dim * 2 + 1;

@@ -33,10 +33,16 @@ CLONES static void rotate(const struct latent_store *op, int64_t token, const bf
     }
 }
 
+/* A token's vector. */
+static bf16 *cached_at(const struct latent_store *op, int64_t slot) {
+    int64_t dim = op->rank + op->rope;
+    return op->cache + slot / op->block_size * op->block_stride + slot % op->block_size * dim;
+}
+
 static void store_token(const struct latent_store *op, const struct step *step, int64_t token) {
     int64_t dim = op->rank + op->rope, q_dim = op->nope + op->rope;
     const bf16 *q = op->q + token * op->q_stride + op->nope, *latent = op->latent + token * op->latent_stride;
-    bf16 *latent_q = op->latent_q + token * op->heads * dim + op->rank, *cached = op->cache + step->slots[token] * dim;
+    bf16 *latent_q = op->latent_q + token * op->heads * dim + op->rank, *cached = cached_at(op, step->slots[token]);
     for (int64_t head = 0; head < op->heads; head++) rotate(op, token, q + head * q_dim, latent_q + head * dim);
     norm_latent(op, latent, cached);
     rotate(op, token, latent + op->rank, cached + op->rank);
@@ -47,7 +53,7 @@ static void clear_rest(const struct latent_store *op, const struct step *step, i
     int64_t query_len = step->query_starts[row + 1] - step->query_starts[row], dim = op->rank + op->rope;
     int64_t offset = (step->seq_lens[row] - 1) % op->block_size, rest = op->block_size - 1 - offset;
     if (query_len == 0 || offset > query_len - 1) return; /* cleared by the step that began the block */
-    bf16 *last = op->cache + step->slots[step->query_starts[row + 1] - 1] * dim;
+    bf16 *last = cached_at(op, step->slots[step->query_starts[row + 1] - 1]);
     memset(last + dim, 0, rest * dim * sizeof(bf16));
 }
 
@@ -86,8 +92,8 @@ static void locate(const struct task *task, int64_t first_key, struct units *key
         int64_t key = first_key + unit * UNIT;
         keys->at[unit] = NULL;
         if (key >= task->past) continue;
-        int64_t slot = task->blocks[key / op->block_size] * op->block_size + key % op->block_size;
-        keys->at[unit] = op->cache + slot * op->dim;
+        int64_t block = task->blocks[key / op->block_size];
+        keys->at[unit] = op->cache + block * op->block_stride + key % op->block_size * op->dim;
     }
 }
 

@@ -110,6 +110,7 @@ def latent_store(
         is_interleaved,
         cache.data_ptr(),
         cache.shape[1],
+        cache.stride(0),
     )
     current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
 
@@ -129,6 +130,7 @@ def latent_attention(q: torch.Tensor, cache: torch.Tensor, step: Step, rank: int
         rank,
         dim,
         cache.shape[1],
+        cache.stride(0),
         scale,
     )
     runtime.run(arguments, step, (q, cache, out))

@@ -84,7 +84,7 @@ struct rope_store {
     const float *cos, *sin;      /* as of rope_table */
     int64_t rotary_dim;          /* 0: nothing is rotated */
     bf16 *k_cache, *v_cache;     /* see attention.c */
-    int64_t block_size;
+    int64_t block_size, block_stride;
 };
 
 struct attention {
@@ -93,7 +93,7 @@ struct attention {
     bf16 *out; /* the same shape */
     int64_t out_stride;
     const bf16 *k_cache, *v_cache;
-    int64_t heads, kv_heads, dim, block_size;
+    int64_t heads, kv_heads, dim, block_size, block_stride;
     double scale;
     int64_t window;  /* keys that a query sees, its own included; 0: all */
     double soft_cap; /* 0: none */
@@ -149,7 +149,7 @@ struct latent_store {
     const float *cos, *sin; /* as of rope_table */
     int64_t is_interleaved; /* whether neighbouring dimensions are rotated together, and then lie in halves */
     bf16 *cache;            /* [blocks, block_size, rank + rope] */
-    int64_t block_size;
+    int64_t block_size, block_stride;
 };
 
 /* Attention of all heads to the same cached vectors, of which the first `rank` elements are also the values. */
@@ -159,7 +159,7 @@ struct latent_attention {
     bf16 *out; /* [tokens, heads, rank] */
     int64_t out_stride;
     const bf16 *cache; /* [blocks, block_size, dim] */
-    int64_t heads, rank, dim, block_size;
+    int64_t heads, rank, dim, block_size, block_stride;
     double scale;
 };
 

@@ -339,6 +339,7 @@ def rope_store(
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         k_cache.shape[2],
+        k_cache.stride(0),
     )
     weights = () if norms is None else (norms.q.weight, norms.k.weight)
     current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
@@ -367,6 +368,7 @@ def attention(
         k_cache.shape[1],
         dim,
         k_cache.shape[2],
+        k_cache.stride(0),
         options.scale,
         options.sliding_window or 0,
         options.soft_cap or 0.0,

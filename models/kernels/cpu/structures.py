@@ -140,6 +140,7 @@ class RopeStore(Arguments):
         ("k_cache", _POINTER),
         ("v_cache", _POINTER),
         ("block_size", _INTEGER),
+        ("block_stride", _INTEGER),
     ]
 
 
@@ -158,6 +159,7 @@ class Attention(Arguments):
         ("kv_heads", _INTEGER),
         ("dim", _INTEGER),
         ("block_size", _INTEGER),
+        ("block_stride", _INTEGER),
         ("scale", _REAL),
         ("window", _INTEGER),
         ("soft_cap", _REAL),
@@ -309,6 +311,7 @@ class LatentStore(Arguments):
         ("is_interleaved", _INTEGER),
         ("cache", _POINTER),
         ("block_size", _INTEGER),
+        ("block_stride", _INTEGER),
     ]
 
 
@@ -326,6 +329,7 @@ class LatentAttention(Arguments):
         ("rank", _INTEGER),
         ("dim", _INTEGER),
         ("block_size", _INTEGER),
+        ("block_stride", _INTEGER),
         ("scale", _REAL),
     ]
 
