@@ -21,6 +21,31 @@ struct units {
     const bf16 *at[UNITS];
 };
 
+/* What is still to be fetched of the keys and values of a later step. Wherever something is computed a little of it is
+ * asked for: in one go it would fill what the processor has for it, and nothing would be computed until it is there. */
+struct fetches {
+    const char *at[2 * UNITS];
+    int unit, units;
+    int64_t done, bytes;  /* of a unit */
+    struct fetches *then; /* of the step after that one, or NULL */
+};
+
+#define AT_ONCE 4 /* lines */
+
+/* Ask for so many lines more, a multiple of AT_ONCE, as a unit is of them. */
+static inline void fetch_lines(struct fetches *ahead, int lines) {
+    while (lines > 0 && ahead) {
+        if (ahead->unit == ahead->units) {
+            ahead = ahead->then;
+            continue;
+        }
+        const char *at = ahead->at[ahead->unit] + ahead->done;
+        for (int line = 0; line < AT_ONCE; line++) __builtin_prefetch(at + line * LINE, 0, 2);
+        ahead->done += AT_ONCE * LINE, lines -= AT_ONCE;
+        if (ahead->done == ahead->bytes) ahead->done = 0, ahead->unit++;
+    }
+}
+
 /* Spans of a step. */
 struct spans {
     int from, past;
@@ -46,17 +71,18 @@ typedef void turn_queries(const bf16 *const columns[LANES], int64_t dim, bf16 *q
 /* scores[tile][key][column] = key . query.
  * keys: unit [16][dim]; queries: [tile][dim / 32][16 pairs][16 columns][2]. */
 typedef void score_keys(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                        float scores[][KEYS][LANES]);
+                        float scores[][KEYS][LANES], struct fetches *ahead);
 
 /* A tile's scores, relative to the largest so far and by the columns' sight, to weights [span][16 columns][32 keys];
  * what was seen before is made relative to it too. */
 typedef void weigh_keys(const struct attention *op, const struct columns *columns, int64_t first_key,
-                        struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights);
+                        struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+                        struct fetches *ahead);
 
 /* sums[column][dim] of each tile += the column's weights . values.
  * values: [span][dim / 16][16 pairs of keys][16][2]; weights: [tile][span][16 columns][32 keys]. */
 typedef void add_values(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                        int tiles, int64_t dim, struct seen *seen);
+                        int tiles, int64_t dim, struct seen *seen, struct fetches *ahead);
 
 struct attention_products {
     turn_queries *turn;

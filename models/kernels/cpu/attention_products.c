@@ -6,6 +6,11 @@
 #include "transpose.h"
 #include "vectors.h"
 
+/* Lines that are fetched at a time where so much is computed. */
+#define OF_SCORE 16
+#define OF_WEIGH 32
+#define OF_ADD 16
+
 /* ---- any processor ---- */
 
 static void turn_portable(const bf16 *const columns[LANES], int64_t dim, bf16 *queries) {
@@ -29,7 +34,8 @@ CLONES static void score_unit(const bf16 *keys, const bf16 *queries, int64_t dim
 }
 
 static void score_portable(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                           float scores[][KEYS][LANES]) {
+                           float scores[][KEYS][LANES], struct fetches *ahead) {
+    (void)ahead;
     for (int tile = 0; tile < tiles; tile++)
         for (int unit = spans.from * SPAN / UNIT; unit < spans.past * SPAN / UNIT; unit++)
             if (keys->at[unit])
@@ -55,7 +61,8 @@ CLONES static void add_tile(const bf16 *values, struct spans spans, const bf16 *
 }
 
 static void add_portable(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                         int tiles, int64_t dim, struct seen *seen) {
+                         int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
+    (void)ahead;
     for (int tile = 0; tile < tiles; tile++)
         add_tile(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
 }
@@ -85,7 +92,9 @@ CLONES static void hide_keys(const struct columns *columns, int64_t first_key, s
 }
 
 CLONES static void weigh_portable(const struct attention *op, const struct columns *columns, int64_t first_key,
-                                  struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+                                  struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+                                  struct fetches *ahead) {
+    (void)ahead;
     float scale = cap_scores(op, spans, scores);
     hide_keys(columns, first_key, spans, scores);
     vector before = load(seen->most), most = before;
@@ -139,12 +148,14 @@ AVX512 static void score_vectors(const bf16 *keys, const bf16 *queries, int64_t 
 }
 
 static void score_avx512(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                         float scores[][KEYS][LANES]) {
+                         float scores[][KEYS][LANES], struct fetches *ahead) {
     for (int tile = 0; tile < tiles; tile++)
         for (int key = spans.from * SPAN; key < spans.past * SPAN; key += KEYS_OF_VECTORS)
-            if (keys->at[key / UNIT])
+            if (keys->at[key / UNIT]) {
+                fetch_lines(ahead, OF_SCORE);
                 score_vectors(keys->at[key / UNIT] + key % UNIT * dim, queries + tile * LANES * dim, dim,
                               scores[tile] + key);
+            }
 }
 
 AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const bf16 *weights, int64_t count,
@@ -166,7 +177,8 @@ AVX512 static void add_tile_avx512(const bf16 *values, struct spans spans, const
 }
 
 static void add_avx512(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                       int tiles, int64_t dim, struct seen *seen) {
+                       int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
+    (void)ahead;
     for (int tile = 0; tile < tiles; tile++)
         add_tile_avx512(values, spans, weights + tile * KEYS * LANES, columns[tile].count, dim, seen[tile].sums);
 }
@@ -249,7 +261,8 @@ AVX512 static inline void store_span(const __m512i keys[4], bf16 *to) {
 /* As weigh_avx512, number for number, for FEW columns: a token that is decoded has no more, and needs a quarter of it.
  * The other columns' weights are left as they are. */
 AVX512 static void weigh_few(const struct attention *op, const struct columns *columns, int64_t first_key,
-                             struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+                             struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+                             struct fetches *ahead) {
     ALIGNED static const uint16_t by_column[32] = {0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,
                                                    2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31};
     __m512i order = _mm512_load_si512(by_column);
@@ -270,6 +283,7 @@ AVX512 static void weigh_few(const struct attention *op, const struct columns *c
     __m512 bases = _mm512_broadcast_f32x4(base), total = _mm512_setzero_ps();
     for (int span = spans.from; span < spans.past; span++) {
         __m512i keys[4];
+        fetch_lines(ahead, OF_WEIGH);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             const __m512 *eight = s + span * SPAN / FEW + 2 * i;
@@ -293,11 +307,12 @@ AVX512 static void weigh_few(const struct attention *op, const struct columns *c
 #define CHAINS 4 /* of maxima and sums, so that none waits for the one before */
 
 AVX512 static void weigh_avx512(const struct attention *op, const struct columns *columns, int64_t first_key,
-                                struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights) {
+                                struct spans spans, float scores[KEYS][LANES], struct seen *seen, bf16 *weights,
+                                struct fetches *ahead) {
     ALIGNED static const uint16_t in_turn[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                  8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     if (columns->count <= FEW && !(op->soft_cap > 0)) {
-        weigh_few(op, columns, first_key, spans, scores, seen, weights);
+        weigh_few(op, columns, first_key, spans, scores, seen, weights, ahead);
         return;
     }
     __m512i order = _mm512_load_si512(in_turn);
@@ -316,6 +331,7 @@ AVX512 static void weigh_avx512(const struct attention *op, const struct columns
     for (int chain = 0; chain < CHAINS; chain++) total[chain] = _mm512_setzero_ps();
     for (int span = spans.from; span < spans.past; span++) {
         __m512i pairs[LANES];
+        fetch_lines(ahead, OF_WEIGH);
 #pragma GCC unroll 16
         for (int pair = 0; pair < LANES; pair++) {
             float(*s)[LANES] = scores + span * SPAN + 2 * pair;
@@ -344,7 +360,7 @@ static const struct attention_products avx512 = {turn_avx512, score_avx512, weig
 /* ---- AMX ---- */
 
 AMX static void score_amx(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
-                          float scores[][KEYS][LANES]) {
+                          float scores[][KEYS][LANES], struct fetches *ahead) {
     int64_t stride = dim * sizeof(bf16);
     for (int span = spans.from; span < spans.past; span++) {
         const bf16 *k0 = keys->at[2 * span], *k1 = keys->at[2 * span + 1], *q1 = queries + LANES * dim;
@@ -356,6 +372,7 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const bf
             _tile_zero(2);
             _tile_zero(3);
             for (int64_t i = 0; i < dim; i += DEPTH) {
+                fetch_lines(ahead, OF_SCORE);
                 _tile_loadd(4, k0 + i, stride);
                 _tile_loadd(6, queries + i * LANES, LINE);
                 _tile_dpbf16ps(0, 4, 6);
@@ -369,6 +386,7 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const bf
             _tile_stored(3, scores[1][span * SPAN + UNIT], LINE);
         } else {
             for (int64_t i = 0; i < dim; i += DEPTH) {
+                fetch_lines(ahead, OF_SCORE);
                 _tile_loadd(4, k0 + i, stride);
                 _tile_loadd(6, queries + i * LANES, LINE);
                 _tile_dpbf16ps(0, 4, 6);
@@ -382,7 +400,7 @@ AMX static void score_amx(const struct units *keys, struct spans spans, const bf
 }
 
 AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
-                        int tiles, int64_t dim, struct seen *seen) {
+                        int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
     (void)columns;
     int64_t stride = dim * sizeof(float);
     for (int64_t i = 0; i < dim; i += 2 * LANES) {
@@ -394,6 +412,7 @@ AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weig
             _tile_loadd(3, others + LANES, stride);
             for (int span = spans.from; span < spans.past; span++) {
                 const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + span * LANES * SPAN;
+                fetch_lines(ahead, OF_ADD);
                 _tile_loadd(4, w, LINE);
                 _tile_loadd(6, v, LINE);
                 _tile_dpbf16ps(0, 4, 6);
@@ -408,6 +427,7 @@ AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weig
         } else {
             for (int span = spans.from; span < spans.past; span++) {
                 const bf16 *v = values + (span * dim + i) * SPAN;
+                fetch_lines(ahead, OF_ADD);
                 _tile_loadd(4, weights + span * LANES * SPAN, LINE);
                 _tile_loadd(6, v, LINE);
                 _tile_dpbf16ps(0, 4, 6);

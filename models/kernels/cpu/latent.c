@@ -128,16 +128,19 @@ static void take_step(const struct task *task, const struct attention_products *
                       int64_t first_key, struct room *room) {
     const struct latent_attention *op = task->op;
     struct units keys;
+    struct fetches none = {.units = 0};
     locate(task, first_key, &keys);
     pair_values(&keys, op->rank, op->dim, room->values);
     for (int64_t tile = 0; tile < task->tiles; tile += PAIR) {
         int tiles = (int)min64(PAIR, task->tiles - tile);
         struct spans spans = in_sight(first_key, columns[tile].least, columns[tile + tiles - 1].past);
-        products->score(&keys, spans, room->queries + tile * LANES * op->dim, tiles, op->dim, room->scores);
+        products->score(&keys, spans, room->queries + tile * LANES * op->dim, tiles, op->dim, room->scores,
+                        &none);
         for (int i = 0; i < tiles; i++)
             products->weigh(&task->as, &columns[tile + i], first_key, spans, room->scores[i], &room->split[tile + i],
-                            room->weights[i]);
-        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, op->rank, &room->split[tile]);
+                            room->weights[i], &none);
+        products->add(room->values, spans, room->weights[0], &columns[tile], tiles, op->rank, &room->split[tile],
+                      &none);
     }
 }
 

@@ -58,11 +58,16 @@ static const struct panel_products portable = {multiply_portable, round_portable
 #if HAS_AMX
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
 
-/* The step that lies `ahead` bytes behind this one; 0 for none, when it is left to the processor. */
+#define STEP_LINES (STEP * (int)sizeof(bf16) / LINE)
+
+/* Some lines of the step that lies `ahead` bytes behind this one. */
+AVX512 static inline void fetch_part(const bf16 *weight, int64_t ahead, int line, int past) {
+    for (; line < past; line++) _mm_prefetch((const char *)weight + ahead + line * LINE, _MM_HINT_T0);
+}
+
+/* All of it; 0 for none, when it is left to the processor. */
 AVX512 static inline void fetch(const bf16 *weight, int64_t ahead) {
-    if (ahead)
-        for (int line = 0; line < STEP * (int)sizeof(bf16); line += LINE)
-            _mm_prefetch((const char *)weight + ahead + line, _MM_HINT_T0);
+    if (ahead) fetch_part(weight, ahead, 0, STEP_LINES);
 }
 
 /* ROWS rows: a function each, so that the sums stay in registers. */
@@ -130,6 +135,51 @@ static const struct panel_products avx512 = {multiply_avx512, round_avx512};
 
 /* ---- AMX: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
 
+/* A step by one tile of rows, whose sums are in tiles 0 and 1. */
+AMX static inline void add_first(const bf16 *x, const bf16 *weight) {
+    _tile_loadd(4, x, LINE);
+    _tile_loadd(6, weight, LINE);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, weight + TILE, LINE);
+    _tile_dpbf16ps(1, 4, 7);
+}
+
+/* By the other. */
+AMX static inline void add_second(const bf16 *x, const bf16 *weight) {
+    _tile_loadd(5, x, LINE);
+    _tile_loadd(6, weight, LINE);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(7, weight + TILE, LINE);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+/* By both. */
+AMX static inline void add_both(const bf16 *x0, const bf16 *x1, const bf16 *weight) {
+    add_first(x0, weight);
+    _tile_loadd(5, x1, LINE);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+#define RUN 8      /* steps of a weight that comes from memory by one tile of rows, then by the other */
+#define OF_FIRST 28 /* of a step's lines, fetched with the first: the second takes as long as the rest */
+
+/* Two tiles of rows by a weight that comes from memory. By both at each step it would come a third slower: while the
+ * products wait for a step, little is asked for. */
+AMX static void add_runs(const bf16 *x0, const bf16 *x1, const bf16 *weight, int64_t steps, int64_t ahead) {
+    for (int64_t done = 0; done < steps; done += RUN) {
+        int64_t past = min64(steps, done + RUN);
+        for (int64_t step = done; step < past; step++) {
+            fetch_part(weight + step * STEP, ahead, 0, OF_FIRST);
+            add_first(x0 + step * TILE, weight + step * STEP);
+        }
+        for (int64_t step = done; step < past; step++) {
+            fetch_part(weight + step * STEP, ahead, OF_FIRST, STEP_LINES);
+            add_second(x1 + step * TILE, weight + step * STEP);
+        }
+    }
+}
+
 AMX static void multiply_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
     const bf16 *x0 = staged, *x1 = staged + steps * TILE;
@@ -139,28 +189,14 @@ AMX static void multiply_amx(const bf16 *staged, int64_t count, const bf16 *weig
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    if (two) {
-        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE, x1 += TILE) {
-            fetch(weight, ahead);
-            _tile_loadd(4, x0, LINE);
-            _tile_loadd(6, weight, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weight + TILE, LINE);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, x1, LINE);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+    if (two && ahead) add_runs(x0, x1, weight, steps, ahead);
+    else if (two)
+        for (int64_t step = 0; step < steps; step++) add_both(x0 + step * TILE, x1 + step * TILE, weight + step * STEP);
+    else
+        for (int64_t step = 0; step < steps; step++) {
+            fetch(weight + step * STEP, ahead);
+            add_first(x0 + step * TILE, weight + step * STEP);
         }
-    } else {
-        for (int64_t step = 0; step < steps; step++, weight += STEP, x0 += TILE) {
-            fetch(weight, ahead);
-            _tile_loadd(4, x0, LINE);
-            _tile_loadd(6, weight, LINE);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, weight + TILE, LINE);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-    }
     _tile_stored(0, sums, PANEL * sizeof(float));
     _tile_stored(1, sums + LANES, PANEL * sizeof(float));
     if (two) {

@@ -1,0 +1,126 @@
+/* See attention_tasks.h. */
+
+#include "attention_tasks.h"
+
+struct columns see(const struct attention *op, int64_t first_column, int64_t columns, int64_t context, int64_t group) {
+    struct columns made = {.count = min64(LANES, columns - first_column)};
+    for (int lane = 0; lane < LANES; lane++) {
+        int64_t query = (first_column + (lane < made.count ? lane : 0)) / group, position = context + query;
+        made.last[lane] = (int32_t)position;
+        made.first[lane] = op->window ? (int32_t)max64(0, position - op->window + 1) : 0;
+    }
+    int64_t final = made.last[made.count - 1];
+    made.least = made.first[0], made.past = final + 1;
+    made.always_from = made.first[made.count - 1], made.always_past = made.last[0] + 1;
+    return made;
+}
+
+struct spans in_sight(int64_t first_key, int64_t least, int64_t past) {
+    int64_t from = max64(0, least - first_key) / SPAN;
+    return (struct spans){(int)from, (int)max64(from, parts(min64(KEYS, past - first_key), SPAN))};
+}
+
+/* Keys, in whole steps, that two rows have in the same blocks and that all their queries see. */
+static int64_t common_keys(const struct attention *op, const struct step *step, int64_t row, int64_t other) {
+    const int32_t *a = step->block_tables + row * step->max_blocks, *b = step->block_tables + other * step->max_blocks;
+    int64_t most = (min64(step->seq_lens[row], step->seq_lens[other]) - 1) / op->block_size, blocks = 0;
+    while (blocks < most && a[blocks] == b[blocks]) blocks++;
+    return blocks * op->block_size & -KEYS;
+}
+
+/* Rows from there on that attend together, at least 1, and to how many keys. Every thread is to have a task. */
+static int64_t count_together(const struct attention *op, const struct step *step, int64_t row, int threads,
+                              int64_t *shared) {
+    int64_t group = op->heads / op->kv_heads, rows = 1;
+    int64_t most = min64(step->num_rows - row, min64(TILES * LANES / group, step->num_rows * op->kv_heads / threads));
+    if (op->window || group > LANES || most < 2) return 1;
+    for (; rows < most; rows++) {
+        int64_t next = row + rows;
+        if (step->query_starts[next] - step->query_starts[next - 1] != 1) break;
+        if (step->query_starts[next + 1] - step->query_starts[next] != 1) break;
+        int64_t common = common_keys(op, step, row, next);
+        if (rows == 1) *shared = common;
+        if (common < KEYS || common < *shared) break;
+    }
+    return rows;
+}
+
+int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
+              struct task *task) {
+    int64_t group = op->heads / op->kv_heads;
+    while (number >= at->before + at->of_row) {
+        at->before += at->of_row, at->row += at->rows;
+        at->of_row = 0;
+        if (at->row == step->num_rows) return 0;
+        at->rows = count_together(op, step, at->row, threads, &at->shared);
+        at->tiles = parts((step->query_starts[at->row + 1] - step->query_starts[at->row]) * group, LANES);
+        at->of_row = (at->rows > 1 ? 1 : parts(at->tiles, TILES)) * op->kv_heads;
+    }
+    int64_t of_head = at->of_row / op->kv_heads, first_tile = (number - at->before) % of_head * TILES;
+    task->op = op, task->group = group, task->row = at->row, task->rows = at->rows, task->shared = at->shared;
+    task->kv_head = (number - at->before) / of_head;
+    task->blocks = step->block_tables + at->row * step->max_blocks;
+    task->start = step->query_starts[at->row], task->query_len = step->query_starts[at->row + 1] - task->start;
+    task->context = step->seq_lens[at->row] - task->query_len;
+    task->first_column = first_tile * LANES, task->tiles = min64(TILES, at->tiles - first_tile);
+    /* What is fetched of it first. */
+    task->least = 0, task->past = task->shared;
+    if (task->rows > 1) return 1;
+    int64_t columns = task->query_len * group;
+    struct columns first = see(op, task->first_column, columns, task->context, group);
+    struct columns last = see(op, task->first_column + (task->tiles - 1) * LANES, columns, task->context, group);
+    task->least = first.least, task->past = last.past;
+    return 1;
+}
+
+void locate(const struct task *task, int64_t first_key, struct units *keys, struct units *values) {
+    const struct attention *op = task->op;
+    for (int unit = 0; unit < UNITS; unit++) {
+        int64_t key = first_key + unit * UNIT;
+        keys->at[unit] = values->at[unit] = NULL;
+        if (key >= task->past || key + UNIT <= task->least) continue;
+        int64_t block = task->blocks[key / op->block_size], row = task->kv_head * op->block_size + key % op->block_size;
+        int64_t at = block * op->block_stride + row * op->dim;
+        keys->at[unit] = op->k_cache + at;
+        values->at[unit] = op->v_cache + at;
+    }
+}
+
+/* Units of keys and of values, one after the other. */
+static struct fetches to_fetch(const struct units *keys, const struct units *values, int64_t dim) {
+    struct fetches made = {.bytes = UNIT * dim * (int64_t)sizeof(bf16)};
+    for (int unit = 0; unit < UNITS; unit++)
+        if (keys->at[unit]) made.at[made.units++] = (const char *)keys->at[unit];
+    for (int unit = 0; unit < UNITS; unit++)
+        if (values->at[unit]) made.at[made.units++] = (const char *)values->at[unit];
+    return made;
+}
+
+/* The next step that is known of; of no units where none is. */
+static struct fetches look_on(struct ahead *ahead, const struct task *after) {
+    if (ahead->task && ahead->first_key >= ahead->task->past) {
+        ahead->task = ahead->task == after ? NULL : after;
+        if (ahead->task) ahead->first_key = ahead->task->least & -KEYS;
+    }
+    if (!ahead->task) return (struct fetches){.units = 0};
+    struct units keys, values;
+    locate(ahead->task, ahead->first_key, &keys, &values);
+    ahead->first_key += KEYS;
+    return to_fetch(&keys, &values, ahead->task->op->dim);
+}
+
+void begin_task(struct ahead *ahead, const struct task *task, int64_t first_key) {
+    if (ahead->task != task) *ahead = (struct ahead){.task = task, .first_key = first_key + KEYS};
+}
+
+void look_further(struct ahead *ahead, const struct task *after) {
+    if (ahead->soon.units == 0) ahead->soon = look_on(ahead, after);
+    if (ahead->later.units == 0) ahead->later = look_on(ahead, after);
+    ahead->soon.then = &ahead->later, ahead->later.then = NULL;
+}
+
+void go_on(struct ahead *ahead) {
+    ahead->soon.then = NULL;
+    fetch_lines(&ahead->soon, 2 * UNITS * UNIT * MAX_HEAD_DIM);
+    ahead->soon = ahead->later, ahead->later.units = ahead->later.unit = 0;
+}
