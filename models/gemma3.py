@@ -35,7 +35,7 @@ class Gemma3MLP(LlamaMLP):
     """Feed-forward layer gated by a GELU."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(geglu_tanh(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+        return self.down_proj(self.gate_up_proj.gated(hidden, geglu_tanh))  # type: ignore[no-any-return]
 
 
 class Gemma3DecoderLayer(nn.Module):

@@ -78,7 +78,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias=config.mlp_bias, parallel=parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(hidden)))  # type: ignore[no-any-return]
+        return self.down_proj(self.gate_up_proj.gated(hidden, swiglu))  # type: ignore[no-any-return]
 
 
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]

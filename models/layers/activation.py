@@ -1,9 +1,14 @@
 """Activation of a gated feed-forward layer."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from models.kernels.cpu import ops, structures
+
+GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+"""Of gates and what they gate, side by side. # [tokens, 2 * features] -> [tokens, features]"""
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -32,3 +37,10 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def operator_of(activation: GatedActivation) -> int | None:
+    """Its number among the compiled operators' activations; None where it has none, or takes more than the rows."""
+    if activation is swiglu:
+        return structures.SILU
+    return structures.GELU_TANH if activation is geglu_tanh else None

@@ -7,8 +7,9 @@ follows the first, and its partial sums are added up over the ranks. Weights are
 import torch
 from torch import nn
 
+from models.layers.activation import GatedActivation
 from models.layers.parameter import Shard, empty_parameter, fill_rows, require_shape
-from models.layers.product import linear
+from models.layers.product import gated_linear, linear
 from models.lora.layer import LinearLoRA, OutputPart
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -60,6 +61,15 @@ class _PackedLinear(ParallelLinear):
         if self.lora is not None:
             self.lora.apply(output, x)
         return output
+
+    def gated(self, x: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+        """`activation` of the output, without the memory between where one operator computes both.
+
+        # [tokens, in_features] -> [tokens, the rank's features / 2]
+        """
+        if self.lora is not None:
+            return activation(self(x))
+        return gated_linear(x, self.weight, self.bias, activation)
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
         """Fill one part; with shard None of a layer of several, all of them from a tensor that holds them in order."""

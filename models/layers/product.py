@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.kernels.cpu import expert_ops, ops
+from models.layers.activation import GatedActivation, operator_of
 from models.layers.parameter import onednn_of, packed_of
 
 
@@ -18,6 +19,16 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, by_onednn, bias, "none", [], "")
     return out
+
+
+def gated_linear(
+    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, activation: GatedActivation
+) -> torch.Tensor:
+    """`activation(linear(x, weight, bias))`, the same bits. # [tokens, in_features] -> [tokens, out_features / 2]"""
+    packed, operator = packed_of(weight), operator_of(activation)
+    if packed is not None and operator is not None and ops.gates(packed):
+        return ops.gated_linear(x, packed, bias, operator)
+    return activation(linear(x, weight, bias))
 
 
 def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:

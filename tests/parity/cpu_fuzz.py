@@ -43,6 +43,11 @@ def _products(draw: random.Random, seed: int) -> None:
     _close(ops.linear(x, packed(weight), bias, dtype=torch.float32), x.float() @ weight.float().T + bias.float())
     likeliest, _ = greedy_head(packed(weight), bias, rows).choose(x)
     assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
+    halves = packed(bf16(64 * draw.randint(1, 3), inputs, seed=seed))
+    assert torch.equal(
+        ops.gated_linear(x, halves, None, structures.SILU),
+        ops.gated(ops.linear(x, halves), structures.SILU),
+    )
     ids = torch.randint(outputs, (5,))
     assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
     assert torch.equal(ops.embed(ids, packed(weight), 3.7), weight[ids] * 3.7)

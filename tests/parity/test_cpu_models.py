@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.worker.model_runner import ModelRunner
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import library, ops, structures
+from models.kernels.cpu.program import operators_of
 from models.layers.onednn import can_pack
 from models.layers.parameter import onednn_of
 from models.registry import ARCHITECTURES
@@ -129,6 +130,14 @@ def test_a_step_is_one_call_where_docs_say_so(name: str, tmp_path: Path) -> None
     first = next(each for each in all_variants() if each.architecture == name)
     path = make_checkpoint(tmp_path, first.family, dtype=torch.bfloat16, **_fields(first))
     assert (runner(path).program is None) == (name in PARTLY_TORCH)
+
+
+@needs_operators
+def test_a_gated_feed_forward_layer_is_two_operators(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, intermediate_size=96)
+    model = runner(path).model
+    arguments, *_ = operators_of(model.model.layers[0].mlp, 5, model.model.norm.weight.numel())
+    assert [type(each) for each in arguments] == [structures.GatedLinear, structures.Linear]
 
 
 @needs_operators

@@ -16,7 +16,8 @@ from models.attention.base import AttentionOptions
 from models.kernels.cpu import library, ops, structures
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import record
-from models.layers.norm import HeadNorms, RMSNorm
+from models.kernels.cpu.quantized import QuantizedWeight
+from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -119,6 +120,16 @@ class TestElementwise:
         function = torch.nn.functional.silu if activation == structures.SILU else _gelu_tanh
         torch.testing.assert_close(ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5)
 
+    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH, structures.CLAMPED_SILU])
+    def test_a_gate_that_is_not_a_number_stays_none_and_an_infinite_one_is_open_or_shut(self, activation: int) -> None:
+        gate_up = torch.ones(1, 2 * 48).bfloat16()
+        gate_up[0, 0], gate_up[0, 40], gate_up[0, 47] = math.nan, math.inf, -300.0
+        found = ops.gated(gate_up, activation, alpha=1.7, limit=7.0)[0]
+        assert found[0].isnan()
+        assert found[40] == (math.inf if activation != structures.CLAMPED_SILU else 14)
+        assert found[47].abs() < 1e-30
+        assert found[1:40].isfinite().all()
+
     def test_rope_table_equals_the_reference(self) -> None:
         positions, frequencies = torch.tensor([0, 1, 77, 100_000]), torch.rand(12)
         cos, sin = ops.rope_table(positions, frequencies, 1.5)
@@ -128,11 +139,92 @@ class TestElementwise:
 
 
 @pytest.mark.usefixtures("operators")
+class TestGatedLinear:
+    """Is, bit for bit, the gate of the product."""
+
+    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH, structures.CLAMPED_SILU])
+    @pytest.mark.parametrize("rows", [1, 3, 33, 70, 600])
+    def test_equals_the_two_operators(self, rows: int, activation: int) -> None:
+        for inputs, size in ((64, 32), (100, 96), (1056, 1056)):
+            x, weight, bias = bf16(rows, inputs), packed(bf16(2 * size, inputs, seed=1)), bf16(2 * size, seed=2)
+            for one in (bias, None):
+                expected = ops.gated(ops.linear(x, weight, one), activation, alpha=1.7, limit=7.0)
+                assert torch.equal(ops.gated_linear(x, weight, one, activation, alpha=1.7, limit=7.0), expected)
+
+    def test_reads_rows_of_any_stride(self) -> None:
+        wide, weight = bf16(70, 200), packed(bf16(64, 96, seed=1))
+        expected = ops.gated_linear(wide[:, 64:160].contiguous(), weight, None, structures.SILU)
+        assert torch.equal(ops.gated_linear(wide[:, 64:160], weight, None, structures.SILU), expected)
+
+    def test_takes_no_weight_whose_halves_share_a_panel_or_are_quantized(self) -> None:
+        assert ops.gates(ops.PackedWeight(64, 96))
+        assert not ops.gates(ops.PackedWeight(96, 96))
+        assert not ops.gates(QuantizedWeight(64, 128, 8))
+
+
+@pytest.mark.usefixtures("operators")
+class TestRopeStore:
+    @pytest.mark.parametrize(("dim", "rotary_dim"), [(32, 32), (64, 24), (96, 96), (128, 128), (64, 0), (256, 80)])
+    @pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+    def test_equals_the_reference(self, dim: int, rotary_dim: int, offset: float | None) -> None:
+        tokens, heads, kv_heads, block_size = 50, 10, 3, 16
+        qkv = bf16(tokens, heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        norms = None
+        if offset is not None:
+            norms = HeadNorms(*((OffsetRMSNorm if offset else RMSNorm)(dim, 1e-5).bfloat16() for _ in range(2)))
+            for seed, norm in enumerate(norms):
+                norm.weight.data.copy_(bf16(dim, seed=seed))
+        rotation = None
+        if rotary_dim:
+            rotation = ops.rope_table(torch.arange(7, 7 + tokens), torch.rand(rotary_dim // 2), 1.0)
+        expected = []
+        for x, norm in zip((q, k), norms or (None, None), strict=True):
+            exact = x.float()
+            if norm is not None:
+                exact = torch.nn.functional.rms_norm(exact, (dim,), norm.weight.float() + offset, 1e-5)
+            if rotation is not None:
+                cos, sin = (each[:, None] for each in rotation)
+                exact = torch.cat((_rotated(exact[..., :rotary_dim], cos, sin), exact[..., rotary_dim:]), -1)
+            expected.append(exact)
+        values = v.clone()
+        cache = Cache(kv_heads, dim, block_size, 7 + tokens, 1)
+        step, kept = cache.step([(0, 7, 7 + tokens)])
+        ops.rope_store(q, k, v, cache.k, cache.v, step, norms=norms, rotation=rotation)
+        torch.testing.assert_close(q.float(), expected[0], rtol=2**-7, atol=1e-5)
+        blocks, offsets = kept[0] // block_size, kept[0] % block_size
+        torch.testing.assert_close(cache.k[blocks, :, offsets].float(), expected[1], rtol=2**-7, atol=1e-5)
+        in_pairs = cache.v.view(-1, kv_heads, block_size // 2, dim, 2)
+        assert torch.equal(in_pairs[blocks, :, offsets // 2, :, offsets % 2], values)
+
+    def test_gives_a_token_the_same_in_any_company(self) -> None:
+        """Pairs of values are written at once, and by parts."""
+        found = []
+        for cuts in ((0, 90), (0, 1, 2, 5, 38, 39, 90), range(91)):
+            q, k, v = (bf16(90, heads, 64, seed=heads) for heads in (4, 2, 1))
+            v = v.expand(90, 2, 64).contiguous()
+            cache = Cache(2, 64, 16, 90, 1)
+            for first, past in itertools.pairwise(cuts):
+                step, _kept = cache.step([(0, first, past)])
+                ops.rope_store(q[first:past], k[first:past], v[first:past], cache.k, cache.v, step)
+            # The last block is read up to its last token.
+            found.append((q, cache.k[cache.tables[0].long()].flatten(1)[:5], cache.v[cache.tables[0].long()]))
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("wrong", [torch.ones(3, 64), bf16(3, 63), bf16(1, 3, 64), bf16(64, 3).T])
 def test_a_product_refuses_what_it_would_misread(wrong: torch.Tensor) -> None:
     weight = packed(bf16(32, 64))
     with pytest.raises(ValueError, match="rows of 64 bfloat16"):
         ops.linear(wrong, weight)
+    with pytest.raises(ValueError, match="rows of 64 bfloat16"):
+        ops.gated_linear(wrong, weight, None, structures.SILU)
     with pytest.raises(ValueError, match="rows of 64 bfloat16"):
         ops.grouped_linear(wrong, weight, None, torch.tensor([3]))
 

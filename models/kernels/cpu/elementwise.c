@@ -5,48 +5,83 @@
 #include "operators.h"
 #include "vectors.h"
 
-/* `width` of 16 in the last part of a row. */
-#define FOR_PARTS(i, width, size) \
-    for (int64_t i = 0, width; width = min64(LANES, (size) - i), i < (size); i += LANES)
+/* For each 32 of a row, and for the rest of it, which is `width`. */
+#define FOR_PARTS(i, width, size, ...)                                                             \
+    do {                                                                                           \
+        int64_t i = 0;                                                                             \
+        for (const int64_t width = 2 * LANES; i + width <= (size); i += width) __VA_ARGS__         \
+        if (i < (size)) {                                                                          \
+            const int64_t width = (size) - i;                                                      \
+            __VA_ARGS__                                                                            \
+        }                                                                                          \
+    } while (0)
 
-INLINE vector part(const bf16 *from, int64_t width) {
-    return width == LANES ? load_bf16(from) : load_some(from, width);
+INLINE struct both plus(struct both a, struct both b) { return (struct both){a.even + b.even, a.odd + b.odd}; }
+
+INLINE struct both minus(struct both a, struct both b) { return (struct both){a.even - b.even, a.odd - b.odd}; }
+
+INLINE struct both times(struct both a, struct both b) { return (struct both){a.even * b.even, a.odd * b.odd}; }
+
+INLINE struct both scaled(struct both v, float by) { return (struct both){v.even * by, v.odd * by}; }
+
+INLINE struct both shifted(struct both v, float by) { return (struct both){v.even + by, v.odd + by}; }
+
+/* Few enough tokens that all threads have some, and an even number, as the values' pairs are. */
+static int64_t tokens_of_task(int64_t tokens, int threads) {
+    return tokens < 8 * threads ? 1 : min64(16, tokens / (4 * threads) & -2);
 }
 
-INLINE void put(bf16 *to, vector v, int64_t width) {
-    if (width == LANES) store_bf16(to, v);
-    else store_some(to, v, width);
+/* Of a row whose squares add up to these. */
+INLINE float scale_of(struct both squares, int64_t size, float eps) {
+    return 1.0f / sqrtf(sum_of(squares.even + squares.odd) / (float)size + eps);
 }
 
-INLINE float scale_of(const bf16 *x, int64_t size, float eps) {
-    vector squares = {0};
-    FOR_PARTS(i, width, size) {
-        vector v = part(x + i, width);
-        squares += v * v;
-    }
-    return 1.0f / sqrtf(sum_of(squares) / (float)size + eps);
+INLINE struct both squares_of(const bf16 *x, int64_t size) {
+    struct both squares = {{0}, {0}};
+    FOR_PARTS(i, width, size, {
+        struct both v = load_both(x + i, width);
+        squares = plus(squares, times(v, v));
+    });
+    return squares;
+}
+
+INLINE vector as_bf16(vector v) { return (vector)(rounded(v) & 0xffff0000); }
+
+/* The row added to its residual, and the squares of the sum. */
+INLINE struct both add_residual(const bf16 *x, bf16 *residual, int64_t size) {
+    struct both squares = {{0}, {0}};
+    FOR_PARTS(i, width, size, {
+        struct both sum = plus(load_both(x + i, width), load_both(residual + i, width));
+        struct both v = {as_bf16(sum.even), as_bf16(sum.odd)};
+        store_both(residual + i, v, width);
+        squares = plus(squares, times(v, v));
+    });
+    return squares;
 }
 
 CLONES static void norm_row(const struct rms_norm *op, const bf16 *x, bf16 *residual, bf16 *out) {
     int64_t size = op->size;
-    if (residual && !op->is_added) {
-        FOR_PARTS(i, width, size) put(residual + i, part(x + i, width) + part(residual + i, width), width);
-        x = residual;
-    }
-    float scale = scale_of(x, size, (float)op->eps), offset = (float)op->offset;
-    FOR_PARTS(i, width, size) {
-        vector normed = part(x + i, width) * scale * (part(op->weight + i, width) + offset);
-        if (op->is_added) put(residual + i, part(residual + i, width) + normed, width);
-        else put(out + i, normed, width);
-    }
+    int is_first = residual && !op->is_added; /* whether the residual is added before */
+    struct both squares = is_first ? add_residual(x, residual, size) : squares_of(x, size);
+    float scale = scale_of(squares, size, (float)op->eps), offset = (float)op->offset;
+    if (is_first) x = residual;
+    FOR_PARTS(i, width, size, {
+        struct both weight = shifted(load_both(op->weight + i, width), offset);
+        struct both v = times(scaled(load_both(x + i, width), scale), weight);
+        if (op->is_added) store_both(residual + i, plus(load_both(residual + i, width), v), width);
+        else store_both(out + i, v, width);
+    });
 }
 
-/* Tasks: tokens. */
+/* Tasks: runs of tokens. */
 void rms_norm(const void *arguments, const struct step *step, struct worker *worker) {
     const struct rms_norm *op = arguments;
-    for (int64_t token; (token = take_task(worker)) < step->num_tokens;)
-        norm_row(op, op->x + token * op->x_stride, op->residual ? op->residual + token * op->residual_stride : NULL,
-                 op->out + token * op->out_stride);
+    int64_t run = tokens_of_task(step->num_tokens, worker->threads);
+    for (int64_t task; (task = take_task(worker)) < parts(step->num_tokens, run);)
+        for (int64_t token = task * run; token < min64(step->num_tokens, task * run + run); token++)
+            norm_row(op, op->x + token * op->x_stride,
+                     op->residual ? op->residual + token * op->residual_stride : NULL,
+                     op->out + token * op->out_stride);
 }
 
 /* Tasks: tokens. */
@@ -63,47 +98,106 @@ void rope_table(const void *arguments, const struct step *step, struct worker *w
     }
 }
 
+/* What is the same for all heads of a token. */
 struct turn {
-    const float *cos, *sin;
     int64_t pairs, dim;
     float offset, eps;
+    float cos[MAX_HEAD_DIM / 2], sin[MAX_HEAD_DIM / 2]; /* by pair */
 };
 
-/* A head's vector, normalised where there is a weight, its first dimensions rotated by pairs (i, i + pairs). */
-CLONES static void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight, bf16 *out) {
-    float v[MAX_HEAD_DIM];
-    int64_t dim = turn->dim, pairs = turn->pairs;
-    for (int64_t i = 0; i < dim; i++) v[i] = widen(x[i]);
-    if (weight) {
-        float scale = scale_of(x, dim, turn->eps);
-        for (int64_t i = 0; i < dim; i++) v[i] *= scale * (widen(weight[i]) + turn->offset);
+/* In the order of `struct both`. */
+static void set_angles(struct turn *turn, const float *cos, const float *sin) {
+    int64_t pairs = turn->pairs, whole = pairs & -2 * LANES;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        int64_t at = pair < whole ? (pair & -2 * LANES) + pair % 2 * LANES + pair % (2 * LANES) / 2 : pair;
+        turn->cos[at] = cos[pair], turn->sin[at] = sin[pairs + pair];
     }
-    for (int64_t i = 0; i < pairs; i++) {
-        float a = v[i], b = v[i + pairs];
-        v[i] = a * turn->cos[i] + b * turn->sin[i];
-        v[i + pairs] = b * turn->cos[i + pairs] + a * turn->sin[i + pairs];
-    }
-    for (int64_t i = 0; i < dim; i++) out[i] = narrow(v[i]);
 }
 
-static void store_token(const struct rope_store *op, const struct step *step, int64_t token) {
+INLINE struct both load_angles(const float *from) { return (struct both){load(from), load(from + LANES)}; }
+
+INLINE struct both normed(const struct turn *turn, const bf16 *x, const bf16 *weight, float scale, int64_t width) {
+    struct both v = load_both(x, width);
+    if (!weight) return v;
+    return times(v, scaled(shifted(load_both(weight, width), turn->offset), scale));
+}
+
+/* A head's vector, normalised where there is a weight, its first dimensions rotated by pairs (i, i + pairs). */
+INLINE void turn_head(const struct turn *turn, const bf16 *x, const bf16 *weight, float scale, bf16 *out) {
+    int64_t pairs = turn->pairs;
+    FOR_PARTS(i, width, pairs, {
+        int64_t j = i + pairs;
+        struct both cos = load_angles(turn->cos + i), sin = load_angles(turn->sin + i);
+        struct both a = normed(turn, x + i, weight ? weight + i : NULL, scale, width);
+        struct both b = normed(turn, x + j, weight ? weight + j : NULL, scale, width);
+        store_both(out + i, minus(times(a, cos), times(b, sin)), width);
+        store_both(out + j, plus(times(b, cos), times(a, sin)), width);
+    });
+    FOR_PARTS(rest, width, turn->dim - 2 * pairs, {
+        int64_t i = 2 * pairs + rest;
+        store_both(out + i, normed(turn, x + i, weight ? weight + i : NULL, scale, width), width);
+    });
+}
+
+#define HEADS_TOGETHER 8
+
+/* Scales of several heads first: each waits for a chain of sums and roots. */
+CLONES static void turn_heads(const struct turn *turn, const bf16 *x, const bf16 *weight, int64_t heads, bf16 *out,
+                              int64_t out_step) {
+    float scales[HEADS_TOGETHER];
+    for (int64_t first = 0; first < heads; first += HEADS_TOGETHER) {
+        int64_t count = min64(HEADS_TOGETHER, heads - first);
+        for (int64_t i = 0; weight && i < count; i++)
+            scales[i] = scale_of(squares_of(x + i * turn->dim, turn->dim), turn->dim, turn->eps);
+        for (int64_t i = 0; i < count; i++, x += turn->dim, out += out_step)
+            turn_head(turn, x, weight, weight ? scales[i] : 1, out);
+    }
+}
+
+/* The values of a pair's first token and its second, next to each other. */
+CLONES static void store_pair(const bf16 *first, const bf16 *second, int64_t dim, bf16 *to) {
+    for (int64_t i = 0; i < dim; i += LANES) {
+        halves low, high;
+        memcpy(&low, first + i, sizeof low);
+        memcpy(&high, second + i, sizeof high);
+        bits both = __builtin_convertvector(low, bits) | __builtin_convertvector(high, bits) << 16;
+        memcpy(to + 2 * i, &both, sizeof both);
+    }
+}
+
+/* A token's values, and the next one's where that is of the same pair. The other half of a pair may be another
+ * thread's to write: a single token's values go one by one. */
+static void store_values(const struct rope_store *op, int64_t slot, int64_t token, int with_next) {
+    int64_t dim = op->dim, offset = slot % op->block_size;
+    bf16 *to = op->v_cache + slot / op->block_size * op->block_stride + offset / 2 * dim * 2 + offset % 2;
+    const bf16 *v = op->v + token * op->v_stride;
+    for (int64_t head = 0; head < op->kv_heads; head++, v += dim, to += op->block_size * dim) {
+        if (with_next) store_pair(v, v + op->v_stride, dim, to);
+        else
+            for (int64_t i = 0; i < dim; i++) to[2 * i] = v[i];
+    }
+}
+
+/* A token's queries and keys. */
+static void store_keys(const struct rope_store *op, int64_t slot, int64_t token) {
     int64_t dim = op->dim;
-    const struct turn turn = {.cos = op->cos + token * op->rotary_dim,
-                              .sin = op->sin + token * op->rotary_dim,
-                              .pairs = op->rotary_dim / 2,
-                              .dim = dim,
-                              .offset = (float)op->offset,
-                              .eps = (float)op->eps};
+    struct turn turn = {
+        .pairs = op->rotary_dim / 2, .dim = dim, .offset = (float)op->offset, .eps = (float)op->eps};
+    set_angles(&turn, op->cos + token * op->rotary_dim, op->sin + token * op->rotary_dim);
     bf16 *q = op->q + token * op->q_stride;
-    if (op->q_norm || op->rotary_dim)
-        for (int64_t head = 0; head < op->heads; head++, q += dim) turn_head(&turn, q, op->q_norm, q);
-    int64_t block = step->slots[token] / op->block_size, offset = step->slots[token] % op->block_size;
-    const bf16 *k = op->k + token * op->k_stride, *v = op->v + token * op->v_stride;
-    for (int64_t head = 0; head < op->kv_heads; head++, k += dim, v += dim) {
-        int64_t at = block * op->block_stride + head * op->block_size * dim;
-        turn_head(&turn, k, op->k_norm, op->k_cache + at + offset * dim);
-        bf16 *to = op->v_cache + at + offset / 2 * dim * 2 + offset % 2;
-        for (int64_t i = 0; i < dim; i++) to[2 * i] = v[i];
+    bf16 *to = op->k_cache + slot / op->block_size * op->block_stride + slot % op->block_size * dim;
+    if (op->q_norm || op->rotary_dim) turn_heads(&turn, q, op->q_norm, op->heads, q, dim);
+    turn_heads(&turn, op->k + token * op->k_stride, op->k_norm, op->kv_heads, to, op->block_size * dim);
+}
+
+static void store_tokens(const struct rope_store *op, const struct step *step, int64_t first, int64_t past) {
+    int was_stored = 0;
+    for (int64_t token = first; token < past; token++) {
+        int64_t slot = step->slots[token];
+        int with_next = slot % 2 == 0 && token + 1 < past && step->slots[token + 1] == slot + 1;
+        store_keys(op, slot, token);
+        if (!was_stored) store_values(op, slot, token, with_next);
+        was_stored = with_next;
     }
 }
 
@@ -125,47 +219,61 @@ static void clear_rest(const struct rope_store *op, const struct step *step, int
     }
 }
 
-/* Tasks: tokens, then rows. */
+/* Tasks: runs of tokens, then rows. */
 void rope_store(const void *arguments, const struct step *step, struct worker *worker) {
     const struct rope_store *op = arguments;
-    for (int64_t task; (task = take_task(worker)) < step->num_tokens + step->num_rows;) {
-        if (task < step->num_tokens) store_token(op, step, task);
-        else clear_rest(op, step, task - step->num_tokens);
+    int64_t tokens = step->num_tokens, run = tokens_of_task(tokens, worker->threads), runs = parts(tokens, run);
+    for (int64_t task; (task = take_task(worker)) < runs + step->num_rows;) {
+        if (task < runs) store_tokens(op, step, task * run, min64(tokens, task * run + run));
+        else clear_rest(op, step, task - runs);
     }
 }
 
 /* (up + 1) * gate * sigmoid(alpha * gate), both clamped first; a NaN stays one. */
-INLINE vector gate_clamped(const struct gated *op, vector gate, vector up) {
-    vector limit = all((float)op->limit);
+INLINE vector gate_clamped(const struct activation *by, vector gate, vector up) {
+    vector limit = all((float)by->limit);
     gate = choose(gate > limit, limit, gate);
     up = choose(up > limit, limit, choose(up < -limit, -limit, up));
-    return (up + 1.0f) * gate * sigmoid_of((float)op->alpha * gate);
+    return (up + 1.0f) * gate * sigmoid_of((float)by->alpha * gate);
 }
 
-CLONES static void gate_row(const struct gated *op, const bf16 *gate, bf16 *out) {
-    const bf16 *up = gate + op->size;
-    FOR_PARTS(i, width, op->size) {
-        vector x = part(gate + i, width), y = part(up + i, width);
-        if (op->activation == SILU) y *= x * sigmoid_of(x);
-        else if (op->activation == GELU_TANH)
-            y *= 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
-        else y = gate_clamped(op, x, y);
-        put(out + i, y, width);
-    }
+INLINE vector gate(const struct activation *by, vector x, vector up) {
+    if (by->activation == SILU) return up * (x * sigmoid_of(x));
+    if (by->activation == GELU_TANH)
+        return up * (0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))));
+    return gate_clamped(by, x, up);
+}
+
+CLONES static void gate_row(const struct activation *by, const bf16 *gates, const bf16 *ups, int64_t size, bf16 *out) {
+    FOR_PARTS(i, width, size, {
+        struct both x = load_both(gates + i, width), up = load_both(ups + i, width);
+        store_both(out + i, (struct both){gate(by, x.even, up.even), gate(by, x.odd, up.odd)}, width);
+    });
+}
+
+void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
+                bf16 *out) {
+    for (int64_t row = 0; row < rows; row++, gates += stride, ups += PANEL, out += PANEL)
+        gate_row(by, gates, ups, PANEL, out);
 }
 
 /* Tasks: rows. */
 void gated(const void *arguments, const struct step *step, struct worker *worker) {
     const struct gated *op = arguments;
     for (int64_t row; (row = take_task(worker)) < step->num_tokens * op->per_token;)
-        gate_row(op, op->gate_up + row * op->stride, op->out + row * op->out_stride);
+        gate_row(&op->by, op->gate_up + row * op->stride, op->gate_up + row * op->stride + op->size, op->size,
+                 op->out + row * op->out_stride);
 }
 
-CLONES static void gate_head(const bf16 *x, const bf16 *gate, bf16 *out, int64_t dim) {
-    FOR_PARTS(i, width, dim) {
-        vector v = part(x + i, width);
-        put(out + i, gate ? v * sigmoid_of(part(gate + i, width)) : v, width);
-    }
+CLONES static void gate_head(const bf16 *x, const bf16 *gates, bf16 *out, int64_t dim) {
+    FOR_PARTS(i, width, dim, {
+        struct both v = load_both(x + i, width);
+        if (gates) {
+            struct both by = load_both(gates + i, width);
+            v = times(v, (struct both){sigmoid_of(by.even), sigmoid_of(by.odd)});
+        }
+        store_both(out + i, v, width);
+    });
 }
 
 /* Tasks: tokens. */

@@ -53,10 +53,10 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
             stage_rows(staged, op->x + first * op->x_stride, op->x_stride, NULL, count, op->in_features);
         }
         for (; panel < past; panel++) {
-            int64_t width = min64(PANEL, op->out_features - panel * PANEL), groups = parts(count, GROUP);
+            int64_t width = min64(PANEL, op->out_features - panel * PANEL);
             const bf16 *weight = op->weight + panel * steps * STEP;
-            for (int64_t group = 0; group < groups; group++) {
-                int64_t row = group * GROUP, some = min64(GROUP, count - row);
+            for (int64_t row = 0, some; row < count; row += some) {
+                some = rows_of_group(count - row);
                 products->multiply(staged + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
                 if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
                 struct best here = {best.peaks + first + row, best.tokens + first + row};

@@ -12,12 +12,11 @@
 
 #define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
 #define STAGED_ROWS 512      /* of them at most */
-#define TOGETHER (128 << 10) /* with more: bytes of panels that a group of rows meets one after the other */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
 /* Whole groups, or a tile where rows are that long. */
 int64_t rows_to_stage(int64_t inputs) {
-    return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) & -GROUP);
+    return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) / GROUP * GROUP);
 }
 
 void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
@@ -85,8 +84,8 @@ int64_t look_ahead(int64_t rows) { return rows <= GROUP ? AHEAD : 0; }
 static void multiply_rows(struct meeting at, const struct bench *bench, int64_t rows, int64_t panels) {
     int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
     const bf16 *weight = at.op->weight + first_output / PANEL * steps * STEP;
-    for (int64_t done = 0; done < rows; done += GROUP) {
-        at.row = first_row + done, at.count = min64(GROUP, rows - done);
+    for (int64_t done = 0; done < rows; done += at.count) {
+        at.row = first_row + done, at.count = rows_of_group(rows - done);
         for (int64_t panel = 0; panel < panels; panel++) {
             at.output = first_output + panel * PANEL;
             bench->products->multiply(bench->staged + done * steps * DEPTH, at.count, weight + panel * steps * STEP,
@@ -119,22 +118,37 @@ int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads)
     return rows > FEW_ROWS ? max64(share, min64(16, parts(panels, 2 * threads))) : share;
 }
 
-/* Tasks: blocks of rows, and of the last ones, a block a thread, one share of the panels after the other. */
+struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int threads) {
+    int64_t steps = parts(in_features, DEPTH), block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
+    int64_t whole = max64(0, blocks - threads);
+    int64_t share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, threads), shares = parts(panels, share);
+    return (struct cut){.rows = rows,
+                        .panels = panels,
+                        .block = block,
+                        .whole = whole,
+                        .share = share,
+                        .shares = shares,
+                        .tasks = whole + (blocks - whole) * shares};
+}
+
+int take_share(const struct cut *cut, struct worker *worker, struct share *share) {
+    int64_t task = take_task(worker), past = task - cut->whole;
+    if (task >= cut->tasks) return 0;
+    share->first = (past < 0 ? task : cut->whole + past / cut->shares) * cut->block;
+    share->count = min64(cut->block, cut->rows - share->first);
+    share->panel = past < 0 ? 0 : past % cut->shares * cut->share;
+    share->past = past < 0 ? cut->panels : min64(cut->panels, share->panel + cut->share);
+    return 1;
+}
+
+/* Tasks: as `struct cut` says. */
 void linear(const void *arguments, const struct step *step, struct worker *worker) {
     const struct linear *op = arguments;
     int64_t rows = step->num_tokens;
-    int64_t steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
-    int64_t block = rows_to_stage(steps * DEPTH), blocks = parts(rows, block);
-    int64_t whole = max64(0, blocks - worker->threads);
-    int64_t share = panels_of_task(rows, steps * STEP * sizeof(bf16), panels, worker->threads);
-    int64_t shares = parts(panels, share);
+    const struct cut cut = cut_product(rows, op->in_features, parts(op->out_features, PANEL), worker->threads);
     struct bench bench = prepare(worker, rows > FEW_ROWS);
-    for (int64_t task; (task = take_task(worker)) < whole + (blocks - whole) * shares;) {
-        int64_t first = (task < whole ? task : whole + (task - whole) / shares) * block;
-        int64_t panel = task < whole ? 0 : (task - whole) % shares * share;
-        int64_t past = task < whole ? panels : min64(panels, panel + share);
-        multiply_panels(op, &bench, first, min64(block, rows - first), panel, past);
-    }
+    for (struct share share; take_share(&cut, worker, &share);)
+        multiply_panels(op, &bench, share.first, share.count, share.panel, share.past);
     if (bench.is_large) settle_rounded();
 }
 

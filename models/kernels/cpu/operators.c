@@ -11,7 +11,7 @@ operator *const operators[OPERATORS] = {
     [FLOAT_LINEAR] = float_linear, [ROUTE] = route,
     [SORT_PAIRS] = sort_pairs, [COMBINE] = combine, [HEADED_LINEAR] = headed_linear,
     [LATENT_STORE] = latent_store, [LATENT_ATTENTION] = latent_attention, [GATE_HEADS] = gate_heads,
-    [DELTA_NET] = delta_net,
+    [DELTA_NET] = delta_net, [GATED_LINEAR] = gated_linear,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -39,6 +39,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [LATENT_ATTENTION] = sizeof(struct latent_attention),
     [GATE_HEADS] = sizeof(struct gate_heads),
     [DELTA_NET] = sizeof(struct delta_net),
+    [GATED_LINEAR] = sizeof(struct gated_linear),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -13,6 +13,7 @@ enum {
     HEADED_LINEAR, LATENT_STORE, LATENT_ATTENTION, GATE_HEADS, DELTA_NET,
     GREEDY_HEAD, GREEDY_CHOICE,
     QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
+    GATED_LINEAR,
     OPERATORS
 };
 
@@ -100,17 +101,28 @@ struct attention {
     const float *sinks; /* [heads], or NULL */
 };
 
-/* act(gate) * up of the two side by side. */
+/* act(gate) * up. */
+struct activation {
+    int64_t activation; /* SILU, GELU_TANH or CLAMPED_SILU */
+    double alpha, limit; /* of CLAMPED_SILU */
+};
+enum { SILU, GELU_TANH, CLAMPED_SILU };
+
+/* Of the two side by side. */
 struct gated {
     const bf16 *gate_up; /* [tokens * per_token, 2 * size] */
     int64_t stride;
     bf16 *out; /* [tokens * per_token, size] */
     int64_t out_stride;
     int64_t size, per_token;
-    int64_t activation; /* SILU, GELU_TANH or CLAMPED_SILU */
-    double alpha, limit; /* of CLAMPED_SILU */
+    struct activation by;
 };
-enum { SILU, GELU_TANH, CLAMPED_SILU };
+
+/* `gated` of `linear`, bit for bit, of which the output alone is written. */
+struct gated_linear {
+    struct linear linear; /* out: [tokens, out_features / 2] bf16; out_features is a multiple of 2 * PANEL */
+    struct activation by;
+};
 
 /* Runs of rows, each by its own weight of a stack. */
 struct grouped_linear {
@@ -274,12 +286,16 @@ struct quantized_grouped_linear {
 };
 
 operator greedy_head, greedy_choice;
-operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear;
+operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];
+
+/* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, the others' PANEL. */
+void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
+                bf16 *out);
 
 /* The best instruction set that this processor has, this build knows, and the kernel grants. */
 int kaon_isa(void);

@@ -117,13 +117,14 @@ class WeightOperators(NamedTuple):
     pack: type[Arguments]
     embed: type[Arguments]
     grouped_linear: type[Arguments]
+    gated_linear: type[Arguments] | None = None
 
 
 class PackedWeight:
     """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
 
     operators: ClassVar = WeightOperators(
-        structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear
+        structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear, structures.GatedLinear
     )
     options: tuple[int, ...] = ()
     """What those operators are told after their other arguments."""
@@ -169,6 +170,47 @@ def linear(
         weight.in_features,
         weight.out_features,
         dtype is torch.float32,
+        *weight.options,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
+    return out
+
+
+def gates(weight: PackedWeight) -> bool:
+    """Whether `gated_linear` takes such a weight."""
+    return weight.operators.gated_linear is not None and weight.out_features % (2 * PANEL) == 0
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    activation: int,
+    *,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """`gated(linear(x, weight, bias), activation)`, bit for bit, of a weight that `gates` is true of.
+
+    # [rows, in_features] -> [rows, out_features / 2]
+    """
+    _require_rows(x, weight)
+    assert weight.operators.gated_linear is not None
+    runtime = current()
+    out = runtime.rows(len(x), weight.out_features // 2)
+    arguments = weight.operators.gated_linear(
+        x.data_ptr(),
+        x.stride(0),
+        weight.memory.data_ptr(),
+        pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        weight.in_features,
+        weight.out_features,
+        False,
+        activation,
+        alpha,
+        limit,
         *weight.options,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))

@@ -53,7 +53,19 @@ CLONES static void round_portable(const float *sums, const float *bias, int64_t 
         for (int64_t i = 0; i < PANEL; i++) out[row * out_stride + i] = narrow(sums[row * PANEL + i] + bias[i]);
 }
 
-static const struct panel_products portable = {multiply_portable, round_portable};
+static void multiply_beside_portable(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+                                     const struct beside *beside) {
+    multiply_portable(staged, count, weight, steps, 0, sums);
+    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
+}
+
+static void put_portable(const bf16 *row, int is_large, bf16 *out) {
+    (void)is_large;
+    memcpy(out, row, PANEL * sizeof(bf16));
+}
+
+static const struct panel_products portable = {multiply_portable, multiply_beside_portable, round_portable,
+                                               put_portable};
 
 #if HAS_AMX
 /* ---- AVX-512 with products of bfloat16 pairs ---- */
@@ -119,93 +131,171 @@ static void multiply_avx512(const bf16 *staged, int64_t count, const bf16 *weigh
     }
 }
 
+AVX512 static inline void put_line(bf16 *out, __m512i line, int is_streamed) {
+    if (is_streamed) _mm512_stream_si512((__m512i *)out, line);
+    else _mm512_storeu_si512(out, line);
+}
+
+static int is_whole_lines(const bf16 *out, int64_t out_stride) {
+    return ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
+}
+
 AVX512 static void round_avx512(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out,
                                 int64_t out_stride) {
     __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + LANES);
-    int is_whole = ((uintptr_t)out | out_stride * sizeof(bf16)) % LINE == 0;
+    int is_streamed = is_large && is_whole_lines(out, out_stride);
     for (int64_t row = 0; row < count; row++, sums += PANEL, out += out_stride) {
         __m512 a = _mm512_add_ps(_mm512_loadu_ps(sums), low), b = _mm512_add_ps(_mm512_loadu_ps(sums + LANES), high);
-        __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-        if (is_large && is_whole) _mm512_stream_si512((__m512i *)out, rounded);
-        else _mm512_storeu_si512(out, rounded);
+        put_line(out, (__m512i)_mm512_cvtne2ps_pbh(b, a), is_streamed);
     }
 }
 
-static const struct panel_products avx512 = {multiply_avx512, round_avx512};
+AVX512 static void put_avx512(const bf16 *row, int is_large, bf16 *out) {
+    put_line(out, _mm512_loadu_si512(row), is_large && is_whole_lines(out, 0));
+}
 
-/* ---- AMX: the weight's two tiles by one or two tiles of rows, in tiles 0 to 3 ---- */
+static void multiply_beside_avx512(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+                                   const struct beside *beside) {
+    multiply_avx512(staged, count, weight, steps, 0, sums);
+    for (int64_t row = beside->first; row < beside->past; row++) beside->do_row(beside->what, row);
+}
 
-/* A step by one tile of rows, whose sums are in tiles 0 and 1. */
-AMX static inline void add_first(const bf16 *x, const bf16 *weight) {
-    _tile_loadd(4, x, LINE);
+static const struct panel_products avx512 = {multiply_avx512, multiply_beside_avx512, round_avx512, put_avx512};
+
+/* ---- AMX: the weight's two tiles by one to three tiles of rows, whose sums are in tiles 0 to 5 ---- */
+
+/* A step by one tile of rows. */
+#define ADD_TILE(NAME, LOW, HIGH)                                          \
+    AMX static inline void NAME(const bf16 *x, const bf16 *weight) {       \
+        _tile_loadd(6, x, LINE);                                           \
+        _tile_loadd(7, weight, LINE);                                      \
+        _tile_dpbf16ps(LOW, 6, 7);                                         \
+        _tile_loadd(7, weight + TILE, LINE);                               \
+        _tile_dpbf16ps(HIGH, 6, 7);                                        \
+    }
+ADD_TILE(add_first, 0, 1)
+ADD_TILE(add_second, 2, 3)
+ADD_TILE(add_third, 4, 5)
+
+/* By two, which with their four sums leave room for both tiles of the weight. */
+AMX static inline void add_two(const bf16 *x0, const bf16 *x1, const bf16 *weight) {
+    _tile_loadd(4, x0, LINE);
     _tile_loadd(6, weight, LINE);
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(7, weight + TILE, LINE);
     _tile_dpbf16ps(1, 4, 7);
-}
-
-/* By the other. */
-AMX static inline void add_second(const bf16 *x, const bf16 *weight) {
-    _tile_loadd(5, x, LINE);
-    _tile_loadd(6, weight, LINE);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_loadd(7, weight + TILE, LINE);
-    _tile_dpbf16ps(3, 5, 7);
-}
-
-/* By both. */
-AMX static inline void add_both(const bf16 *x0, const bf16 *x1, const bf16 *weight) {
-    add_first(x0, weight);
     _tile_loadd(5, x1, LINE);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
 }
 
-#define RUN 8      /* steps of a weight that comes from memory by one tile of rows, then by the other */
-#define OF_FIRST 28 /* of a step's lines, fetched with the first: the second takes as long as the rest */
+/* By three, which leave room for one tile of rows and one of the weight: rows, which the first cache keeps, are read
+ * twice, and a weight's tile serves three. */
+AMX static inline void add_three(const bf16 *x0, const bf16 *x1, const bf16 *x2, const bf16 *weight) {
+    _tile_loadd(6, x0, LINE);
+    _tile_loadd(7, weight, LINE);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(6, x1, LINE);
+    _tile_dpbf16ps(2, 6, 7);
+    _tile_loadd(6, x2, LINE);
+    _tile_dpbf16ps(4, 6, 7);
+    _tile_loadd(7, weight + TILE, LINE);
+    _tile_dpbf16ps(5, 6, 7);
+    _tile_loadd(6, x1, LINE);
+    _tile_dpbf16ps(3, 6, 7);
+    _tile_loadd(6, x0, LINE);
+    _tile_dpbf16ps(1, 6, 7);
+}
 
-/* Two tiles of rows by a weight that comes from memory. By both at each step it would come a third slower: while the
+AMX static inline void clear_sums(int tiles) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles > 1) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    if (tiles > 2) {
+        _tile_zero(4);
+        _tile_zero(5);
+    }
+}
+
+AMX static inline void store_sums(float *sums, int tiles) {
+    _tile_stored(0, sums, PANEL * sizeof(float));
+    _tile_stored(1, sums + LANES, PANEL * sizeof(float));
+    sums += LANES * PANEL;
+    if (tiles > 1) {
+        _tile_stored(2, sums, PANEL * sizeof(float));
+        _tile_stored(3, sums + LANES, PANEL * sizeof(float));
+    }
+    sums += LANES * PANEL;
+    if (tiles > 2) {
+        _tile_stored(4, sums, PANEL * sizeof(float));
+        _tile_stored(5, sums + LANES, PANEL * sizeof(float));
+    }
+}
+
+#define RUN 8       /* steps of a weight that comes from memory by one tile of rows, then by the next */
+#define OF_FIRST 28 /* of a step's lines, fetched with the first: the others take as long as the rest */
+
+/* Several tiles of rows by a weight that comes from memory. By all at each step it would come a third slower: while the
  * products wait for a step, little is asked for. */
-AMX static void add_runs(const bf16 *x0, const bf16 *x1, const bf16 *weight, int64_t steps, int64_t ahead) {
+AMX static void add_runs(const bf16 *x, int tiles, const bf16 *weight, int64_t steps, int64_t ahead) {
+    const bf16 *x1 = x + steps * TILE, *x2 = x1 + steps * TILE;
     for (int64_t done = 0; done < steps; done += RUN) {
         int64_t past = min64(steps, done + RUN);
         for (int64_t step = done; step < past; step++) {
             fetch_part(weight + step * STEP, ahead, 0, OF_FIRST);
-            add_first(x0 + step * TILE, weight + step * STEP);
+            add_first(x + step * TILE, weight + step * STEP);
         }
         for (int64_t step = done; step < past; step++) {
             fetch_part(weight + step * STEP, ahead, OF_FIRST, STEP_LINES);
             add_second(x1 + step * TILE, weight + step * STEP);
         }
+        for (int64_t step = done; tiles > 2 && step < past; step++)
+            add_third(x2 + step * TILE, weight + step * STEP);
     }
+}
+
+/* Tiles of rows by a weight that is near, and what is done beside. */
+AMX static inline void add_steps(const bf16 *x, int tiles, const bf16 *weight, int64_t steps,
+                                 const struct beside *beside) {
+    int64_t row = beside->first, each = parts(beside->past - row, steps), rows = steps * TILE;
+    for (int64_t step = 0; step < steps; step++, weight += STEP, x += TILE) {
+        if (tiles == 1) add_first(x, weight);
+        else if (tiles == 2) add_two(x, x + rows, weight);
+        else add_three(x, x + rows, x + 2 * rows, weight);
+        for (int64_t past = min64(beside->past, row + each); row < past; row++) beside->do_row(beside->what, row);
+    }
+}
+
+AMX static void multiply_beside_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+                                    const struct beside *beside) {
+    int tiles = (int)parts(count, LANES);
+    clear_sums(tiles);
+    add_steps(staged, tiles, weight, steps, beside);
+    store_sums(sums, tiles);
 }
 
 AMX static void multiply_amx(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead,
                              float *sums) {
-    const bf16 *x0 = staged, *x1 = staged + steps * TILE;
-    float *below = sums + LANES * PANEL;
-    int two = count > LANES;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    if (two && ahead) add_runs(x0, x1, weight, steps, ahead);
-    else if (two)
-        for (int64_t step = 0; step < steps; step++) add_both(x0 + step * TILE, x1 + step * TILE, weight + step * STEP);
+    static const struct beside nothing = {NULL, NULL, 0, 0};
+    int tiles = (int)parts(count, LANES);
+    if (ahead == 0) {
+        multiply_beside_amx(staged, count, weight, steps, sums, &nothing);
+        return;
+    }
+    clear_sums(tiles);
+    if (tiles > 1) add_runs(staged, tiles, weight, steps, ahead);
     else
         for (int64_t step = 0; step < steps; step++) {
             fetch(weight + step * STEP, ahead);
-            add_first(x0 + step * TILE, weight + step * STEP);
+            add_first(staged + step * TILE, weight + step * STEP);
         }
-    _tile_stored(0, sums, PANEL * sizeof(float));
-    _tile_stored(1, sums + LANES, PANEL * sizeof(float));
-    if (two) {
-        _tile_stored(2, below, PANEL * sizeof(float));
-        _tile_stored(3, below + LANES, PANEL * sizeof(float));
-    }
+    store_sums(sums, tiles);
 }
 
-static const struct panel_products amx = {multiply_amx, round_avx512};
+static const struct panel_products amx = {multiply_amx, multiply_beside_amx, round_avx512, put_avx512};
 
 /* Eight tiles of 16 rows of a line. A constant: to gcc 12 the intrinsic reads but the first bytes, so that it would
  * leave out the stores to the rest of a variable. */

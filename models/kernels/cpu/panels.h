@@ -7,23 +7,41 @@
 
 #define TILE (LANES * DEPTH) /* bfloat16 of a tile */
 #define STEP (2 * TILE)      /* of a step of a panel */
-#define GROUP (2 * LANES)    /* rows at a time */
+#define GROUP (3 * LANES)    /* rows at a time */
+
+/* Of so many rows that are left; of 64 not all but 16, which would take as long as 32. */
+static inline int64_t rows_of_group(int64_t left) {
+    return left > GROUP && left <= 4 * LANES ? 2 * LANES : min64(GROUP, left);
+}
+
+/* Something else to do row by row, between the steps of a product: units that it leaves idle then work too. */
+struct beside {
+    void (*do_row)(const void *what, int64_t row);
+    const void *what;
+    int64_t first, past; /* rows */
+};
 
 struct panel_products {
-    /* Sums [32][32] of up to 32 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
+    /* Sums [48][32] of up to 48 staged rows and a panel of so many steps, which is fetched `ahead` bytes before. */
     void (*multiply)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, int64_t ahead, float *sums);
+    /* The same, not fetched before, and what is done beside it. */
+    void (*multiply_beside)(const bf16 *staged, int64_t count, const bf16 *weight, int64_t steps, float *sums,
+                            const struct beside *beside);
     /* Sums and a bias [32] to bfloat16, 32 outputs a row; whole lines of a large output past the caches. */
     void (*round)(const float *sums, const float *bias, int64_t count, int is_large, bf16 *out, int64_t out_stride);
+    /* A row of 32 outputs, as `round` does it. */
+    void (*put)(const bf16 *row, int is_large, bf16 *out);
 };
 
 const struct panel_products *panel_products(enum isa isa);
 
-/* After a thread's last `round` of an operator with a large output, before others read it. */
+/* After a thread's last `put`, or `round` of an operator with a large output, before others read it. */
 void settle_rounded(void);
 
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
 
+#define TOGETHER (128 << 10) /* bytes of panels that one of several groups of rows meets one after the other */
 #define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
 
 /* Rows of so many inputs that are multiplied by a panel while they are near. */
@@ -53,5 +71,18 @@ int64_t look_ahead(int64_t rows);
 
 /* Panels, of so many bytes each, that a thread takes at once. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
+
+/* How a product is shared out: blocks of rows, and of the last ones, a block a thread, shares of the panels. */
+struct cut {
+    int64_t rows, panels, block, whole, share, shares, tasks;
+};
+
+struct cut cut_product(int64_t rows, int64_t in_features, int64_t panels, int threads);
+
+/* A thread's next part: `count` rows from `first` on by the panels from `panel` to `past`. 0: there are no more. */
+struct share {
+    int64_t first, count, panel, past;
+};
+int take_share(const struct cut *cut, struct worker *worker, struct share *share);
 
 #endif

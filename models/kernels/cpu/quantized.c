@@ -14,12 +14,12 @@ struct bench {
     float scales[STAGED_VALUES / BLOCK];
     int32_t totals[STAGED_VALUES / STEP_INPUTS];
     float sums[STAGED_ROWS * PANEL];
-    int32_t products[BLOCKS_AT_ONCE * GROUP * PANEL];
+    int32_t products[BLOCKS_AT_ONCE * TWO_TILES * PANEL];
 };
 _Static_assert(sizeof(struct bench) <= SCRATCH, "a thread's scratch holds it");
 
 static int64_t staged_rows(int64_t blocks) {
-    return max64(LANES, min64(STAGED_ROWS, STAGED_VALUES / (blocks * BLOCK)) & -(int64_t)GROUP);
+    return max64(LANES, min64(STAGED_ROWS, STAGED_VALUES / (blocks * BLOCK)) & -(int64_t)TWO_TILES);
 }
 
 INLINE uint32_t largest_of(bits v) {
@@ -109,7 +109,7 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
                            int64_t output) {
     struct bench *bench = at->bench;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
-    int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, GROUP), size = bytes_of_block(bits);
+    int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, TWO_TILES), size = bytes_of_block(bits);
     const char *weight = (const char *)op->weight + output / PANEL * blocks * size;
     int64_t lines = parts(size / LINE, groups);
     memset(bench->sums, 0, rows * PANEL * sizeof(float));
@@ -125,13 +125,13 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
         const char *later = panel.blocks + (groups == 1 ? AHEAD : panel.count * size);
         struct ahead ahead = {later, (int)lines, groups == 1};
         for (int64_t group = 0; group < groups; group++) {
-            int64_t tile = group * (GROUP / LANES) * blocks + block, row = at->first_row + group * GROUP;
+            int64_t tile = group * (TWO_TILES / LANES) * blocks + block, row = at->first_row + group * TWO_TILES;
             const struct quantized_rows here = {.values = bench->values + tile * STEPS * BYTES_OF_TILE,
                                                 .scales = bench->scales + tile * LANES,
                                                 .totals = bench->totals + tile * STEPS * LANES,
                                                 .blocks = blocks,
-                                                .count = min64(GROUP, rows - group * GROUP)};
-            float *sums = bench->sums + group * GROUP * PANEL;
+                                                .count = min64(TWO_TILES, rows - group * TWO_TILES)};
+            float *sums = bench->sums + group * TWO_TILES * PANEL;
             int is_last = block + panel.count == blocks;
             if (is_last && groups > 1) fetch_output(op, row, here.count, output);
             by->multiply(&here, &panel, sums, bench->products, &ahead);

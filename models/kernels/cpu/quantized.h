@@ -21,6 +21,7 @@
 #define BLOCK (STEPS * STEP_INPUTS)
 #define BYTES_OF_TILE (LANES * STEP_INPUTS)
 #define BYTES_OF_VALUES (STEPS * 2 * BYTES_OF_TILE) /* of a block, at 8 bits */
+#define TWO_TILES (2 * LANES) /* rows at a time */
 #define LARGEST 127         /* a value is at most, at 8 bits; at 4 bits it is -8 to 7 */
 #define MIDDLE 8            /* added to a value of 4 bits */
 #define BLOCKS_AT_ONCE 4    /* what of a panel stays in the first cache while many rows meet it */
@@ -37,7 +38,7 @@ struct quantized_rows {
     const float *scales;   /* [blocks][16] */
     const int32_t *totals; /* [steps][16] sums of the values */
     int64_t blocks;        /* of all inputs: from one 16 to the next */
-    int64_t count;         /* up to GROUP */
+    int64_t count;         /* up to TWO_TILES */
 };
 
 /* What of a weight is fetched from memory while what came before it is multiplied. */

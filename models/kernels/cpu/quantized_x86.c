@@ -179,10 +179,10 @@ AVX512 INLINE void scale_blocks(const int32_t *products, const char *weight, int
         for (int64_t row = 0; row < count; row++) {
             const int32_t *found = products + row * PANEL + half;
             __m512 sum = _mm512_loadu_ps(sums + row * PANEL + half);
-            for (int64_t block = 0; block < blocks; block++, found += GROUP * PANEL) {
+            for (int64_t block = 0; block < blocks; block++, found += TWO_TILES * PANEL) {
                 __m512 f = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), first[block]);
                 if (bits == 4) {
-                    found += GROUP * PANEL;
+                    found += TWO_TILES * PANEL;
                     f = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(found)), second[block], f);
                 }
                 sum = _mm512_fmadd_ps(f, _mm512_set1_ps(scales[block * LANES + row]), sum);
@@ -205,7 +205,7 @@ AMX static const int8_t *multiply_blocks(const int8_t *x0, const int8_t *x1, con
             if (x1) x1 += BYTES_OF_TILE;
             if (panel->bits == 8 && step + 1 < STEPS) continue;
             store_tiles(products, x1 != NULL);
-            products += GROUP * PANEL;
+            products += TWO_TILES * PANEL;
             if (step + 1 < STEPS) zero_tiles();
         }
     }

@@ -6,7 +6,7 @@ from typing import ClassVar
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 SILU, GELU_TANH, CLAMPED_SILU = range(3)
-"""Activations of `Gated`."""
+"""Activations of `Gated` and `GatedLinear`."""
 SOFTMAX, SIGMOID = range(2)
 """Scorings of `Route`."""
 MAX_HEAD_DIM = 256
@@ -428,3 +428,10 @@ class QuantizedGroupedLinear(Arguments):
 
     kind = 23
     _fields_: ClassVar = [*GroupedLinear._fields_, ("bits", _INTEGER)]
+
+
+class GatedLinear(Arguments):
+    """`struct gated_linear`."""
+
+    kind = 24
+    _fields_: ClassVar = [*Linear._fields_, ("activation", _INTEGER), ("alpha", _REAL), ("limit", _REAL)]

@@ -1,0 +1,152 @@
+/* act(x @ gate.T) * (x @ up.T) of one weight that holds both: what `gated` makes of what `linear` writes, without the
+ * memory between. Sums are rounded to bfloat16 before they are gated, so that the two ways agree bit for bit.
+ *
+ * With few rows, reading the weight is what takes the time: a thread reads some panels of gates, then theirs of the
+ * other half, in the order of memory. With many, each panel is followed by its other, and both are gated beside the
+ * products that come next, whose tiles leave the vectors' units idle. */
+
+#include "operators.h"
+#include "panels.h"
+
+#define MOST_HELD 16 /* panels of gates that wait for theirs of the other half */
+
+/* Sums of a group of rows by a panel of gates and by its other, to be gated. */
+struct made {
+    const struct gated_linear *op;
+    const struct panel_products *products;
+    const float *sums[2];
+    ALIGNED float bias[2][PANEL];
+    bf16 *out;
+    int64_t rows;
+    int is_large;
+};
+
+/* A thread's room for it. */
+struct room {
+    const struct gated_linear *op;
+    const struct panel_products *products;
+    float *sums; /* [2][2][GROUP][PANEL]: of what is made, and of what is being made */
+    bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and of one panel what they gate, and what comes of it */
+    bf16 *ups, *gated;
+    bf16 *staged;
+    int64_t first_row; /* of the rows that are staged, -1 for none */
+    int is_large;      /* whether rows are many, and the output more than is soon read again */
+    struct made made;
+};
+
+static struct room prepare(const struct gated_linear *op, struct worker *worker, int is_large) {
+    prepare_tiles(worker->isa);
+    float *sums = (float *)worker->scratch;
+    bf16 *gates = (bf16 *)(sums + 4 * GROUP * PANEL), *ups = gates + GROUP * MOST_HELD * PANEL;
+    return (struct room){.op = op,
+                         .products = panel_products(worker->isa),
+                         .sums = sums,
+                         .gates = gates,
+                         .ups = ups,
+                         .gated = ups + GROUP * PANEL,
+                         .staged = ups + 2 * GROUP * PANEL,
+                         .first_row = -1,
+                         .is_large = is_large};
+}
+
+static const bf16 *panel_at(const struct linear *op, int64_t panel) {
+    return op->weight + panel * parts(op->in_features, DEPTH) * STEP;
+}
+
+static void get_bias(const struct linear *op, int64_t panel, float *bias) {
+    for (int64_t i = 0; i < PANEL; i++) bias[i] = op->bias ? widen(op->bias[panel * PANEL + i]) : 0;
+}
+
+/* A product of all staged rows, GROUP at most, and a panel of the weight, rounded. */
+static void multiply(const struct room *room, int64_t count, int64_t panel, bf16 *out, int64_t out_stride) {
+    const struct linear *op = &room->op->linear;
+    ALIGNED float bias[PANEL];
+    get_bias(op, panel, bias);
+    room->products->multiply(room->staged, count, panel_at(op, panel), parts(op->in_features, DEPTH),
+                             look_ahead(count), room->sums);
+    room->products->round(room->sums, bias, count, 0, out, out_stride);
+}
+
+/* Up to MOST_HELD panels of gates. */
+static void gate_few(const struct room *room, const struct share *share, int64_t panel, int64_t panels) {
+    const struct linear *op = &room->op->linear;
+    int64_t half = op->out_features / PANEL / 2, stride = MOST_HELD * PANEL, rows = share->count;
+    for (int64_t i = 0; i < panels; i++) multiply(room, rows, panel + i, room->gates + i * PANEL, stride);
+    for (int64_t i = 0; i < panels; i++) {
+        bf16 *out = (bf16 *)op->out + share->first * op->out_stride + (panel + i) * PANEL;
+        multiply(room, rows, half + panel + i, room->ups, PANEL);
+        gate_panel(&room->op->by, room->gates + i * PANEL, stride, room->ups, rows, room->gated);
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(out + row * op->out_stride, room->gated + row * PANEL, PANEL * sizeof(bf16));
+    }
+}
+
+static void gate_row(const void *what, int64_t row) {
+    const struct made *made = what;
+    ALIGNED bf16 both[2][PANEL], gated[PANEL];
+    for (int half = 0; half < 2; half++)
+        made->products->round(made->sums[half] + row * PANEL, made->bias[half], 1, 0, both[half], PANEL);
+    gate_panel(&made->op->by, both[0], PANEL, both[1], 1, gated);
+    made->products->put(gated, made->is_large, made->out + row * made->op->linear.out_stride);
+}
+
+static void gate_made(struct room *room) {
+    for (int64_t row = 0; row < room->made.rows; row++) gate_row(&room->made, row);
+    room->made.rows = 0;
+}
+
+/* Up to GROUP rows, `row` the first of them, by a panel of gates and its other; what was made is gated beside. */
+static void multiply_pair(struct room *room, const bf16 *staged, int64_t row, int64_t count, int64_t panel) {
+    const struct linear *op = &room->op->linear;
+    int64_t steps = parts(op->in_features, DEPTH), other = op->out_features / PANEL / 2 + panel;
+    float *gates = room->sums, *ups = gates + GROUP * PANEL;
+    if (room->made.sums[0] == gates) gates += 2 * GROUP * PANEL, ups += 2 * GROUP * PANEL;
+    int64_t middle = room->made.rows / 2;
+    const struct beside first = {gate_row, &room->made, 0, middle};
+    const struct beside then = {gate_row, &room->made, middle, room->made.rows};
+    room->products->multiply_beside(staged, count, panel_at(op, panel), steps, gates, &first);
+    room->products->multiply_beside(staged, count, panel_at(op, other), steps, ups, &then);
+    room->made = (struct made){.op = room->op,
+                               .products = room->products,
+                               .sums = {gates, ups},
+                               .out = (bf16 *)op->out + row * op->out_stride + panel * PANEL,
+                               .rows = count,
+                               .is_large = room->is_large};
+    get_bias(op, panel, room->made.bias[0]);
+    get_bias(op, other, room->made.bias[1]);
+}
+
+static void stage(struct room *room, const struct share *share) {
+    const struct linear *op = &room->op->linear;
+    if (room->first_row == share->first) return;
+    stage_rows(room->staged, op->x + share->first * op->x_stride, op->x_stride, NULL, share->count, op->in_features);
+    room->first_row = share->first;
+}
+
+static void gate_share(struct room *room, const struct share *share) {
+    int64_t inputs = parts(room->op->linear.in_features, DEPTH) * DEPTH;
+    stage(room, share);
+    if (share->count <= GROUP && !room->is_large) {
+        for (int64_t panel = share->panel; panel < share->past; panel += MOST_HELD)
+            gate_few(room, share, panel, min64(MOST_HELD, share->past - panel));
+        return;
+    }
+    int64_t together = max64(1, TOGETHER / 2 / (inputs * PANEL * (int64_t)sizeof(bf16)));
+    for (int64_t panel = share->panel; panel < share->past; panel += together)
+        for (int64_t done = 0, count; done < share->count; done += count) {
+            count = rows_of_group(share->count - done);
+            for (int64_t i = panel; i < min64(share->past, panel + together); i++)
+                multiply_pair(room, room->staged + done * inputs, share->first + done, count, i);
+        }
+}
+
+/* Tasks: as `struct cut` says of the gates' panels. */
+void gated_linear(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct gated_linear *op = arguments;
+    int64_t rows = step->num_tokens, panels = op->linear.out_features / PANEL / 2;
+    const struct cut cut = cut_product(rows, op->linear.in_features, panels, worker->threads);
+    struct room room = prepare(op, worker, rows > FEW_ROWS);
+    for (struct share share; take_share(&cut, worker, &share);) gate_share(&room, &share);
+    gate_made(&room);
+    if (room.is_large) settle_rounded();
+}
