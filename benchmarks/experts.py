@@ -47,9 +47,9 @@ def run(repeats: int = REPEATS) -> Table:
     import torch
     from torch import nn
 
-    from models.kernels.cpu import ops
+    from models.kernels.cpu import runtime
 
-    operators = ops.start(torch.get_num_threads())
+    operators = runtime.start(torch.get_num_threads())
     model = _model()
     whole = [layer.mlp for layer in model.model.layers]
     chosen: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def _model() -> Any:
     """Random weights; the routers choose as for real."""
     import torch
 
-    from models.kernels.cpu import ops
+    from models.kernels.cpu import runtime
     from models.layers.parameter import fill_rows, pack_products
     from models.model_config import ModelConfig
     from models.qwen3_moe import Qwen3MoeForCausalLM
@@ -108,7 +108,7 @@ def _model() -> Any:
     torch.set_default_dtype(torch.bfloat16)
     model = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    if ops.active():
+    if runtime.active():
         pack_products(model)
     for parameter in model.parameters():
         for place in range(len(parameter)) if parameter.dim() > 2 else (None,):

@@ -104,12 +104,12 @@ def _write_checkpoint(directory: Path) -> int:
 def _load(directory: Path) -> float:
     import torch
 
-    from models.kernels.cpu import ops
+    from models.kernels.cpu import runtime
     from models.loader import load_model
     from models.model_config import ModelConfig
 
     config = ModelConfig.from_checkpoint(directory)
-    ops.start(torch.get_num_threads())
+    runtime.start(torch.get_num_threads())
     torch.empty(1).zero_()
     began = time.perf_counter()
     load_model(directory, config, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from models.kernels.cpu import expert_ops, ops, structures
+from models.kernels.cpu import expert_ops, runtime, structures
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
 from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
@@ -45,7 +45,7 @@ class GptOssRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = logits(hidden, self.weight, self.bias)
-        if ops.runs(hidden):
+        if runtime.runs(hidden):
             # The softmax over some of them is that over all, made to add up to 1.
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
         best = scores.topk(self.top_k, dim=-1)

@@ -18,7 +18,7 @@ from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
-from models.kernels.cpu import ops
+from models.kernels.cpu import runtime
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
 from models.layers.onednn import can_pack, pack_filled_products
@@ -79,7 +79,7 @@ def load_model(
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
     _require_memory(model, available_bytes, path, weight_bits)
-    is_packed = dtype is torch.bfloat16 and device.type == "cpu" and ops.active()
+    is_packed = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
     assert is_packed or weight_bits == 16, "weights are rounded for the CPU's operators"
     if is_packed:
         pack_products(model, weight_bits)
@@ -113,7 +113,7 @@ def load_model(
     for module in model.modules():
         if is_packed and isinstance(module, MLAAttention):
             module.pack_heads()
-    if device.type == "cpu" and not ops.active() and can_pack(dtype):
+    if device.type == "cpu" and not runtime.active() and can_pack(dtype):
         pack_filled_products(model)
     return cast(CausalLM, model.eval())
 

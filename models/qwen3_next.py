@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from models.base import CacheSpec
-from models.kernels.cpu import delta_ops, ops
+from models.kernels.cpu import delta_ops, runtime
 from models.layers.attention import Attention
 from models.layers.embedding import VocabParallelEmbedding
 from models.layers.gated_delta_net import GatedDeltaNet
@@ -55,7 +55,7 @@ class Qwen3NextAttention(nn.Module):
         q, gate = qkv[:, : 2 * self.num_heads].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
         k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
         attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm, self.k_norm), rotation=(cos, sin))
-        gated = delta_ops.gate_heads(attended, gate) if ops.runs(attended, gate) else attended * gate.sigmoid()
+        gated = delta_ops.gate_heads(attended, gate) if runtime.runs(attended, gate) else attended * gate.sigmoid()
         return self.o_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
 
 

@@ -162,11 +162,11 @@ class _Row:
 
     def exchange(self, vectors: torch.Tensor, cache: VectorCache) -> torch.Tensor:
         """Write the step's vectors to the cache, and read the row's. # [tokens, dim] -> [row, dim]"""
-        _, block_size, dim = cache.vectors.shape
-        slots = cache.vectors.view(-1, dim)
-        slots[self.slot_mapping] = to_cache(vectors, cache.vectors.dtype)
+        block_size = cache.vectors.shape[1]
+        written = to_cache(vectors, cache.vectors.dtype)
+        cache.vectors[self.slot_mapping // block_size, self.slot_mapping % block_size] = written
         blocks = self.block_tables[self.sequences, self.offsets // block_size].long()
-        return slots[blocks * block_size + self.offsets % block_size].to(vectors.dtype)
+        return cache.vectors[blocks, self.offsets % block_size].to(vectors.dtype)
 
     def positions_of(self, places: torch.Tensor) -> torch.Tensor | None:
         """None where every token has chosen all that it sees. # [tokens, K] -> [tokens, K], -1 for what is not seen"""

@@ -27,7 +27,7 @@ from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
-from models.kernels.cpu import ops
+from models.kernels.cpu import runtime
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.library import Library
 from models.kernels.cpu.program import NotRecordable, Program, record
@@ -63,7 +63,7 @@ class ModelRunner:
         """The CPU's operators run on as many threads as torch does."""
         self.operators = None
         if device.type == "cpu" and dtype is torch.bfloat16 and config.cpu_operators:
-            self.operators = ops.start(torch.get_num_threads())
+            self.operators = runtime.start(torch.get_num_threads())
         self.config = config
         self.model_path = model_path
         self.model_config = model_config

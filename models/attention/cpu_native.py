@@ -8,7 +8,7 @@ from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
-from models.kernels.cpu import delta_ops, latent_ops, ops
+from models.kernels.cpu import attention_ops, delta_ops, latent_ops
 from models.kernels.cpu.structures import Step
 from models.layers.norm import HeadNorms
 
@@ -21,7 +21,7 @@ class NativeMetaData(CPUAttentionMetaData):
 
     def __post_init__(self) -> None:
         self.block_tables = self.block_tables.contiguous()
-        self.step = ops.make_step(
+        self.step = attention_ops.make_step(
             slots=self.slot_mapping,
             query_starts=self.cu_seqlens_q,
             seq_lens=self.seq_lens,
@@ -53,11 +53,11 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
         assert isinstance(metadata, NativeMetaData)
-        if not ops.attends(q, cache.k_cache):
+        if not attention_ops.attends(q, cache.k_cache):
             return super().forward(q, k, v, cache, metadata, options, sinks, norms, rotation)
         q, k, v = (_heads_in_a_row(part) for part in (q, k, v))
-        ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, metadata.step, norms=norms, rotation=rotation)
-        return ops.attention(
+        attention_ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, metadata.step, norms=norms, rotation=rotation)
+        return attention_ops.attention(
             q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from models.kernels.cpu import ops, structures
+from models.kernels.cpu import ops, runtime, structures
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """Of gates and what they gate, side by side. # [tokens, 2 * features] -> [tokens, features]"""
@@ -13,7 +13,7 @@ GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
-    if ops.runs(gate_up):
+    if runtime.runs(gate_up):
         return ops.gated(gate_up, structures.SILU)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -21,7 +21,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
-    if ops.runs(gate_up):
+    if runtime.runs(gate_up):
         return ops.gated(gate_up, structures.GELU_TANH)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
@@ -32,7 +32,7 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
 
     # [tokens, 2 * features] -> [tokens, features]
     """
-    if ops.runs(gate_up):
+    if runtime.runs(gate_up):
         return ops.gated(gate_up, structures.CLAMPED_SILU, alpha=alpha, limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)

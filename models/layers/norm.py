@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.kernels.cpu import ops
+from models.kernels.cpu import ops, runtime
 from models.layers.parameter import empty_parameter, load_whole
 
 
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
-        if x.dim() == 2 and ops.runs(x, self.weight):
+        if x.dim() == 2 and runtime.runs(x, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
         return self._compute(x)
 
@@ -33,14 +33,14 @@ class RMSNorm(nn.Module):
 
         # [..., size] each
         """
-        if x.dim() == 2 and ops.runs(x, residual, self.weight):
+        if x.dim() == 2 and runtime.runs(x, residual, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual), residual
         residual = x + residual
         return self._compute(residual), residual
 
     def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
-        if x.dim() == 2 and ops.runs(x, residual, self.weight):
+        if x.dim() == 2 and runtime.runs(x, residual, self.weight):
             return ops.add_rms_norm(residual, x, self.weight, self.eps, offset=self.offset)
         return residual + self._compute(x)
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.kernels.cpu import expert_ops, ops
+from models.kernels.cpu import expert_ops, ops, runtime
 from models.layers.activation import GatedActivation, operator_of
 from models.layers.parameter import onednn_of, packed_of
 
@@ -39,7 +39,7 @@ def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
 
 def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     """`x @ weight.T` in float32, by a float32 weight. # [rows, in_features] -> [rows, out_features]"""
-    return expert_ops.float_linear(x, weight) if ops.runs(x) else F.linear(x.float(), weight)
+    return expert_ops.float_linear(x, weight) if runtime.runs(x) else F.linear(x.float(), weight)
 
 
 def rows_of(weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

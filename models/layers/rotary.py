@@ -13,7 +13,7 @@ import math
 import torch
 from torch import nn
 
-from models.kernels.cpu import ops
+from models.kernels.cpu import attention_ops, runtime
 from models.rope_config import RopeConfig
 
 
@@ -35,9 +35,9 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines, and sines signed for `rotate`. # [tokens] int64 -> 2 x [tokens, 1, rotary_dim] float32"""
-        if ops.active() and positions.device.type == "cpu":
+        if runtime.active() and positions.device.type == "cpu":
             pairs = len(self.inv_freq) // 2
-            cos, sin = ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor)
+            cos, sin = attention_ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor)
             return cos[:, None], sin[:, None]
         angles = (positions.float()[:, None] * self.inv_freq)[:, None]
         cos, sin = angles.cos(), angles.sin()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.config_fields import Fields
-from models.kernels.cpu import expert_ops, ops, structures
+from models.kernels.cpu import expert_ops, runtime, structures
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.product import float_logits, logits
 
@@ -109,7 +109,7 @@ class GroupedRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = float_logits(hidden, self.weight)
-        if ops.runs(hidden):
+        if runtime.runs(hidden):
             return expert_ops.route(
                 scores,
                 self.top_k,
@@ -146,6 +146,6 @@ class SoftmaxRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = logits(hidden, self.weight)
-        if ops.runs(hidden):
+        if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
         return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)

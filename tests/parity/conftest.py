@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from models.kernels.cpu import ops
+from models.kernels.cpu import runtime
 
 
 @pytest.fixture(autouse=True)
 def _operators_end_with_their_test() -> Iterator[None]:
     yield
-    ops.stop()
+    runtime.stop()

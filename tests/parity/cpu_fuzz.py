@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from models.attention.base import AttentionOptions
-from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, structures
+from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, runtime, structures
 from models.kernels.cpu.quantized import QuantizedWeight
 from models.layers.activation import clamped_swiglu
 from tests.parity.test_cpu_delta import layer, random_inputs, read
@@ -23,7 +23,7 @@ def fuzz(rounds: int) -> None:
     """Raises `AssertionError` where a result is wrong."""
     draw = random.Random(0)
     for number in range(rounds):
-        ops.start(draw.choice((1, 2, 3)), draw.choice(range(library.AMX + 1)))
+        runtime.start(draw.choice((1, 2, 3)), draw.choice(range(library.AMX + 1)))
         _products(draw, number)
         _quantized_products(draw, number)
         _rows(draw, number)

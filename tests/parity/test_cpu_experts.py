@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.cpu import expert_ops, ops, structures
+from models.kernels.cpu import expert_ops, ops, runtime, structures
 from models.kernels.cpu.program import NotRecordable, record
 from models.layers.activation import clamped_swiglu, swiglu
 from models.layers.moe import FusedMoE
@@ -176,13 +176,13 @@ def test_experts_equal_torchs_and_give_a_token_the_same_in_any_company(bias: boo
         for size in (1, 4, 33):
             rows = [part.split(size) for part in (hidden, weights, ids, beside)]
             assert torch.equal(torch.cat([ours(*some) for some in zip(*rows, strict=True)]), together)
-        ops.stop()
+        runtime.stop()
         expected = experts(96, 48, 7, is_packed=False, **options).float()(hidden.float(), weights, ids, beside.float())
     assert (together - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
 def test_rows_that_are_no_multiple_of_the_steps_tokens_are_not_recorded() -> None:
-    loaded = ops.start(1)
+    loaded = runtime.start(1)
     assert loaded is not None
     weight = packed(bf16(32, 32))
 

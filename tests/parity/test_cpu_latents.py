@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from models.kernels.cpu import latent_ops, ops, structures
+from models.kernels.cpu import attention_ops, latent_ops, runtime, structures
 from models.layers.rotary import deinterleave, rotate
 from tests.parity.test_cpu_operators import Cache, bf16, operators, pytestmark
 
@@ -39,9 +39,11 @@ def test_latents_are_normalised_rotated_and_stored(is_interleaved: bool) -> None
     q, latent = bf16(tokens, heads, nope + rope), bf16(tokens, rank + rope, seed=1)
     norm, latent_q = bf16(rank, seed=2), bf16(tokens, heads, rank + rope, seed=3)
     before = latent_q.clone()
-    cos, sin = (each[:, None] for each in ops.rope_table(torch.arange(tokens) * 7, torch.rand(rope // 2), 1.0))
+    cos, sin = (
+        each[:, None] for each in attention_ops.rope_table(torch.arange(tokens) * 7, torch.rand(rope // 2), 1.0)
+    )
     cache = torch.full((2, 16, rank + rope), torch.nan, dtype=torch.bfloat16)
-    step = ops.make_step(
+    step = attention_ops.make_step(
         slots=torch.arange(16, 16 + tokens),
         query_starts=torch.tensor([0, tokens], dtype=torch.int32),
         seq_lens=torch.tensor([tokens], dtype=torch.int32),
@@ -146,7 +148,7 @@ def test_a_long_context_equals_the_reference() -> None:
 
 
 def test_latents_of_other_shapes_are_left_to_torch() -> None:
-    ops.start(1)
+    runtime.start(1)
     q = bf16(1, 2, 64)
     assert latent_ops.attends(q, bf16(2, 16, 96), 64)
     assert latent_ops.attends(q, bf16(2, 16, structures.MAX_LATENT_RANK + 64), structures.MAX_LATENT_RANK)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.worker.model_runner import ModelRunner
-from models.kernels.cpu import library, ops, structures
+from models.kernels.cpu import library, runtime, structures
 from models.kernels.cpu.program import operators_of
 from models.layers.onednn import can_pack
 from models.layers.parameter import onednn_of
@@ -77,7 +77,7 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
     exact = Reference(checkpoint)
     theirs = errors_by_token(exact, Reference(checkpoint, dtype=torch.bfloat16))
     if by == "operators":
-        ops.start(2)
+        runtime.start(2)
     ours = errors_by_token(exact, PagedModel(checkpoint, dtype=torch.bfloat16))
     assert ours.median() < 1.25 * theirs.median()
     if (by, variant.architecture) not in TURNS_TO_ANOTHER_EXPERT:
@@ -102,7 +102,7 @@ def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant
 def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_it(checkpoint: Path) -> None:
     made = runner(checkpoint, cpu_operators=False)
     assert made.program is None
-    assert not ops.active()
+    assert not runtime.active()
     if not can_pack(torch.bfloat16):
         pytest.skip("this torch packs no bfloat16 weights for this processor")
     packed = [each for each in made.model.parameters() if onednn_of(each) is not None]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models.attention.base import AttentionOptions
-from models.kernels.cpu import library, ops, structures
+from models.kernels.cpu import attention_ops, library, ops, runtime, structures
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import record
 from models.kernels.cpu.quantized import QuantizedWeight
@@ -30,9 +30,9 @@ NAMES = {library.PORTABLE: "portable", library.AVX512_BF16: "avx512-bf16", libra
 @pytest.fixture(params=range(BEST + 1), ids=NAMES.get)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
     """The operators on two threads, with at most this instruction set."""
-    ops.start(2, request.param)
+    runtime.start(2, request.param)
     yield
-    ops.stop()
+    runtime.stop()
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -132,7 +132,7 @@ class TestElementwise:
 
     def test_rope_table_equals_the_reference(self) -> None:
         positions, frequencies = torch.tensor([0, 1, 77, 100_000]), torch.rand(12)
-        cos, sin = ops.rope_table(positions, frequencies, 1.5)
+        cos, sin = attention_ops.rope_table(positions, frequencies, 1.5)
         angles = positions.float()[:, None] * frequencies
         torch.testing.assert_close(cos, angles.cos().repeat(1, 2) * 1.5, rtol=0, atol=1e-6)
         torch.testing.assert_close(sin, torch.cat((-angles.sin(), angles.sin()), -1) * 1.5, rtol=0, atol=1e-6)
@@ -177,7 +177,7 @@ class TestRopeStore:
                 norm.weight.data.copy_(bf16(dim, seed=seed))
         rotation = None
         if rotary_dim:
-            rotation = ops.rope_table(torch.arange(7, 7 + tokens), torch.rand(rotary_dim // 2), 1.0)
+            rotation = attention_ops.rope_table(torch.arange(7, 7 + tokens), torch.rand(rotary_dim // 2), 1.0)
         expected = []
         for x, norm in zip((q, k), norms or (None, None), strict=True):
             exact = x.float()
@@ -190,7 +190,7 @@ class TestRopeStore:
         values = v.clone()
         cache = Cache(kv_heads, dim, block_size, 7 + tokens, 1)
         step, kept = cache.step([(0, 7, 7 + tokens)])
-        ops.rope_store(q, k, v, cache.k, cache.v, step, norms=norms, rotation=rotation)
+        attention_ops.rope_store(q, k, v, cache.k, cache.v, step, norms=norms, rotation=rotation)
         torch.testing.assert_close(q.float(), expected[0], rtol=2**-7, atol=1e-5)
         blocks, offsets = kept[0] // block_size, kept[0] % block_size
         torch.testing.assert_close(cache.k[blocks, :, offsets].float(), expected[1], rtol=2**-7, atol=1e-5)
@@ -206,7 +206,7 @@ class TestRopeStore:
             cache = Cache(2, 64, 16, 90, 1)
             for first, past in itertools.pairwise(cuts):
                 step, _kept = cache.step([(0, first, past)])
-                ops.rope_store(q[first:past], k[first:past], v[first:past], cache.k, cache.v, step)
+                attention_ops.rope_store(q[first:past], k[first:past], v[first:past], cache.k, cache.v, step)
             # The last block is read up to its last token.
             found.append((q, cache.k[cache.tables[0].long()].flatten(1)[:5], cache.v[cache.tables[0].long()]))
         for other in found[1:]:
@@ -237,15 +237,15 @@ class TestThreads:
     @pytest.fixture(autouse=True)
     def _stopped(self) -> Iterator[None]:
         yield
-        ops.start(1)
-        ops.stop()
+        runtime.start(1)
+        runtime.stop()
 
     def test_programs_of_one_small_operator_are_all_run_whatever_the_number_of_threads(self) -> None:
         x, weight = bf16(9, 32), bf16(32, seed=1)
-        ops.start(1)
+        runtime.start(1)
         expected = ops.rms_norm(x, weight, 1e-5)
         for threads in (2, 4, 1, 3, 2):
-            ops.start(threads)
+            runtime.start(threads)
             for _ in range(2000):
                 assert torch.equal(ops.rms_norm(x, weight, 1e-5), expected)
 
@@ -253,18 +253,18 @@ class TestThreads:
         """It has the caller's thread alone."""
         script = """
 import os, signal, torch
-from models.kernels.cpu import ops
+from models.kernels.cpu import attention_ops, ops, runtime
 
 def norm():
     return ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
 
-ops.start(2)
+runtime.start(2)
 expected = norm()
 child = os.fork()
 if child == 0:
     signal.alarm(20)  # Ends a process that waits for threads that it has not.
     assert torch.equal(norm(), expected)
-    ops.start(2)
+    runtime.start(2)
     assert torch.equal(norm(), expected)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
@@ -276,9 +276,9 @@ assert torch.equal(norm(), expected)
     def test_a_number_of_threads_that_cannot_be_is_the_nearest_that_can(self, threads: int) -> None:
         script = f"""
 import torch
-from models.kernels.cpu import ops
+from models.kernels.cpu import attention_ops, ops, runtime
 
-ops.start({threads})
+runtime.start({threads})
 ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
 """
         subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -289,12 +289,12 @@ def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], 
     embedding, projection, cache = packed(bf16(4, 8)), packed(bf16(96, 8)), bf16(2, 1, 16, 32)
     norms = HeadNorms(RMSNorm(32, 1e-5).bfloat16(), RMSNorm(32, 1e-5).bfloat16())
     zero = torch.zeros(1, 1, dtype=torch.int32)
-    step = ops.make_step(slots=zero[0].long(), query_starts=zero[0], seq_lens=zero[0], block_tables=zero)
+    step = attention_ops.make_step(slots=zero[0].long(), query_starts=zero[0], seq_lens=zero[0], block_tables=zero)
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         del positions
         q, k, v = ops.linear(ops.embed(input_ids, embedding), projection).view(-1, 3, 32).split(1, dim=1)
-        ops.rope_store(q, k, v, cache, cache, step, norms=norms)
+        attention_ops.rope_store(q, k, v, cache, cache, step, norms=norms)
         return q
 
     read = [embedding.memory, projection.memory, cache, norms.q.weight, norms.k.weight]
@@ -302,7 +302,7 @@ def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], 
 
 
 def test_a_recorded_pass_keeps_what_it_reads_for_as_long_as_it_may_run() -> None:
-    loaded = ops.start(1)
+    loaded = runtime.start(1)
     assert loaded is not None
     forward, read = small_pass()
     program = record(loaded, forward, 3)
@@ -318,9 +318,9 @@ def test_where_the_operators_were_not_built_the_log_says_so_once(
     library.load_library.cache_clear()
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     with caplog.at_level("INFO"):
-        assert ops.start(2) is ops.start(2) is None
+        assert runtime.start(2) is runtime.start(2) is None
     library.load_library.cache_clear()
-    assert not ops.active()
+    assert not runtime.active()
     assert len(caplog.messages) == 1
     assert "installed without a C compiler" in caplog.messages[0]
 
@@ -379,7 +379,9 @@ class Cache:
             self.tables[[sequence for sequence, _, _ in spans]].contiguous(),
         )
         slot_mapping, query_starts, seq_lens, tables = arrays
-        step = ops.make_step(slots=slot_mapping, query_starts=query_starts, seq_lens=seq_lens, block_tables=tables)
+        step = attention_ops.make_step(
+            slots=slot_mapping, query_starts=query_starts, seq_lens=seq_lens, block_tables=tables
+        )
         return step, arrays
 
 
@@ -402,8 +404,8 @@ def run_steps(
     for spans in steps:
         step, kept = cache.step(spans)
         rows = [torch.cat([of[s][first:past] for s, first, past in spans]) for of in (q, k, v)]
-        ops.rope_store(*rows, cache.k, cache.v, step)
-        found = ops.attention(rows[0], cache.k, cache.v, step, options, sinks)
+        attention_ops.rope_store(*rows, cache.k, cache.v, step)
+        found = attention_ops.attention(rows[0], cache.k, cache.v, step, options, sinks)
         for (sequence, first, past), part in zip(
             spans, found.split([past - first for _, first, past in spans]), strict=True
         ):
@@ -550,13 +552,13 @@ def test_rows_that_share_their_first_blocks_attend_as_each_does_alone(shared: in
     q = bf16(len(lengths), kv_heads * group, dim, seed=3)
 
     def attend(rows: list[int]) -> torch.Tensor:
-        step = ops.make_step(
+        step = attention_ops.make_step(
             slots=torch.zeros(len(rows), dtype=torch.int64),
             query_starts=torch.arange(len(rows) + 1, dtype=torch.int32),
             seq_lens=torch.tensor([lengths[row] for row in rows], dtype=torch.int32),
             block_tables=tables[rows].contiguous(),
         )
-        return ops.attention(q[rows], k_cache, v_cache, step, AttentionOptions(dim**-0.5))
+        return attention_ops.attention(q[rows], k_cache, v_cache, step, AttentionOptions(dim**-0.5))
 
     rows = list(range(len(lengths)))
     assert torch.equal(attend(rows), torch.cat([attend([row]) for row in rows]))

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from models.kernels.cpu import ops, structures
+from models.kernels.cpu import ops, runtime, structures
 from models.kernels.cpu.quantized import BLOCK, STEP, QuantizedWeight, quantized_bytes
 from tests.parity.test_cpu_operators import BEST, LIBRARY, NAMES, bf16
 
@@ -21,9 +21,9 @@ SIZES = [(1, 64, 64), (3, 100, 70), (17, 1024, 96), (33, 48, 1000), (65, 1031, 6
 @pytest.fixture(params=range(BEST + 1), ids=NAMES.get, autouse=True)
 def operators(request: pytest.FixtureRequest) -> Iterator[None]:
     """The operators on two threads, with at most this instruction set."""
-    ops.start(2, request.param)
+    runtime.start(2, request.param)
     yield
-    ops.stop()
+    runtime.stop()
 
 
 @pytest.fixture(params=[8, 4])

@@ -11,7 +11,7 @@ from engine.core_startup import PhaseClock
 from engine.core_startup import load_model as load_served
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
-from models.kernels.cpu import library, ops
+from models.kernels.cpu import library, runtime
 from models.kernels.cpu.quantized import QuantizedWeight
 from models.layers.parameter import packed_of
 from models.loader import load_model
@@ -66,7 +66,7 @@ def test_tokens_are_the_same_alone_and_in_company(architecture: str, rounding: R
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.2)])
 def test_scores_are_near_those_of_the_model(bits: Literal[4, 8], most: float) -> None:
     """Of the embedded model, on what it was taught; by their spread."""
-    ops.start(2)
+    runtime.start(2)
     config = ModelConfig.from_checkpoint(CHECKPOINT_DIR)
     ids = torch.arange(40, 1400)
     scores = []
@@ -81,7 +81,7 @@ def test_scores_are_near_those_of_the_model(bits: Literal[4, 8], most: float) ->
 
 @needs_operators
 def test_each_weight_has_the_bits_that_it_needs(tmp_path: Path) -> None:
-    ops.start(2)
+    runtime.start(2)
     path = checkpoint_of("Qwen3MoeForCausalLM", tmp_path)
     config = ModelConfig.from_checkpoint(path)
     model: Any = load_model(path, config, dtype=torch.bfloat16, device=CPU, progress=False, weight_bits=4)
@@ -96,7 +96,7 @@ def test_each_weight_has_the_bits_that_it_needs(tmp_path: Path) -> None:
 
 @needs_operators
 def test_memory_is_asked_for_as_much_as_rounded_weights_take(tmp_path: Path) -> None:
-    ops.start(2)
+    runtime.start(2)
     path = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=512, dtype=torch.bfloat16)
     config = ModelConfig.from_checkpoint(path)
     room: dict[str, Any] = {"dtype": torch.bfloat16, "device": CPU, "progress": False, "available_bytes": 1_500_000}
@@ -107,7 +107,7 @@ def test_memory_is_asked_for_as_much_as_rounded_weights_take(tmp_path: Path) -> 
 
 @needs_operators
 def test_an_adapter_adds_to_rounded_weights_what_it_adds_to_others(tmp_path: Path) -> None:
-    ops.start(2)
+    runtime.start(2)
     path = checkpoint_of("Qwen3ForCausalLM", tmp_path / "base")
     make_adapter(tmp_path / "adapter", read_weights(path), rank=8, alpha=16, seed=1)
     found = []

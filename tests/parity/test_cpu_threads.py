@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from engine.worker.cores import CorePlan
 from engine.worker.threads import pin, settle
-from models.kernels.cpu import ops
+from models.kernels.cpu import runtime
 
 allowed = sorted(os.sched_getaffinity(0))
 if len(allowed) < 2:
@@ -34,7 +34,7 @@ plan = CorePlan(2, frozenset(allowed[:2]), (allowed[1], allowed[0]), frozenset(a
 settle(plan)
 assert torch.get_num_threads() == 2
 assert os.sched_getaffinity(before.native_id) == set(allowed[1:])
-operators = ops.start(2)
+operators = runtime.start(2)
 own = pin(plan, operators)
 if operators is None:
     assert own == frozenset()

@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.cpu import structures
-from models.kernels.cpu.ops import current, pointer, runs
+from models.kernels.cpu.runtime import current, pointer, runs
 from models.kernels.cpu.structures import Step
 
 _MAX_WINDOW = 1 << 18

@@ -3,7 +3,8 @@
 import torch
 
 from models.kernels.cpu import structures
-from models.kernels.cpu.ops import DEPTH, PANEL, PackedWeight, current, runs
+from models.kernels.cpu.ops import DEPTH, PANEL, PackedWeight
+from models.kernels.cpu.runtime import current, runs
 from models.kernels.cpu.structures import Step
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from models.host_memory import mapped_zeros
-from models.kernels.cpu import ops
+from models.kernels.cpu import runtime
 from models.kernels.cpu.library import Library, Operations
 from models.kernels.cpu.structures import Arguments, Step
 
@@ -158,8 +158,8 @@ def _holds_tensor(index: Any) -> bool:
 
 @contextmanager
 def _sent_to(recorder: _Recorder) -> Iterator[None]:
-    before = ops.redirect(recorder)
+    before = runtime.redirect(recorder)
     try:
         yield
     finally:
-        ops.redirect(before)
+        runtime.redirect(before)
