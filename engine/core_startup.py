@@ -51,6 +51,8 @@ class LoadedModel(NamedTuple):
     load_tokenizer: "Callable[[], Tokenizer]"
     window: int | None = None
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
+    blocks_at_first: int | None = None
+    """Of a KV cache that grows with its use; None: all."""
 
 
 def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
@@ -104,7 +106,14 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     phases.end("kv-cache")
     runner.warm_up()
     info = _model_info(config, model_config, runner, own_cpus)
-    return LoadedModel(runner, config, info, lambda: _load_tokenizer(path), window=runner.window)
+    return LoadedModel(
+        runner,
+        config,
+        info,
+        lambda: _load_tokenizer(path),
+        window=runner.window,
+        blocks_at_first=runner.blocks_at_first,
+    )
 
 
 def _bind_memory(node: int, path: "Path", config: Config) -> None:

@@ -54,13 +54,15 @@ class EngineCore:
         output_queue: OutputQueue,
         *,
         window: int | None = None,
+        blocks_at_first: int | None = None,
         prepare_ahead: Callable[[], bool] | None = None,
     ) -> None:
-        """`window`: tokens that a query of the model sees, where all its layers have one.
+        """`window`: tokens that a query of the model sees, where all its layers have one. `blocks_at_first`: of the
+        KV cache, where it grows with its use.
 
         `prepare_ahead`, called while the core is idle, makes later steps quicker and tells whether more would.
         """
-        self.scheduler = Scheduler(config, window=window)
+        self.scheduler = Scheduler(config, window=window, blocks_at_first=blocks_at_first)
         self.runner = runner
         self.input_queue = input_queue
         self.output_queue = output_queue
@@ -218,6 +220,7 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
             sockets.input_queue,
             sockets.output_queue,
             window=loaded.window,
+            blocks_at_first=loaded.blocks_at_first,
             prepare_ahead=loaded.runner.prepare_ahead,
         )
         core.produce_token()

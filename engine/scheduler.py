@@ -43,17 +43,18 @@ class Scheduler:
     Constructed from any object with the specification's attributes; ours have defaults.
     """
 
-    def __init__(self, config: Any, *, window: int | None = None) -> None:
+    def __init__(self, config: Any, *, window: int | None = None, blocks_at_first: int | None = None) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
 
-        With one, a sequence gives the blocks back that none of its later tokens sees.
+        With one, a sequence gives the blocks back that none of its later tokens sees. `blocks_at_first`: of the cache,
+        which grows with its use; None: all.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.bos_token_id: int | None = getattr(config, "bos_token_id", None)
         self.eos_token_id: int | None = config.eos_token_id
         self.stop_token_ids: Collection[int] = config.stop_token_ids or ()
-        self.block_manager = BlockManager(config)
+        self.block_manager = BlockManager(config, blocks_at_first=blocks_at_first)
         self.window = window
         self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS))
         self.running: deque[Sequence] = deque()

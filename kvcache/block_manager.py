@@ -47,10 +47,11 @@ class BlockManager:
     scheduler's thread.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, blocks_at_first: int | None = None) -> None:
+        """`blocks_at_first`: see `BlockPool`; None: all."""
         self.block_size: int = config.kv_cache_block_size
         self.enable_prefix_caching: bool = config.enable_prefix_caching
-        self.pool = BlockPool(config.num_kvcache_blocks)
+        self.pool = BlockPool(config.num_kvcache_blocks, blocks_at_first)
         self._match: tuple[BlockOwner, int, list[int]] | None = None
 
     @property

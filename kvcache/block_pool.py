@@ -11,15 +11,36 @@ from kvcache.hashing import NO_HASH
 
 
 class FreeBlocks:
-    """The free list: vacant blocks first, then cached ones, least recently used first. Every operation is O(1)."""
+    """The free list: vacant blocks first, then cached ones, least recently used first. Every operation is O(1).
 
-    def __init__(self, block_ids: range) -> None:
-        self._vacant: deque[int] = deque(block_ids)
+    Blocks that nothing has used yet come after cached ones once `at_first` are open, while the cache need not grow.
+    """
+
+    def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
+        """`at_first`: None is all."""
+        self._vacant: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._num_blocks = num_blocks
+        self._num_open = 0
+        self._at_ease = num_blocks if at_first is None else min(at_first, num_blocks)
+        """Blocks that are opened before a cached one is given out."""
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether cached blocks are given out although some were never used."""
+        return self._at_ease < self._num_blocks
+
+    def grow(self) -> None:
+        """Let twice as many blocks be open before a cached one is given out."""
+        self._at_ease = min(2 * self._at_ease, self._num_blocks)
 
     def pop(self) -> int:
         """Take the block whose content is least worth keeping."""
-        return self._vacant.popleft() if self._vacant else self._cached.popitem(last=False)[0]
+        if not self._vacant or self._is_held_back:
+            return self._cached.popitem(last=False)[0]
+        block_id = self._vacant.popleft()
+        self._num_open = max(self._num_open, block_id + 1)
+        return block_id
 
     def claim(self, block_id: int) -> None:
         """Take this cached block, for its content."""
@@ -38,8 +59,16 @@ class FreeBlocks:
 
     def __iter__(self) -> Iterator[int]:
         """The order in which blocks would be given out."""
-        yield from self._vacant
+        vacant = list(self._vacant)
+        # Vacated ones come before those that were never used, which ascend.
+        ready = sum(block_id < max(self._num_open, self._at_ease) for block_id in vacant)
+        yield from vacant[:ready]
         yield from self._cached
+        yield from vacant[ready:]
+
+    @property
+    def _is_held_back(self) -> bool:
+        return self._vacant[0] >= max(self._num_open, self._at_ease) and bool(self._cached)
 
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._cached or block_id in self._vacant
@@ -51,19 +80,27 @@ class FreeBlocks:
 class BlockPool:
     """All blocks of one KV cache. Raises `IndexError`/`KeyError` on misuse only; callers check before they take."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
+        """`at_first`: blocks that are opened before cached ones are given out; None: all.
+
+        More are opened where sequences in progress need them, and twice as many once a prefix is looked for that would
+        still be cached if there had been more.
+        """
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.free_block_ids = FreeBlocks(range(num_blocks))
+        self.free_block_ids = FreeBlocks(num_blocks, at_first)
         self.used_block_ids: set[int] = set()
         self.hash_to_block_id: dict[int, int] = {}
         self.version = 0
         """Grows whenever what a prefix lookup would find may have changed."""
         self._next_uid = 0
+        self._dropped: OrderedDict[int, None] = OrderedDict()
+        """Digests of what cached blocks were given out for, as long as unused ones could have kept it."""
 
     def take(self) -> Block:
         """A fresh block with one reference; the content it cached, if any, is forgotten."""
         block = self.blocks[self.free_block_ids.pop()]
         if block.uid != UNPUBLISHED:
+            self._remember(block.hash)
             self.unpublish(block)
         block.reset()
         self.used_block_ids.add(block.block_id)
@@ -90,6 +127,9 @@ class BlockPool:
         """The published block with this digest, these very tokens, and this very parent."""
         block_id = self.hash_to_block_id.get(hash)
         if block_id is None:
+            if hash in self._dropped:
+                self._dropped.clear()
+                self.free_block_ids.grow()
             return None
         block = self.blocks[block_id]
         return block if block.parent == parent and block.token_ids == token_ids else None
@@ -116,6 +156,12 @@ class BlockPool:
             del self.hash_to_block_id[block.hash]
             block.update(NO_HASH, [])
             self.version += 1
+
+    def _remember(self, digest: int) -> None:
+        if self.free_block_ids.may_grow:
+            self._dropped[digest] = None
+            if len(self._dropped) > len(self.blocks):
+                self._dropped.popitem(last=False)
 
     def check_integrity(self, references: dict[int, int]) -> None:
         """Raise `AssertionError` unless the pool is consistent; `references` counts block-table entries by block."""

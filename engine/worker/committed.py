@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 
 RESERVE = 128 << 20
 """Bytes kept committed past what sequences have used, until loads have taken more."""
+CACHE_AT_FIRST = 1 << 30
+"""Bytes of blocks that are used before cached ones are given out for something else."""
 _SHARE = 1 / 6
 """Of the steps' time, at most spent on it."""
 _POPULATE_WRITE = 23
@@ -66,9 +68,9 @@ class CommittedBlocks:
     def at_rest(self) -> bool:
         """Commit a little while there is nothing else to do; whether more is missing.
 
-        As much again as loads have used so far: the next may be as large.
+        As much again as loads have used so far, as the next may be as large, until there is what a cache has at first.
         """
-        self._ahead = max(self._ahead, self._used)
+        self._ahead = max(RESERVE // HUGE_PAGE, min(self._used, CACHE_AT_FIRST // HUGE_PAGE - self._used))
         if self.is_behind:
             self.commit_some()
         return self.is_behind

@@ -15,7 +15,7 @@ from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
-from engine.worker.committed import CommittedBlocks
+from engine.worker.committed import CACHE_AT_FIRST, CommittedBlocks
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
@@ -111,6 +111,13 @@ class ModelRunner:
     def window(self) -> int | None:
         """Tokens that a query of the loaded model sees, its own included; None: all before it."""
         return self.caches.window
+
+    @property
+    def blocks_at_first(self) -> int | None:
+        """Blocks of the cache that are used before cached ones are given out; None: all of them."""
+        if self.device.type != "cpu" or self.caches.block_bytes == 0:
+            return None
+        return -(-CACHE_AT_FIRST // self.caches.block_bytes)
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""

@@ -54,6 +54,18 @@ def test_before_the_next_load_as_much_again_is_committed(pools: list[torch.Tenso
     assert [resident(pool) for pool in pools] == [2 * math.ceil(used * PAGES / BLOCKS) * HUGE_PAGE] * 2
 
 
+def test_as_much_again_ends_with_what_a_cache_has_at_first(
+    pools: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committed, "CACHE_AT_FIRST", 2 * PAGES * HUGE_PAGE * 5 // 8)
+    blocks = CommittedBlocks(pools, THREADS)
+    blocks.use(BLOCKS // 2 - 1)
+    while blocks.at_rest():
+        pass
+    ahead = max(AHEAD, 2 * PAGES // 8)
+    assert sum(map(resident, pools)) == (PAGES + ahead) * HUGE_PAGE
+
+
 def test_the_whole_cache_is_the_most(pools: list[torch.Tensor]) -> None:
     blocks = CommittedBlocks(pools, THREADS)
     blocks.use(BLOCKS - 1)

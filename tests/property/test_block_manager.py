@@ -17,11 +17,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Sequences come (perhaps in chunks), grow and go; a cached token is always the very token it stands for."""
 
     holding = Bundle("holding")
+    blocks_at_first: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.manager = BlockManager(
-            SimpleNamespace(kv_cache_block_size=BLOCK_SIZE, num_kvcache_blocks=NUM_BLOCKS, enable_prefix_caching=True)
+            SimpleNamespace(kv_cache_block_size=BLOCK_SIZE, num_kvcache_blocks=NUM_BLOCKS, enable_prefix_caching=True),
+            blocks_at_first=self.blocks_at_first,
         )
         self.seqs: list[Sequence] = []
         self.cells: dict[tuple[int, int], tuple[int | None, list[int]]] = {}
@@ -113,5 +115,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert self.cells[cell] == (seq.cache_salt, seq.token_ids[: position + 1])
 
 
+class GrowingBlockManagerMachine(BlockManagerMachine):
+    """The same of a cache that grows with its use."""
+
+    blocks_at_first = 2
+
+
+GrowingBlockManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestGrowingBlockManager = GrowingBlockManagerMachine.TestCase
 BlockManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestBlockManager = BlockManagerMachine.TestCase

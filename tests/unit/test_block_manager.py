@@ -13,9 +13,12 @@ from kvcache.block_manager import RELEASED, Block, BlockManager
 BLOCK_SIZE = 4
 
 
-def make_manager(num_blocks: int = 8, block_size: int = BLOCK_SIZE, caching: bool = True) -> BlockManager:
+def make_manager(
+    num_blocks: int = 8, block_size: int = BLOCK_SIZE, caching: bool = True, blocks_at_first: int | None = None
+) -> BlockManager:
     return BlockManager(
-        SimpleNamespace(kv_cache_block_size=block_size, num_kvcache_blocks=num_blocks, enable_prefix_caching=caching)
+        SimpleNamespace(kv_cache_block_size=block_size, num_kvcache_blocks=num_blocks, enable_prefix_caching=caching),
+        blocks_at_first=blocks_at_first,
     )
 
 
@@ -333,3 +336,67 @@ def test_integrity_check_sees_a_released_block_that_is_still_in_the_table() -> N
     seq.num_released_blocks = 1
     with pytest.raises(AssertionError, match="should be released"):
         manager.check_integrity([seq])
+
+
+def run_alone(manager: BlockManager, tokens: list[int]) -> list[int]:
+    """Blocks of a sequence that comes and goes."""
+    seq = make_seq(tokens)
+    manager.allocate(seq)
+    blocks = seq.block_table
+    manager.deallocate(seq)
+    manager.check_integrity([])
+    return blocks
+
+
+def prompt_of(number: int, num_blocks: int = 2) -> list[int]:
+    return [100 * number + place for place in range(num_blocks * BLOCK_SIZE)]
+
+
+def test_a_cache_that_grows_with_its_use_gives_cached_blocks_out_before_unused_ones() -> None:
+    manager = make_manager(num_blocks=16, blocks_at_first=4)
+    used = {block for number in range(20) for block in run_alone(manager, prompt_of(number))}
+    assert used == {0, 1, 2, 3}
+    assert manager.count_cached_tokens(make_seq([*prompt_of(19), 7])) == 2 * BLOCK_SIZE
+    whole = make_manager(num_blocks=16)
+    everything = {block for number in range(20) for block in run_alone(whole, prompt_of(number))}
+    assert everything == set(range(16)), "one that does not grow uses all there is"
+
+
+def test_sequences_in_progress_have_as_many_blocks_as_there_are() -> None:
+    manager = make_manager(num_blocks=16, blocks_at_first=4)
+    seqs = [make_seq(prompt_of(number)) for number in range(8)]
+    for seq in seqs:
+        assert manager.can_allocate(seq)
+        manager.allocate(seq)
+    manager.check_integrity(seqs)
+    assert sorted(block for seq in seqs for block in seq.block_table) == list(range(16))
+
+
+def test_a_prefix_that_is_looked_for_after_it_was_dropped_makes_the_cache_twice_as_large() -> None:
+    manager = make_manager(num_blocks=16, blocks_at_first=4)
+    for number in range(3):
+        run_alone(manager, prompt_of(number))
+    assert manager.count_cached_tokens(make_seq([*prompt_of(0), 7])) == 0
+    used = {block for number in range(20) for block in run_alone(manager, prompt_of(number + 3))}
+    assert used == set(range(8))
+    assert [len({*run_alone(manager, prompt_of(number))}) for number in (20, 21, 22)] == [2] * 3
+    assert manager.count_cached_tokens(make_seq([*prompt_of(20), 7])) == 2 * BLOCK_SIZE, "what is in use stays"
+
+
+def test_what_was_never_cached_makes_nothing_grow() -> None:
+    manager = make_manager(num_blocks=16, blocks_at_first=4)
+    for number in range(50):
+        assert manager.count_cached_tokens(make_seq(prompt_of(number + 100))) == 0
+        assert set(run_alone(manager, prompt_of(number))) <= {0, 1, 2, 3}
+
+
+def test_the_order_in_which_a_growing_caches_blocks_are_listed_is_that_in_which_they_are_given_out() -> None:
+    manager = make_manager(num_blocks=10, blocks_at_first=4)
+    for number in range(2):
+        run_alone(manager, prompt_of(number))
+    listed = list(manager.free_block_ids)
+    seqs = [make_seq(prompt_of(number + 50, 1)) for number in range(10)]
+    for seq in seqs:
+        manager.allocate(seq)
+    assert [seq.block_table[0] for seq in seqs] == listed
+    assert listed[4:] == [4, 5, 6, 7, 8, 9]
