@@ -22,7 +22,9 @@ def mapped_zeros(num_bytes: int) -> mmap.mmap:
 
 
 def aligned_zeros(num_bytes: int) -> memoryview:
-    """The same, from the beginning of a huge page on, so that every one of them holds nothing else."""
+    """The same, from the beginning of a huge page on where it takes one, so that each holds nothing else."""
+    if num_bytes < HUGE_PAGE:
+        return memoryview(mapped_zeros(num_bytes))
     pages = mapped_zeros(num_bytes + HUGE_PAGE)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
     return memoryview(pages)[first : first + num_bytes]

@@ -6,6 +6,7 @@ find them, the step that opens a new block for many sequences would otherwise ta
 
 import ctypes
 import logging
+import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,11 @@ from models.host_memory import HUGE_PAGE
 _log = logging.getLogger(__name__)
 
 RESERVE = 128 << 20
-"""Bytes kept committed past what sequences have used, until loads have taken more."""
+"""Bytes kept committed past what sequences have used."""
 CACHE_AT_FIRST = 1 << 30
 """Bytes of blocks that are used before cached ones are given out for something else."""
+_MOST_THREADS = 4
+"""A request that arrives waits for as many pages."""
 _SHARE = 1 / 6
 """Of the steps' time, at most spent on it."""
 _POPULATE_WRITE = 23
@@ -38,13 +41,13 @@ class CommittedBlocks:
         ]
         """Each with the block in which it begins, as pools may differ in size."""
         self._pages.sort()
-        self._ahead = RESERVE // HUGE_PAGE
         self._used = 0
         self._next = 0
         self._credit = 0.0
-        self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="commit")
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        # They run where this thread may: with a core of its own, that is one.
+        self._num_threads = min(num_threads, _MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="commit")
+        self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def use(self, highest_block: int) -> None:
@@ -66,11 +69,7 @@ class CommittedBlocks:
             self._credit -= time.perf_counter() - start
 
     def at_rest(self) -> bool:
-        """Commit a little while there is nothing else to do; whether more is missing.
-
-        As much again as loads have used so far, as the next may be as large, until there is what a cache has at first.
-        """
-        self._ahead = max(RESERVE // HUGE_PAGE, min(self._used, CACHE_AT_FIRST // HUGE_PAGE - self._used))
+        """Commit a little while there is nothing else to do; whether more is missing."""
         if self.is_behind:
             self.commit_some()
         return self.is_behind
@@ -86,7 +85,7 @@ class CommittedBlocks:
 
     @property
     def _wanted(self) -> int:
-        return min(self._used + self._ahead, len(self._pages))
+        return min(self._used + RESERVE // HUGE_PAGE, len(self._pages))
 
     def _commit(self, count: int) -> None:
         if count <= 0:

@@ -1,7 +1,6 @@
 """What of a KV cache the system has committed, before and while sequences use it."""
 
 import ctypes
-import math
 import mmap
 
 import pytest
@@ -42,28 +41,6 @@ def test_blocks_that_are_used_before_they_are_committed_are_committed_at_once(po
     blocks = CommittedBlocks(pools, THREADS)
     blocks.use(BLOCKS // 8 - 1)
     assert [resident(pool) for pool in pools] == [PAGES // 8 * HUGE_PAGE] * 2
-
-
-def test_before_the_next_load_as_much_again_is_committed(pools: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(pools, THREADS)
-    used = BLOCKS // 2 - 1
-    blocks.use(used - 1)
-    while blocks.at_rest():
-        pass
-    # The page in which the last block ends, and as many again.
-    assert [resident(pool) for pool in pools] == [2 * math.ceil(used * PAGES / BLOCKS) * HUGE_PAGE] * 2
-
-
-def test_as_much_again_ends_with_what_a_cache_has_at_first(
-    pools: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(committed, "CACHE_AT_FIRST", 2 * PAGES * HUGE_PAGE * 5 // 8)
-    blocks = CommittedBlocks(pools, THREADS)
-    blocks.use(BLOCKS // 2 - 1)
-    while blocks.at_rest():
-        pass
-    ahead = max(AHEAD, 2 * PAGES // 8)
-    assert sum(map(resident, pools)) == (PAGES + ahead) * HUGE_PAGE
 
 
 def test_the_whole_cache_is_the_most(pools: list[torch.Tensor]) -> None:

@@ -199,20 +199,30 @@ static void attend_together(struct task *task, const struct step *step, struct w
     }
 }
 
-/* Tasks: by row, or rows that share their first keys, and by KV head, whose keys then stay near, some columns each. A
- * thread takes its next one early: what that one begins with is fetched meanwhile. */
+/* Tasks: by row, or rows that share their first keys, and by KV head, whose keys then stay near, some columns each. What
+ * a thread will have next if all take turns is fetched meanwhile; taken it is only when the thread is free. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
     struct cursor at = {0};
-    struct task tasks[2], *task = &tasks[0], *after = &tasks[1];
+    struct task tasks[2], *task = &tasks[0], *guess = &tasks[1];
     struct ahead ahead = {.task = NULL};
     prepare_tiles(worker->isa);
-    int is_there = step->num_rows > 0 && find_task(op, step, worker->threads, take_task(worker), &at, task);
+    long number = take_task(worker);
+    int is_there = step->num_rows > 0 && find_task(op, step, worker->threads, number, &at, task);
     while (is_there) {
-        is_there = find_task(op, step, worker->threads, take_task(worker), &at, after);
+        struct cursor guessed_at = at;
+        long guessed = number + worker->threads;
+        int is_guessed = find_task(op, step, worker->threads, guessed, &guessed_at, guess);
         if (task->rows > 1) attend_together(task, step, worker);
-        else attend(task, is_there ? after : NULL, &ahead, worker);
-        struct task *done = task;
-        task = after, after = done;
+        else attend(task, is_guessed ? guess : NULL, &ahead, worker);
+        if (task->rows > 1) ahead.task = NULL;
+        number = take_task(worker);
+        if (is_guessed && number == guessed) {
+            struct task *done = task;
+            task = guess, guess = done, at = guessed_at;
+            continue;
+        }
+        ahead.task = NULL;
+        is_there = find_task(op, step, worker->threads, number, &at, task);
     }
 }

@@ -45,7 +45,7 @@ struct ahead {
 /* Before a task's first step, unless what follows that is known from the task before. */
 void begin_task(struct ahead *ahead, const struct task *task, int64_t first_key);
 
-/* Before each step: which two follow. `after`: the next task, or NULL. */
+/* Before each step: which two follow. `after`: what is likely the next task, or NULL. */
 void look_further(struct ahead *ahead, const struct task *after);
 
 /* After each step: what is left of the next one is asked for all at once. */

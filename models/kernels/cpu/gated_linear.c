@@ -134,7 +134,7 @@ static void gate_share(struct room *room, const struct share *share) {
     int64_t together = max64(1, TOGETHER / 2 / (inputs * PANEL * (int64_t)sizeof(bf16)));
     for (int64_t panel = share->panel; panel < share->past; panel += together)
         for (int64_t done = 0, count; done < share->count; done += count) {
-            count = rows_of_group(share->count - done);
+            count = rows_of_group(share->count - done, share->count);
             for (int64_t i = panel; i < min64(share->past, panel + together); i++)
                 multiply_pair(room, room->staged + done * inputs, share->first + done, count, i);
         }

@@ -56,7 +56,7 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
             int64_t width = min64(PANEL, op->out_features - panel * PANEL);
             const bf16 *weight = op->weight + panel * steps * STEP;
             for (int64_t row = 0, some; row < count; row += some) {
-                some = rows_of_group(count - row);
+                some = rows_of_group(count - row, count);
                 products->multiply(staged + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
                 if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
                 struct best here = {best.peaks + first + row, best.tokens + first + row};

@@ -14,9 +14,10 @@
 #define STAGED_ROWS 512      /* of them at most */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
-/* Whole groups, or a tile where rows are that long. */
+/* Whole groups, or whole tiles where rows are that long. */
 int64_t rows_to_stage(int64_t inputs) {
-    return max64(LANES, min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))) / GROUP * GROUP);
+    int64_t rows = min64(STAGED_ROWS, STAGED / (int64_t)(inputs * sizeof(bf16))), whole = rows < GROUP ? LANES : GROUP;
+    return max64(LANES, rows / whole * whole);
 }
 
 void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
@@ -85,7 +86,7 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
     int64_t steps = parts(at.op->in_features, DEPTH), first_row = at.row, first_output = at.output;
     const bf16 *weight = at.op->weight + first_output / PANEL * steps * STEP;
     for (int64_t done = 0; done < rows; done += at.count) {
-        at.row = first_row + done, at.count = rows_of_group(rows - done);
+        at.row = first_row + done, at.count = rows_of_group(rows - done, rows);
         for (int64_t panel = 0; panel < panels; panel++) {
             at.output = first_output + panel * PANEL;
             bench->products->multiply(bench->staged + done * steps * DEPTH, at.count, weight + panel * steps * STEP,

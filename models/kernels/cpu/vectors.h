@@ -143,6 +143,10 @@ INLINE vector tanh_of(vector x) {
     return choose(is_negative, -t, t);
 }
 
-INLINE vector sigmoid_of(vector x) { return reciprocal_of(1.0f + exp_of(-choose(x < -87.0f, all(-87.0f), x))); }
+/* 0 below -87, where the reciprocal has no bits left. */
+INLINE vector sigmoid_of(vector x) {
+    integers is_shut = x < -87.0f;
+    return choose(is_shut, all(0), reciprocal_of(1.0f + exp_of(-choose(is_shut, all(-87.0f), x))));
+}
 
 #endif
