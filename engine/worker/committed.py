@@ -25,6 +25,8 @@ _MOST_THREADS = 4
 """A request that arrives waits for as many pages."""
 _SHARE = 1 / 6
 """Of the steps' time, at most spent on it."""
+_MOST_SECONDS = 0.02
+"""After one step: the next must not wait for what a long prompt would allow."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14."""
 
@@ -62,7 +64,7 @@ class CommittedBlocks:
 
     def after_step(self, seconds: float) -> None:
         """Spend a share of a step's time on missing pages; one that takes longer is paid off by later steps."""
-        self._credit = min(self._credit, 0.0) + seconds * _SHARE
+        self._credit = min(self._credit, 0.0) + min(seconds * _SHARE, _MOST_SECONDS)
         while self._credit > 0 and self.is_behind:
             start = time.perf_counter()
             self.commit_some()

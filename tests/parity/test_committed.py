@@ -54,16 +54,20 @@ def test_without_a_cache_there_is_nothing_to_commit() -> None:
     assert not CommittedBlocks([], THREADS).is_behind
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "allowed"),
+    [pytest.param(0.06, 0.01, id="a share of short steps"), pytest.param(2.0, 0.02, id="20 ms after long ones")],
+)
 def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
-    pools: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    pools: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, step_seconds: float, allowed: float
 ) -> None:
-    seconds = iter(range(1000))
-    monkeypatch.setattr(committed.time, "perf_counter", lambda: float(next(seconds)))
+    page_seconds, steps = 0.07, 100
+    times = iter(range(10_000))
+    monkeypatch.setattr(committed.time, "perf_counter", lambda: page_seconds * next(times))
     blocks = CommittedBlocks(pools, THREADS)
-    done = 0
-    counts = []
-    monkeypatch.setattr(blocks, "commit_some", lambda: counts.append(done))
-    for _ in range(12):
-        done += 1
-        blocks.after_step(1.0)
-    assert counts == [1, 7], "a page of a second every six seconds of steps"
+    counts = [0]
+    monkeypatch.setattr(blocks, "commit_some", lambda: counts.append(counts.pop() + 1))
+    by_step = [(blocks.after_step(step_seconds), counts[0])[1] for _ in range(steps)]
+    assert by_step[0] == 1
+    assert by_step[1] == 1, "one at a time"
+    assert steps * allowed - page_seconds <= by_step[-1] * page_seconds <= steps * allowed + page_seconds
