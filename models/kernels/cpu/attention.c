@@ -200,26 +200,28 @@ static void attend_together(struct task *task, const struct step *step, struct w
 }
 
 /* Tasks: by row, or rows that share their first keys, and by KV head, whose keys then stay near, some columns each. What
- * a thread will have next if all take turns is fetched meanwhile; taken it is only when the thread is free. */
+ * a thread has next is fetched meanwhile. It is taken early where many are left; of the last ones, which another thread
+ * may be free for first, it is what this one will have if all take turns. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
     struct cursor at = {0};
-    struct task tasks[2], *task = &tasks[0], *guess = &tasks[1];
+    struct task tasks[2], *task = &tasks[0], *next = &tasks[1];
     struct ahead ahead = {.task = NULL};
     prepare_tiles(worker->isa);
     long number = take_task(worker);
     int is_there = step->num_rows > 0 && find_task(op, step, worker->threads, number, &at, task);
     while (is_there) {
-        struct cursor guessed_at = at;
-        long guessed = number + worker->threads;
-        int is_guessed = find_task(op, step, worker->threads, guessed, &guessed_at, guess);
+        struct cursor last_at = at, next_at = at;
+        int is_taken = find_task(op, step, worker->threads, number + 2 * worker->threads, &last_at, next);
+        long expected = is_taken ? take_task(worker) : number + worker->threads;
+        int is_known = find_task(op, step, worker->threads, expected, &next_at, next);
         if (task->rows > 1) attend_together(task, step, worker);
-        else attend(task, is_guessed ? guess : NULL, &ahead, worker);
+        else attend(task, is_known ? next : NULL, &ahead, worker);
         if (task->rows > 1) ahead.task = NULL;
-        number = take_task(worker);
-        if (is_guessed && number == guessed) {
+        number = is_taken ? expected : take_task(worker);
+        if (is_known && number == expected) {
             struct task *done = task;
-            task = guess, guess = done, at = guessed_at;
+            task = next, next = done, at = next_at;
             continue;
         }
         ahead.task = NULL;
