@@ -36,7 +36,7 @@ class FreeBlocks:
 
     def pop(self) -> int:
         """Take the block whose content is least worth keeping."""
-        if not self._vacant or self._is_held_back:
+        if self._cached and not (self._vacant and self._vacant[0] < self._num_ready):
             return self._cached.popitem(last=False)[0]
         block_id = self._vacant.popleft()
         self._num_open = max(self._num_open, block_id + 1)
@@ -61,14 +61,15 @@ class FreeBlocks:
         """The order in which blocks would be given out."""
         vacant = list(self._vacant)
         # Vacated ones come before those that were never used, which ascend.
-        ready = sum(block_id < max(self._num_open, self._at_ease) for block_id in vacant)
+        ready = sum(block_id < self._num_ready for block_id in vacant)
         yield from vacant[:ready]
         yield from self._cached
         yield from vacant[ready:]
 
     @property
-    def _is_held_back(self) -> bool:
-        return self._vacant[0] >= max(self._num_open, self._at_ease) and bool(self._cached)
+    def _num_ready(self) -> int:
+        """Leading blocks that are given out, while vacant, before any cached one."""
+        return max(self._num_open, self._at_ease)
 
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._cached or block_id in self._vacant

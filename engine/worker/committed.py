@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 RESERVE = 128 << 20
 """Bytes kept committed past what sequences have used."""
-CACHE_AT_FIRST = 1 << 30
-"""Bytes of blocks that are used before cached ones are given out for something else."""
 _MOST_THREADS = 4
 """A request that arrives waits for as many pages."""
 _SHARE = 1 / 6

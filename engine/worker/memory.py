@@ -14,6 +14,8 @@ from engine.worker.control_groups import group_directories
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
 """Most host memory that the cache takes unasked."""
+CPU_BYTES_AT_FIRST = GIB
+"""Of the cache, used before cached blocks are given out for something else."""
 MAX_CPU_TOKENS = 2**19
 """Most tokens that a cache on CPU holds unasked: a tiny model would spend its start-up on bookkeeping for millions."""
 

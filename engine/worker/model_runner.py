@@ -15,11 +15,18 @@ from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
-from engine.worker.committed import CACHE_AT_FIRST, CommittedBlocks
+from engine.worker.committed import CommittedBlocks
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
-from engine.worker.memory import KVCacheSize, available_host_memory, cpu_budget, gpu_budget, kv_cache_size
+from engine.worker.memory import (
+    CPU_BYTES_AT_FIRST,
+    KVCacheSize,
+    available_host_memory,
+    cpu_budget,
+    gpu_budget,
+    kv_cache_size,
+)
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampler import SampledTokens, Sampler
 from models.attention import select_backend
@@ -117,7 +124,7 @@ class ModelRunner:
         """Blocks of the cache that are used before cached ones are given out; None: all of them."""
         if self.device.type != "cpu" or self.caches.block_bytes == 0:
             return None
-        return -(-CACHE_AT_FIRST // self.caches.block_bytes)
+        return -(-CPU_BYTES_AT_FIRST // self.caches.block_bytes)
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""

@@ -59,14 +59,20 @@ def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
         raise ValueError(f"{x.dtype} {list(x.shape)} where a product takes rows of {weight.in_features} bfloat16")
 
 
-def linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+def _multiply(
+    operator: type[Arguments],
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    *options: float,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    """By an operator whose arguments begin as `structures.Linear`. # [rows, in_features] -> [rows, out_features]"""
     _require_rows(x, weight)
     runtime = current()
-    out = runtime.rows(len(x), weight.out_features, dtype)
-    arguments = weight.operators.linear(
+    out = runtime.rows(len(x), out_features, dtype)
+    arguments = operator(
         x.data_ptr(),
         x.stride(0),
         weight.memory.data_ptr(),
@@ -76,10 +82,18 @@ def linear(
         weight.in_features,
         weight.out_features,
         dtype is torch.float32,
+        *options,
         *weight.options,
     )
     runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
     return out
+
+
+def linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    return _multiply(weight.operators.linear, x, weight, bias, weight.out_features, dtype)
 
 
 def gates(weight: PackedWeight) -> bool:
@@ -100,27 +114,9 @@ def gated_linear(
 
     # [rows, in_features] -> [rows, out_features / 2]
     """
-    _require_rows(x, weight)
-    assert weight.operators.gated_linear is not None
-    runtime = current()
-    out = runtime.rows(len(x), weight.out_features // 2)
-    arguments = weight.operators.gated_linear(
-        x.data_ptr(),
-        x.stride(0),
-        weight.memory.data_ptr(),
-        pointer(bias),
-        out.data_ptr(),
-        out.stride(0),
-        weight.in_features,
-        weight.out_features,
-        False,
-        activation,
-        alpha,
-        limit,
-        *weight.options,
-    )
-    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
-    return out
+    operator = weight.operators.gated_linear
+    assert operator is not None
+    return _multiply(operator, x, weight, bias, weight.out_features // 2, torch.bfloat16, activation, alpha, limit)
 
 
 def grouped_linear(
