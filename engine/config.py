@@ -145,6 +145,9 @@ class ServerConfig(Section):
     ssl_ca_certs: Annotated[str, Field(min_length=1)] | None = None
     """PEM file of authorities; each client must then show a certificate that one of them signed."""
 
+    drain_timeout: Annotated[float, Field(ge=0.0)] = 30.0
+    """Seconds that live requests have to end once the server is told to; what is left then ends with an error."""
+
     root_path: str = ""
     """Prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
 
@@ -252,6 +255,17 @@ class Config(Section):
 
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Further tokens that end a completion; default: the rest of the generation config's EOS list."""
+
+    max_core_restarts: Annotated[int, Field(ge=0)] = 30
+    """Times that the engine may be started again within `core_restart_window`, before the server gives up; 0: never.
+
+    Live requests go on where they were."""
+
+    core_restart_window: Annotated[float, Field(gt=0.0)] = 600.0
+    """Seconds over which `max_core_restarts` counts."""
+
+    stall_timeout: Annotated[float, Field(gt=0.0)] = 300.0
+    """Seconds without a completed step, while there is work, after which the engine is started again."""
 
     lora: tuple[str, ...] = ()
     """LoRA adapters to serve beside the model, each NAME=DIRECTORY; requests choose one by its name as `model`."""

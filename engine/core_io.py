@@ -112,7 +112,9 @@ class CoreSockets:
                 cache_salt=message.cache_salt,
                 priority=message.priority,
                 adapter=message.adapter,
+                resumed_token_ids=message.resumed_token_ids,
             )
+            seq.is_suspect = message.suspect
             if seq.sampling_params.grammar is None:
                 self.input_queue.put(seq)
             elif self._grammars is None:

@@ -1,10 +1,11 @@
 """`CoreProcess`: one engine-core process as its parent sees it, and `Launch`, what it is started with.
 
-Made by `CoreManager`; the core reads its `Launch` and answers over the sockets named there.
+Made by `CoreLink`; the core reads its `Launch` and answers over the sockets named there.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from engine.config import Config
+from engine.flight_record import FlightRecord
 
 CORE_MODULE = "engine.engine_core"
 """What the process runs."""
@@ -33,6 +35,8 @@ class Launch(msgspec.Struct, frozen=True):
     directory: str
     started: float
     """When the core was started, on `time.monotonic`'s clock."""
+    flight_record: int
+    """Descriptor of its `FlightRecord`."""
 
     @property
     def input_address(self) -> str:
@@ -54,17 +58,24 @@ class CoreProcess:
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path."""
+        self._record_descriptor = FlightRecord.create(config.max_num_seqs)
+        self.flight_record = FlightRecord(self._record_descriptor)
+        """Stays readable when the process is gone."""
         self.launch = Launch(
             name=f"kaon-engine-{rank}",
             config=config.model_dump_json(),
             directory=tempfile.mkdtemp(prefix="kaon-"),
             started=time.monotonic(),
+            flight_record=self._record_descriptor,
         )
         longest = self.launch.output_address.removeprefix("ipc://")
         if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
             self._remove_directory()
+            os.close(self._record_descriptor)
             raise ValueError(f"TMPDIR is too long: {longest} has over {_MAX_SOCKET_PATH} bytes; set a shorter TMPDIR")
         self.lifeline, self._theirs = socket.socketpair()
+        self._lifeline_poll = select.poll()
+        self._lifeline_poll.register(self.lifeline, select.POLLIN)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> int:
@@ -77,11 +88,14 @@ class CoreProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
+            pass_fds=(self._record_descriptor,),
             env={**os.environ, "PYTHONPATH": path},
             process_group=0,
         )
-        self._theirs.close()
-        self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
+        self._close_theirs()
+        # One that is dead already is told of by the lifeline's end.
+        with contextlib.suppress(BrokenPipeError):
+            self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
         return self._process.pid
 
     def wait(self) -> int:
@@ -95,18 +109,33 @@ class CoreProcess:
             with contextlib.suppress(BrokenPipeError):
                 self.lifeline.sendall(b"\n")
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has let go of the lifeline: it has ended, or is about to."""
+        return bool(self._lifeline_poll.poll(0))
+
+    def signal(self, number: int) -> None:
+        """Send a signal, to a process that is there."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def stop(self, timeout: float) -> None:
-        """End the process, by SIGTERM and after `timeout` seconds by SIGKILL, and leave nothing of it behind."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and leave nothing of it behind."""
+        self._close_theirs()
+        self.lifeline.close()
+        if self._process is not None:
             try:
                 self._process.wait(timeout)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._theirs.close()
-        self.lifeline.close()
         self._remove_directory()
+
+    def _close_theirs(self) -> None:
+        self._theirs.close()
+        if self._record_descriptor >= 0:
+            os.close(self._record_descriptor)
+            self._record_descriptor = -1
 
     def _remove_directory(self) -> None:
         shutil.rmtree(self.launch.directory, ignore_errors=True)

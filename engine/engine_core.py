@@ -3,6 +3,7 @@
 Started by `CoreManager` through `engine.core_process`. Sockets are `engine.core_io`'s room.
 """
 
+import faulthandler
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
 from typing import Protocol
@@ -21,6 +23,8 @@ from engine.config import Config
 from engine.core_io import CoreSockets, InputQueue, OutputQueue, error_output
 from engine.core_process import Launch
 from engine.core_startup import PhaseClock, load_model
+from engine.flight_record import FlightRecord
+from engine.isolation import FailedStep, Isolation
 from engine.lifetime import end_with_parent, name_process, take_lifeline
 from engine.messages import AbortRequests, Failed, Ready, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
@@ -29,6 +33,10 @@ from engine.sequence import Sequence
 from engine.structured.matchers import Matchers
 
 logger = logging.getLogger("engine.engine_core")
+
+_CANARY_ID = -1
+_CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+"""The request that shows whether the engine works at all."""
 
 _CHECK_AFTER_IDLE_SECONDS = 1.0
 """An idle core checks its own integrity after this long: never between two requests of a busy one."""
@@ -56,11 +64,13 @@ class EngineCore:
         window: int | None = None,
         blocks_at_first: int | None = None,
         prepare_ahead: Callable[[], bool] | None = None,
+        record: FlightRecord | None = None,
     ) -> None:
         """`window`: tokens that a query of the model sees, where all its layers have one. `blocks_at_first`: of the
         KV cache, where it grows with its use.
 
         `prepare_ahead`, called while the core is idle, makes later steps quicker and tells whether more would.
+        `record` is told of each step.
         """
         self.scheduler = Scheduler(config, window=window, blocks_at_first=blocks_at_first)
         self.runner = runner
@@ -68,6 +78,10 @@ class EngineCore:
         self.output_queue = output_queue
         self._block_size = config.kv_cache_block_size
         self._outputs = _Outputs()
+        self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
+        self._isolation = Isolation(self.scheduler, self._compute)
+        self._suspects: deque[Sequence] = deque()
+        """Sequences that an earlier core died on, each to be tried alone."""
         self._stopping = False
         self._prepare_ahead = prepare_ahead
 
@@ -83,13 +97,10 @@ class EngineCore:
         self.output_queue.put(Stopped())
 
     def produce_token(self) -> None:
-        """Run one request of one token through scheduler and model: after it, the core is known to work."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        self.scheduler.add(Sequence([0], self._block_size, params))
-        self._step()
-        (output,) = self._outputs.take()
-        if output.error is not None:
-            raise RuntimeError(f"the model produced no token: {output.error}")
+        """Run one request of one token through scheduler and model. Raises `RuntimeError` if that does not work."""
+        error = self._try_canary()
+        if error is not None:
+            raise RuntimeError(f"the model produced no token: {error}")
 
     def pull_and_process_input_queue(self) -> None:
         """Take in all that has arrived. With nothing to run, answer it and sleep until something has."""
@@ -124,6 +135,9 @@ class EngineCore:
                         self.scheduler.add(message)
                     except ValueError as error:
                         self._outputs.put_nowait([error_output(message.id, str(error))])
+                        continue
+                    if message.is_suspect:
+                        self._suspects.append(message)
                 case AbortRequests():
                     aborted += message.request_ids
                 case Shutdown():
@@ -140,23 +154,55 @@ class EngineCore:
 
     def _step(self) -> str | None:
         """Schedule, compute, postprocess; the step's kind, or None if there was nothing to compute."""
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return None
-        batch, seqs = scheduled
+        if self._suspects:
+            # One alone: should it end this process too, it is known whose fault that was.
+            failed = self._isolation.run([self._suspects.popleft()])
+            kind: str | None = "prefill"
+        else:
+            scheduled = self.scheduler.schedule()
+            if scheduled is None:
+                return None
+            batch, seqs = scheduled
+            error = self._compute(batch, seqs)
+            failed = None if error is None else FailedStep(list(seqs.values()), error)
+            kind = batch.kind
+        if failed is not None:
+            self._fail_guilty(failed)
+        return kind
+
+    def _compute(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
+        """Run a scheduled step and take its tokens back; what it raised, its sequences waiting again."""
+        self._record.begin(batch.req_ids)
         try:
             output = self.runner.forward(batch)
         except BaseException as error:  # a panic of native code is no `Exception`
             logger.exception("a step of %d sequences failed", len(seqs))
-            self._fail_step(list(seqs.values()), error)
-        else:
-            self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
-        return batch.kind
+            self.scheduler.retract(seqs.values())
+            return error
+        self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
+        self._record.end()
+        return None
 
-    def _fail_step(self, seqs: list[Sequence], error: BaseException) -> None:
-        """End the sequences of a step that raised; the others go on."""
-        sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
-        self._outputs.put_nowait(self.scheduler.fail(seqs, sentence))
+    def _fail_guilty(self, failed: FailedStep) -> None:
+        """End the sequences that made a step raise; the others go on. Raises `RuntimeError` if every step does."""
+        for seq, error in self._isolation.guilty(failed):
+            canary_error = self._try_canary()
+            if canary_error is not None:
+                # Whoever starts this core again should know in what company it broke.
+                self._record.begin([each.id for each in failed.seqs])
+                raise RuntimeError(f"steps fail whatever they compute: {canary_error}") from error
+            sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
+            self._outputs.put_nowait(self.scheduler.fail([seq], sentence))
+
+    def _try_canary(self) -> str | None:
+        """Compute a request of one token, which nobody made; what went wrong."""
+        canary = Sequence([0], self._block_size, _CANARY_PARAMS, id=_CANARY_ID)
+        self.scheduler.add(canary)
+        failed = self._isolation.run([canary])
+        if failed is not None:
+            self.scheduler.abort([_CANARY_ID])
+            return str(failed.error) or type(failed.error).__name__
+        return self._outputs.take_one(_CANARY_ID).error
 
     def _send(self, step_kind: str, step_seconds: float) -> None:
         self.output_queue.put(StepOutputs(self._outputs.take(), self.scheduler.stats(step_kind, step_seconds)))
@@ -181,10 +227,20 @@ class _Outputs:
         taken, self._collected = self._collected, []
         return taken
 
+    def take_one(self, seq_id: int) -> RequestOutput:
+        """The one output of a sequence."""
+        (taken,) = (output for output in self._collected if output.request_id == seq_id)
+        self._collected = [output for output in self._collected if output is not taken]
+        return taken
+
 
 def main() -> int:
     """Run one engine core for the parent that holds the other end of standard input; the exit code."""
+    # Signals to a whole group or container reach this process too: when it ends is for its parent to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
     lifeline = take_lifeline()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
@@ -195,7 +251,7 @@ def main() -> int:
         level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
     )
     sockets = CoreSockets(launch.input_address, launch.output_address, config.kv_cache_block_size)
-    failure = _run(config, launch.started, sockets)
+    failure = _run(config, launch, sockets)
     if failure is not None:
         sockets.output_queue.put(failure)
     sockets.close()
@@ -209,9 +265,11 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
+def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     """Load the model and serve it until told to stop; what went wrong, if anything did."""
-    phases = PhaseClock(started)
+    phases = PhaseClock(launch.started)
+    record = FlightRecord(launch.flight_record)
+    os.close(launch.flight_record)
     try:
         loaded = load_model(config, phases)
         core = EngineCore(
@@ -222,6 +280,7 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
             window=loaded.window,
             blocks_at_first=loaded.blocks_at_first,
             prepare_ahead=loaded.runner.prepare_ahead,
+            record=record,
         )
         core.produce_token()
     except (ValueError, MemoryError) as error:
@@ -234,7 +293,6 @@ def _run(config: Config, started: float, sockets: CoreSockets) -> Failed | None:
     gc.freeze()
     phases.end("warm-up")
     sockets.serve_grammars(Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids))
-    signal.signal(signal.SIGTERM, lambda *_: sockets.input_queue.put(Shutdown()))
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:
         core.busy_loop()

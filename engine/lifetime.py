@@ -1,4 +1,4 @@
-"""How a child process is named, outlives Ctrl-C, and ends with its parent. Called first thing in the core process."""
+"""How a child process is named, outlives Ctrl-C, and ends with its parent; whether one is stopped."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import threading
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -47,6 +48,16 @@ def end_with_parent(lifeline: socket.socket, directory: str) -> None:
 def end_with_parent_even_if_stuck() -> None:
     """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped that process; False for one that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name, in parentheses, may hold anything.
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _prctl(option: int, argument: bytes | int) -> None:

@@ -67,6 +67,10 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Lower is served first."""
     adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of a LoRA adapter, from 1 in the order of `Config.lora`; 0: the base model alone."""
+    resumed_token_ids: list[int] = []
+    """Tokens that the sequence generated before, in a core that is gone; it goes on behind them."""
+    suspect: bool = False
+    """It was in the step in which the last core died: its first step is computed apart from all others."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

@@ -98,7 +98,11 @@ class Scheduler:
             room = " leave room for an answer" if seq.max_tokens else " fit"
             raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
         self.stops.prepare(seq)
-        self.waiting.append(seq)
+        if seq.num_completion_tokens:
+            # It was running before: nobody who came later is served before it.
+            self.waiting.append_front(seq)
+        else:
+            self.waiting.append(seq)
 
     def extend(self, seqs: Iterable[Sequence]) -> None:
         """Queue sequences in order."""
@@ -109,6 +113,13 @@ class Scheduler:
         """End these sequences now and free their blocks; their terminal outputs. Ids not live are ignored."""
         ids = set(seq_ids)
         return self._remove([seq for seq in (*self.running, *self.waiting) if seq.id in ids], "abort")
+
+    def retract(self, seqs: Iterable[Sequence]) -> None:
+        """Have the sequences of a step that raised wait again: nothing of what it computed is there."""
+        for seq in seqs:
+            if seq.status is SequenceStatus.RUNNING:
+                self.block_manager.forget(seq)
+                self.preempt(seq)
 
     def fail(self, seqs: Iterable[Sequence], error: str, bad_request: bool = False) -> list[RequestOutput]:
         """End sequences that a step could not compute; `error` is the sentence their clients get.
@@ -160,6 +171,31 @@ class Scheduler:
                 self._schedule_decodes(step)
         self.prev_prompt = step.num_prefills > 0
         return step.batch() if step.seqs else None
+
+    def schedule_only(self, seqs: Collection[Sequence]) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """As `schedule`, as if there were nothing but `seqs`; others are preempted where these need their blocks."""
+        chosen = set(seqs)
+        waiting, running, prefilling = self.waiting, self.running, self._prefilling
+        self.waiting = waiting.only(chosen)
+        self.running = deque(seq for seq in running if seq in chosen)
+        self._prefilling = [seq for seq in prefilling if seq in chosen]
+        self._decode_rows = None
+        try:
+            scheduled = self.schedule()
+        finally:
+            self.running = deque((*(seq for seq in running if seq not in chosen), *self.running))
+            self._prefilling = [*(seq for seq in prefilling if seq not in chosen), *self._prefilling]
+            self._decode_rows = None
+            waiting.keep(lambda seq: seq not in chosen)
+            for seq in reversed(list(self.waiting)):
+                waiting.appendleft(seq)
+            self.waiting = waiting
+        if scheduled is None:
+            holding = [seq for seq in self.running if seq not in chosen]
+            if holding and not chosen.isdisjoint(waiting):
+                self.preempt(holding[-1])
+                return self.schedule_only(seqs)
+        return scheduled
 
     def postprocess(
         self,

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,14 @@ class Sequence:
         cache_salt: int | None = None,
         priority: int = 0,
         adapter: int = 0,
+        resumed_token_ids: Iterable[int] = (),
     ) -> None:
+        """`resumed_token_ids` were generated before, in a core that is gone: they are computed as the prompt is."""
         if not token_ids:
             raise ValueError("a sequence needs at least 1 prompt token")
         self.id = next(Sequence._ids) if id is None else id
         self.block_size = block_size
-        self.token_ids = list(token_ids)
+        self.token_ids = [*token_ids, *resumed_token_ids]
         self.num_prompt_tokens = len(token_ids)
         self.num_placeholder = 0
         self.num_computed_tokens = 0
@@ -83,6 +85,8 @@ class Sequence:
         self.slot = -1
         """Row in the scheduler's and the worker's columns while running, else -1."""
 
+        self.is_suspect = False
+        """Whether a core died in a step that computed it: its next step is to be its own."""
         self.status = SequenceStatus.WAITING
         self.type = SequenceType.DUMMY
         self.sampling_params = sampling_params
@@ -105,7 +109,8 @@ class Sequence:
         self.arrive_time = time.time()
         self.schedule_time = 0.0
         """When a step of this sequence was first scheduled; 0 before."""
-        self.first_token_time = 0.0
+        self.first_token_time = self.arrive_time if len(self.token_ids) > len(token_ids) else 0.0
+        """When its first token was sampled; of a resumed one, which has told of it, its arrival. 0 before."""
         self.leave_time = 0.0
         self.leave_reason: str | None = None
 

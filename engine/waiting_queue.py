@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from engine.sequence import Sequence
 
@@ -49,6 +49,10 @@ class WaitingQueue:
         self._latest[priority] = due
         heapq.heappush(self._heap, (due, next(self._count), seq))
 
+    def append_front(self, seq: Sequence) -> None:
+        """Add a sequence that ran before it arrived, in front of those that did not, behind those that did."""
+        self._front.append(seq)
+
     def appendleft(self, seq: Sequence) -> None:
         """Put a preempted sequence in front of all others."""
         self._front.appendleft(seq)
@@ -56,6 +60,12 @@ class WaitingQueue:
     def popleft(self) -> Sequence:
         """Take the first sequence."""
         return self._front.popleft() if self._front else heapq.heappop(self._heap)[2]
+
+    def only(self, wanted: Collection[Sequence]) -> "WaitingQueue":
+        """A queue of those of `wanted` that wait, in their order; this one stays as it is."""
+        part = WaitingQueue(self._aging_seconds)
+        part._front.extend(seq for seq in self if seq in wanted)
+        return part
 
     def keep(self, wanted: Callable[[Sequence], bool]) -> None:
         """Drop the sequences that are not wanted any more."""

@@ -53,7 +53,7 @@ class Frontend:
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
         """Load tokenizer and chat template while the core loads the model; then serve; `on_ready` hears the names."""
-        self._core.attach(asyncio.get_running_loop(), self.hub.receive)
+        self._core.attach(asyncio.get_running_loop(), self.hub.receive, self.metrics.core_restarted)
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         try:
             AnswerFormat.check_names(*parsers)
@@ -83,9 +83,13 @@ class Frontend:
         )
         on_ready(self.model_names)
 
+    def drain(self) -> None:
+        """Take no more requests; the live ones go on."""
+        self._closing = True
+
     def close(self) -> None:
         """Take no more requests and end the live ones with an error."""
-        self._closing = True
+        self.drain()
         self.hub.fail_all(NotReady("the server is shutting down; send the request again later"))
         if self._grammars is not None:
             self._grammars.close()
@@ -107,6 +111,12 @@ class Frontend:
         if self._processor is None:
             raise NotReady("the model is still loading; try again in a moment")
         return self._processor
+
+    def check_ready(self) -> None:
+        """Raise `NotReady` unless a request that comes now is served now."""
+        _ = self.processor
+        if not self._core.is_serving:
+            raise NotReady("the engine is being started again; requests wait for it")
 
     @property
     def answer_format(self) -> AnswerFormat:

@@ -1,9 +1,13 @@
 """Runs the application under uvicorn until a signal, or until the engine is gone. Called by `server.serve`."""
 
 import asyncio
+import logging
+import math
 import socket
 import ssl
+import time
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -15,11 +19,16 @@ from server.auth import KeyRing
 from server.frontend import Frontend
 from server.http_protocol import HttpProtocol
 
+_log = logging.getLogger(__name__)
+
 _KEEP_ALIVE_SECONDS = 75
 """Longer than the idle time of common load balancers, so that it is they who close."""
 
 _SHUTDOWN_SECONDS = 5
 """How long requests may take to arrive, and answers to leave, for slow clients once the server ends."""
+
+_HURRIED_SECONDS = 0.5
+"""The same for a server that was told twice."""
 
 
 def serve(
@@ -48,23 +57,46 @@ def serve(
         timeout_graceful_shutdown=2 * _SHUTDOWN_SECONDS,
         ssl_context_factory=None if tls is None else lambda config, default: tls,
     )
-    _Server(settings, frontend).run(sockets=[listener])
+    _Server(settings, frontend, config.server_config.drain_timeout).run(sockets=[listener])
     return frontend.why_ended
 
 
 class _Server(uvicorn.Server):
-    """Also ends when the engine is gone, and ends the live requests before it waits for their connections."""
+    """Ends when the engine is gone; at a signal once the live requests have ended, at a second one now."""
 
-    def __init__(self, settings: uvicorn.Config, frontend: Frontend) -> None:
+    def __init__(self, settings: uvicorn.Config, frontend: Frontend, drain_timeout: float) -> None:
         super().__init__(settings)
         self._frontend = frontend
+        self._drain_timeout = drain_timeout
+        self._drain_until = math.inf
+        self._hurries = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Note a signal. The listening socket stays open while requests end, so that new ones are told why not."""
+        self._captured_signals.append(sig)
+        self._hurries = len(self._captured_signals) > 1
 
     async def on_tick(self, counter: int) -> bool:
-        return self._frontend.why_ended is not None or await super().on_tick(counter)
+        if self._captured_signals and self._drain_until == math.inf:
+            self._drain_until = time.monotonic() + self._drain_timeout
+            self._frontend.drain()
+            if live := self._frontend.hub.num_live:
+                _log.warning(
+                    "no more requests are taken; the server ends when %d have ended, in %g s at the latest, "
+                    "or at another signal",
+                    live,
+                    self._drain_timeout,
+                )
+        if self._frontend.why_ended is not None or self._hurries or time.monotonic() >= self._drain_until:
+            return True
+        if self._captured_signals and not self._frontend.hub.num_live:
+            return True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._frontend.close()
-        asyncio.get_running_loop().call_later(_SHUTDOWN_SECONDS, self._hang_up)
+        patience = _HURRIED_SECONDS if self._hurries else _SHUTDOWN_SECONDS
+        asyncio.get_running_loop().call_later(patience, self._hang_up)
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:

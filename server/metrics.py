@@ -25,6 +25,9 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 STEP_KINDS = ("prefill", "decode", "mixed")
 
 
+_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
+
+
 class Metrics:
     """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them."""
 
@@ -62,7 +65,7 @@ class Metrics:
             )
         ]
         """Counters with the field of `SchedulerStats` that each follows."""
-        self._stats = self._told = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
+        self._stats = self._told = _NO_STATS
         """The latest, and those that the counters above have been told."""
         self._ttft = histogram("kaon_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
         self._tpot = histogram(
@@ -70,6 +73,8 @@ class Metrics:
         )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", _SHORT_BUCKETS)
+        self._restarts = counter("kaon_core_restarts_total", "Engine cores that took the place of one that died.")
+        self._resumed = counter("kaon_requests_resumed_total", "Requests that went on in another engine core.")
         finished = Counter("kaon_requests_finished_total", "Requests ended, by reason.", ["reason"], registry=registry)
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
         steps = Histogram(
@@ -94,6 +99,13 @@ class Metrics:
             if len(untold) == _MOST_UNTOLD:
                 self._tell_steps()
 
+    def core_restarted(self, resumed: int) -> None:
+        """Another core is ready, whose counts begin anew, and in which so many requests go on."""
+        self._restarts.inc()
+        self._resumed.inc(resumed)
+        self._tell_counts()
+        self._stats = self._told = _NO_STATS
+
     def first_token(self, state: RequestState) -> None:
         """A request's first token arrived."""
         self._prompt_tokens.inc(state.num_prompt_tokens)
@@ -117,13 +129,16 @@ class Metrics:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
-        for counter, field in self._since_core_start:
-            counter.inc(getattr(stats, field) - getattr(self._told, field))
-        self._told = stats
+        self._tell_counts()
         self._generation_tokens.inc(self._generated_tokens)
         self._generated_tokens = 0
         self._tell_steps()
         return generate_latest(self._registry)
+
+    def _tell_counts(self) -> None:
+        for counter, field in self._since_core_start:
+            counter.inc(getattr(self._stats, field) - getattr(self._told, field))
+        self._told = self._stats
 
     def _tell_steps(self) -> None:
         for kind, untold in self._untold.items():

@@ -49,6 +49,11 @@ class Hub:
         self._live: dict[int, _Live] = {}
         self._ids = itertools.count()
 
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
     def new_ids(self) -> Iterator[int]:
         """Request ids, each given once."""
         return self._ids

@@ -45,7 +45,11 @@ class GrammarAdmission:
         assert seq.sampling_params.grammar is not None
         seq.matcher = self._matchers.cached(seq.sampling_params.grammar)
         if seq.matcher is not None:
-            self._admit(seq)
+            refusal = _catch_up(seq)
+            if refusal is None:
+                self._admit(seq)
+            else:
+                self._refuse(seq, refusal, False)
             return
         with self._lock:
             self._pending[seq.id] = seq
@@ -82,4 +86,14 @@ class GrammarAdmission:
         except BaseException as error:  # a panic of the native library is no `Exception`, and must end no thread
             logger.exception("a grammar cannot be compiled")
             return f"the grammar of this request cannot be compiled: {error}", False
-        return None
+        refusal = _catch_up(seq)
+        return None if refusal is None else (refusal, False)
+
+
+def _catch_up(seq: Sequence) -> str | None:
+    """Follow the grammar along what a resumed sequence has generated; why that cannot be, if it cannot."""
+    assert seq.matcher is not None
+    for token_id in seq.completion_token_ids:
+        if not seq.matcher.accept(token_id):
+            return seq.matcher.error
+    return None

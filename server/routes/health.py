@@ -26,8 +26,8 @@ async def live() -> Response:
 @router.get("/health", **answers_text())
 @router.get("/readyz", **answers_text())
 async def ready(http: Request) -> Response:
-    """200 while requests are served; 503 with the reason while the model loads, and when the engine is gone."""
-    _ = frontends.of(http).processor
+    """200 while requests are served; 503 with the reason while the engine starts, or starts again, and at the end."""
+    frontends.of(http).check_ready()
     return PlainTextResponse("ok\n")
 
 

@@ -14,6 +14,8 @@ from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.core_startup import LoadedModel, PhaseClock
 from engine.messages import ModelInfo
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
@@ -22,12 +24,31 @@ NUM_BLOCKS = 1024
 VOCAB_SIZE = 50_000
 
 
+COUNTS = "STUB_CORE_COUNTS" in os.environ
+"""Whether what is sampled behind n tokens is `FIRST_TOKEN + n`, so that one that is lost or told twice shows."""
+
+FIRST_TOKEN = 1000
+
+DEADLY, RAISING, ENDLESS, OUTSIDE = 901, 902, 903, 904
+"""Prompt tokens that kill the process, raise, or never come to an end when computed; or kill it before they are."""
+
+
 class StubRunner:
-    """Samples token 5 for every row, a thousand times a second at most."""
+    """Samples token 5 for every row, or counts, a thousand times a second at most."""
 
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
         time.sleep(0.001)
-        return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (5,)))
+        computed = {token for tokens in batch.scheduled_tokens for token in tokens}
+        if DEADLY in computed:
+            os._exit(9)
+        if RAISING in computed:
+            raise RuntimeError("division by cucumber")
+        if ENDLESS in computed:
+            threading.Event().wait()
+        if not COUNTS:
+            return ScheduledBatchOutput(dict.fromkeys(batch.req_ids, (5,)))
+        lengths = zip(batch.req_ids, batch.context_lens, strict=True)
+        return ScheduledBatchOutput({seq_id: (FIRST_TOKEN + length,) for seq_id, length in lengths})
 
     def prepare_ahead(self) -> bool:
         return False
@@ -55,5 +76,16 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     )
 
 
-engine_core.load_model = load_model
-sys.exit(engine_core.main())
+def add(self: Scheduler, seq: Sequence) -> None:
+    """Stands in for `Scheduler.add`."""
+    if OUTSIDE in seq.token_ids:
+        os._exit(9)
+    _add(self, seq)
+
+
+_add = Scheduler.add
+
+if __name__ == "__main__":
+    Scheduler.add = add  # type: ignore[method-assign]
+    engine_core.load_model = load_model
+    sys.exit(engine_core.main())

@@ -24,15 +24,25 @@ def answers(server: KaonServer, path: str) -> int | None:
         return None
 
 
-def receive_all(server: KaonServer, path: str, meanwhile: Callable[[], object]) -> str:
+def receive_all(
+    server: KaonServer, path: str, meanwhile: Callable[[], object] = lambda: None, max_tokens: int = 3000
+) -> str:
     """What a stream held, from its first event to its end; `meanwhile` runs after the first event."""
-    with server.http() as http, http.stream("POST", path, json={**ENDLESS, "stream": True}) as response:
+    body = {**ENDLESS, "max_tokens": max_tokens, "stream": True}
+    with server.http() as http, http.stream("POST", path, json=body) as response:
         received = ""
         for text in response.iter_text():
             if not received:
                 meanwhile()
             received += text
         return received
+
+
+def text_of(events: str) -> str:
+    """The text that a stream of one completion spells."""
+    data = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(each) for each in data]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
 def test_the_start_line_says_what_is_served_where(start_server: StartServer) -> None:
@@ -65,20 +75,53 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_server_cleanly(start_server: StartServer, number: signal.Signals) -> None:
+def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, number: signal.Signals) -> None:
     server = start_server().ready()
     core = server.core
-    events = receive_all(server, "/v1/completions", lambda: server.process.send_signal(number))
-    last = json.loads(events.strip().split("\n\n")[-1].removeprefix("data: "))
-    assert "shutting down" in last["error"]["message"]
-    assert events.count('"error"') == 1
+    meanwhile: list[httpx.Response] = []
+
+    def end() -> None:
+        server.process.send_signal(number)
+        eventually(lambda: answers(server, "/readyz") == 503)
+        meanwhile.append(httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"}))
+
+    events = receive_all(server, "/v1/completions", end, max_tokens=500)
+    assert events.endswith("data: [DONE]\n\n")
+    assert '"error"' not in events
+    (refused,) = meanwhile
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "shutting down" in refused.json()["error"]["message"]
     assert server.wait() == 0
     assert not core.is_running()
     assert "Traceback" not in server.stderr
 
 
+def test_what_has_not_ended_in_time_ends_with_an_error(start_server: StartServer) -> None:
+    server = start_server(server_config={"drain_timeout": 0.2}).ready()
+    events = receive_all(server, "/v1/completions", lambda: server.process.send_signal(signal.SIGTERM))
+    last = json.loads(events.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert "shutting down" in last["error"]["message"]
+    assert events.count('"error"') == 1
+    assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+
+
+def test_a_second_signal_ends_the_server_now(start_server: StartServer) -> None:
+    server = start_server(server_config={"drain_timeout": 600}).ready()
+
+    def end() -> None:
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: answers(server, "/readyz") == 503)
+        server.process.send_signal(signal.SIGINT)
+
+    events = receive_all(server, "/v1/completions", end)
+    assert "shutting down" in events.strip().split("\n\n")[-1]
+    assert server.wait() == 0
+    assert "Traceback" not in server.stderr
+
+
 def test_clients_that_neither_send_nor_read_on_do_not_keep_the_server(start_server: StartServer) -> None:
-    server = start_server().ready()
+    server = start_server(server_config={"drain_timeout": 1}).ready()
     fields = {"model": MODEL, "prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with server.connect("/v1/completions", {**fields, "n": 32, "logprobs": 20}), socket.socket() as sender:
         sender.connect(("127.0.0.1", server.port))
@@ -114,8 +157,32 @@ def test_a_missing_checkpoint_is_one_sentence(start_server: StartServer, tmp_pat
     assert "Traceback" not in server.stderr
 
 
-def test_when_the_engine_dies_streams_are_told_and_the_server_ends(start_server: StartServer) -> None:
+def test_when_the_engine_dies_streams_go_on(start_server: StartServer) -> None:
     server = start_server().ready()
+    undisturbed = receive_all(server, "/v1/completions", max_tokens=500)
+    core = server.core
+    states: list[int | None] = []
+
+    def kill() -> None:
+        core.kill()
+        eventually(lambda: answers(server, "/readyz") == 503)
+        states.append(answers(server, "/livez"))
+
+    events = receive_all(server, "/v1/completions", kill, max_tokens=500)
+    assert text_of(events) == text_of(undisturbed)
+    assert events.endswith("data: [DONE]\n\n")
+    assert states == [200]
+    assert answers(server, "/readyz") == 200
+    assert server.metric("kaon_core_restarts_total") == 1
+    assert server.metric("kaon_requests_resumed_total") == 1
+    assert server.core.pid != core.pid
+    assert "Traceback" not in server.stderr
+
+
+def test_when_an_engine_dies_that_may_not_start_again_streams_are_told_and_the_server_ends(
+    start_server: StartServer,
+) -> None:
+    server = start_server(max_core_restarts=0).ready()
     core = server.core
     events = receive_all(server, "/v1/completions", core.kill)
     last = json.loads(events.strip().split("\n\n")[-1].removeprefix("data: "))

@@ -143,13 +143,20 @@ def test_requests_can_be_added_first_and_collected_later_in_any_order(engine: LL
     assert [result["num_tokens_output"] for result in engine.collect(early)] == [2, 2]
 
 
-def test_death_of_the_core_is_an_error_and_not_a_hang(engine: LLMEngine) -> None:
-    ids = engine.add_request(["a", "b"], SamplingParams(max_tokens=8000))
+def test_results_are_whole_when_the_core_dies_meanwhile(engine: LLMEngine) -> None:
+    ids = engine.add_request(["a", "b"], SamplingParams(max_tokens=200))
     os.kill(engine._core.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
-        engine.collect(ids)
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
-        engine.generate("c", use_tqdm=False)
+    assert [result["token_ids"] for result in engine.collect(ids)] == [[5] * 200] * 2
+
+
+def test_death_of_a_core_that_may_not_be_started_again_is_an_error_and_not_a_hang() -> None:
+    with LLMEngine(max_core_restarts=0) as engine:
+        ids = engine.add_request(["a", "b"], SamplingParams(max_tokens=8000))
+        os.kill(engine._core.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            engine.collect(ids)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            engine.generate("c", use_tqdm=False)
 
 
 def test_config_and_single_fields_exclude_each_other() -> None:

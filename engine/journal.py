@@ -1,0 +1,174 @@
+"""`Journal`: what every live request needs to go on in another engine core. Kept by `CoreManager`.
+
+A request's message and the tokens that were delivered are all of it: what is drawn is keyed by the request and the
+position, a grammar is followed again along the tokens, and text is the front end's, which outlives the core.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from enum import Enum, auto
+
+import msgspec
+
+from engine.messages import AddRequest, RequestOutput, StepOutputs
+
+_MOST_CRASHES = 2
+"""Successive ones that a request may have been in; then it is not tried again."""
+
+_MOST_KILLS = 3
+"""The same where the last core was killed from outside, which is a request's doing only if it took all memory."""
+
+
+class Place(Enum):
+    """Where a live request is."""
+
+    HERE = auto()
+    """Not in the core: it waits for one to be ready, or is paused."""
+    CORE = auto()
+    LEAVING = auto()
+    """Called back to be paused: the core still owes its last output, which nobody is told."""
+
+
+class Entry:
+    """One live request."""
+
+    __slots__ = ("aborted", "crashes", "paused", "place", "request", "token_ids", "tokens_at_crash", "tokens_at_start")
+
+    def __init__(self, request: AddRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        """Delivered so far."""
+        self.place = Place.HERE
+        self.paused = False
+        self.aborted = False
+        self.crashes = 0
+        """Successive ones that found it in a step, without a token of its own between them."""
+        self.tokens_at_crash = -1
+        self.tokens_at_start = 0
+        """When it was brought to the core where it is."""
+
+    def message(self) -> AddRequest:
+        """What has a core begin with it, or go on."""
+        if not self.token_ids and not self.crashes:
+            return self.request
+        params = self.request.sampling_params
+        if self.token_ids:
+            # What was asked of the prompt came with the first token.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request,
+            sampling_params=params,
+            resumed_token_ids=self.token_ids,
+            suspect=len(self.token_ids) == self.tokens_at_crash,
+        )
+
+    def note_crash(self) -> None:
+        """The core died in a step that computed it."""
+        progressed = len(self.token_ids) > self.tokens_at_crash
+        self.crashes = 1 if progressed else self.crashes + 1
+        self.tokens_at_crash = len(self.token_ids)
+
+
+class Journal:
+    """The live requests by id, in order of arrival. One is live until its output with `finished` set is recorded."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    @property
+    def ids(self) -> Set[int]:
+        """Of the live requests."""
+        return self._entries.keys()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the core has anything to compute."""
+        return any(entry.place is Place.CORE for entry in self)
+
+    def entries(self, request_ids: Iterable[int]) -> list[Entry]:
+        """Of these requests, those that are live."""
+        return [entry for id in request_ids if (entry := self._entries.get(id)) is not None]
+
+    def add(self, requests: Sequence[AddRequest]) -> list[Entry]:
+        """Take requests in. Raises `ValueError` for an id that is used twice."""
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
+            raise ValueError("a request id is used twice; each live request needs an id of its own")
+        entries = {request.request_id: Entry(request) for request in requests}
+        self._entries |= entries
+        return list(entries.values())
+
+    def send(self, entries: Iterable[Entry]) -> list[AddRequest]:
+        """The messages that bring those of `entries` to the core that may go there."""
+        messages = []
+        for entry in entries:
+            if entry.place is Place.HERE and not entry.paused:
+                entry.place = Place.CORE
+                entry.tokens_at_start = len(entry.token_ids)
+                messages.append(entry.message())
+        return messages
+
+    def call_back(self, entries: Iterable[Entry]) -> list[int]:
+        """Pause requests; the ids of those that the core must be told to end."""
+        leaving = []
+        for entry in entries:
+            entry.paused = True
+            if entry.place is Place.CORE and not entry.aborted:
+                entry.place = Place.LEAVING
+                leaving.append(entry.request.request_id)
+        return leaving
+
+    def record(self, step: StepOutputs) -> list[Entry]:
+        """Write down what a step brought; the requests that have left the core with it, to be paused.
+
+        Their last outputs are taken out of `step`. Costs a dictionary's look-up and a list's growth a request.
+        """
+        entries = self._entries
+        left: list[Entry] = []
+        for output in step.outputs:
+            entry = entries.get(output.request_id)
+            if entry is None:
+                continue
+            if not output.finished:
+                entry.token_ids += output.output_tokens
+            elif entry.place is Place.LEAVING and output.finish_reason == "abort" and not entry.aborted:
+                entry.place = Place.HERE
+                left.append(entry)
+            else:
+                del entries[output.request_id]
+        if left:
+            ids = {entry.request.request_id for entry in left}
+            step.outputs = [output for output in step.outputs if output.request_id not in ids]
+        return left
+
+    def core_died(self, in_step: Collection[int], *, killed: bool) -> list[RequestOutput]:
+        """Call every request back from a core that is gone, which died, or was `killed`, in a step of `in_step`.
+
+        The last outputs of those that do not go on: they were aborted, or one core after the other died on them.
+        """
+        there = [entry for entry in self if entry.place is not Place.HERE]
+        # A core that dies between steps may have died of a request that it had not begun with.
+        suspects = self.entries(in_step) or [entry for entry in there if len(entry.token_ids) == entry.tokens_at_start]
+        for entry in suspects:
+            if entry.place is not Place.HERE:
+                entry.note_crash()
+        ended = []
+        for entry in there:
+            entry.place = Place.HERE
+            if entry.aborted:
+                ended.append(terminal(entry.request.request_id, "abort"))
+            elif entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES):
+                error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
+                ended.append(terminal(entry.request.request_id, "error", error))
+        return ended
+
+    def end_all(self, error: str) -> list[RequestOutput]:
+        """The last outputs of all live requests, which end with `error`."""
+        return [terminal(id, "error", error) for id in self._entries]
+
+
+def terminal(request_id: int, reason: str, error: str | None = None) -> RequestOutput:
+    """The last output of a request that the core does not end."""
+    return RequestOutput(request_id, [], finished=True, finish_reason=reason, error=error)

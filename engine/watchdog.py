@@ -1,0 +1,37 @@
+"""`Watchdog`: notices an engine core that has work and completes no step. Asked by `CoreManager` again and again."""
+
+import time
+
+from engine.lifetime import is_stopped
+
+_STOPPED_SECONDS = 2.0
+"""Without a step, before a process that the system holds stopped counts as stalled: no waiting will move it."""
+
+
+class Watchdog:
+    """Measures the time since the core last showed progress, or was given work when it had none."""
+
+    def __init__(self, stall_timeout: float) -> None:
+        """`stall_timeout`: seconds that the longest step may take."""
+        self._timeout = stall_timeout
+        self._last = self._looked = time.monotonic()
+        self.interval = min(1.0, stall_timeout / 4)
+        """Seconds between two looks."""
+
+    def note_progress(self) -> None:
+        """A step was completed, or the core was idle until now."""
+        self._last = time.monotonic()
+
+    def why_stalled(self, pid: int) -> str | None:
+        """Why the core of that process, which has work, counts as stalled; None: it does not."""
+        now = time.monotonic()
+        late, self._looked = now - self._looked > 2 * self.interval, now
+        silent = now - self._last
+        if late:
+            # This process was held up itself, and what the core said meanwhile may still be unread.
+            return None
+        if silent > self._timeout:
+            return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
+        if silent > _STOPPED_SECONDS and is_stopped(pid):
+            return "its process was stopped by a signal"
+        return None
