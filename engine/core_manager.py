@@ -17,7 +17,7 @@ import zmq
 
 from engine.config import Config
 from engine.core_link import CoreLink
-from engine.journal import Entry, Journal, Place, terminal
+from engine.journal import Entry, Journal
 from engine.messages import AbortRequests, AddRequest, Failed, Outbound, Ready, RequestOutput, Shutdown, StepOutputs
 from engine.restarts import RestartPolicy
 from engine.watchdog import Watchdog
@@ -147,13 +147,10 @@ class CoreManager:
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Ask the core to end requests; their terminal outputs follow. Ids that are not live are ignored."""
-        entries = self._journal.entries(request_ids)
-        for entry in entries:
-            entry.aborted = True
-        told = [entry.request.request_id for entry in entries if entry.place is Place.CORE]
-        if told and self._serving:
-            self._send([AbortRequests(told)])
-        self._tell([terminal(entry.request.request_id, "abort") for entry in entries if entry.place is Place.HERE])
+        there, ended = self._journal.abort(self._journal.entries(request_ids))
+        if there and self._serving:
+            self._send([AbortRequests(there)])
+        self._tell(ended)
 
     def pause(self, request_ids: Collection[int]) -> None:
         """Have the core give up requests until `resume`; a few outputs of theirs may follow."""
@@ -163,10 +160,7 @@ class CoreManager:
 
     def resume(self, request_ids: Collection[int]) -> None:
         """Have the core go on with paused requests where they were."""
-        entries = self._journal.entries(request_ids)
-        for entry in entries:
-            entry.paused = False
-        self._go_on(entries)
+        self._go_on(self._journal.let_go_on(self._journal.entries(request_ids)))
 
     # -- outputs ------------------------------------------------------------------------------------------------
 

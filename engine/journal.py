@@ -120,6 +120,24 @@ class Journal:
                 leaving.append(entry.request.request_id)
         return leaving
 
+    def let_go_on(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Have paused requests go on; those that can be sent at once."""
+        going = list(entries)
+        for entry in going:
+            entry.paused = False
+        return [entry for entry in going if entry.place is Place.HERE]
+
+    def abort(self, entries: Iterable[Entry]) -> tuple[list[int], list[RequestOutput]]:
+        """Have requests end: ids of those that the core must be told to end, and last outputs of the others."""
+        there, here = [], []
+        for entry in entries:
+            request_id, entry.aborted = entry.request.request_id, True
+            if entry.place is Place.CORE:
+                there.append(request_id)
+            elif entry.place is Place.HERE:
+                here.append(terminal(request_id, "abort"))
+        return there, here
+
     def record(self, step: StepOutputs) -> list[Entry]:
         """Write down what a step brought; the requests that have left the core with it, to be paused.
 

@@ -1,0 +1,142 @@
+"""The journal against a model of a core that dies: nothing is lost, nothing told twice, everything ends once."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.journal import Journal
+from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.sampling_params import SamplingParams
+
+_LENGTH = 6
+_PARAMS = SamplingParams(max_tokens=_LENGTH)
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """A core counts from each request's position; the journal's keeper does as `CoreManager` does."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.journal = Journal()
+        self.serving = True
+        self.core: dict[int, int] = {}
+        """By request in the core, the tokens that it has."""
+        self.leaving: list[int] = []
+        """Requests that the core was told to end."""
+        self.told: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.added = 0
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        step = StepOutputs(outputs)
+        left = self.journal.record(step)
+        for output in step.outputs:
+            assert output.request_id not in self.ended
+            self.told[output.request_id] += output.output_tokens
+            if output.finished:
+                assert output.finish_reason is not None
+                self.ended[output.request_id] = output.finish_reason
+        if self.serving:
+            self.send(left)
+
+    def send(self, entries: list) -> None:  # type: ignore[type-arg]
+        for message in self.journal.send(entries):
+            assert message.request_id not in self.core
+            self.core[message.request_id] = len(message.resumed_token_ids)
+            assert message.resumed_token_ids == self.told[message.request_id]
+
+    @rule()
+    def add(self) -> None:
+        request = AddRequest(self.added, [1], _PARAMS)
+        self.told[self.added] = []
+        self.added += 1
+        entries = self.journal.add([request])
+        if self.serving:
+            self.send(entries)
+
+    @precondition(lambda self: self.serving)
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        outputs = []
+        for request_id in self.leaving:
+            if self.core.pop(request_id, None) is not None:
+                outputs.append(RequestOutput(request_id, [], finished=True, finish_reason="abort"))
+        self.leaving = []
+        for request_id in sorted(self.core):
+            if data.draw(st.booleans()):
+                token = self.core[request_id]
+                self.core[request_id] += 1
+                done = self.core[request_id] == _LENGTH
+                outputs.append(RequestOutput(request_id, [token], done, "max_tokens" if done else None))
+                if done:
+                    del self.core[request_id]
+        self.deliver(outputs)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        entries = self.journal.entries([data.draw(st.integers(0, self.added))])
+        told, ended = self.journal.abort(entries)
+        if self.serving:
+            self.leaving += told
+        self.deliver(ended)
+
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        leaving = self.journal.call_back(self.journal.entries([data.draw(st.integers(0, self.added))]))
+        if self.serving:
+            self.leaving += leaving
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        entries = self.journal.let_go_on(self.journal.entries([data.draw(st.integers(0, self.added))]))
+        if self.serving:
+            self.send(entries)
+
+    @rule(data=st.data(), killed=st.booleans())
+    def die(self, data: st.DataObject, killed: bool) -> None:
+        in_step = data.draw(st.lists(st.sampled_from(sorted(self.core)), unique=True)) if self.core else []
+        self.serving, self.core, self.leaving = False, {}, []
+        self.deliver(self.journal.core_died(in_step, killed=killed))
+
+    @rule()
+    def start_again(self) -> None:
+        if not self.serving:
+            self.serving = True
+            self.send(list(self.journal))
+
+    @invariant()
+    def every_request_is_live_or_ended(self) -> None:
+        assert self.journal.ids == set(range(self.added)) - self.ended.keys()
+
+    @invariant()
+    def tokens_are_told_once_and_in_order(self) -> None:
+        for request_id, tokens in self.told.items():
+            assert tokens == list(range(len(tokens)))
+            if self.ended.get(request_id) == "max_tokens":
+                assert len(tokens) == _LENGTH
+
+    def teardown(self) -> None:
+        if not hasattr(self, "journal"):
+            return
+        self.start_again()
+        self.send(self.journal.let_go_on(list(self.journal)))
+        for _ in range(2 * _LENGTH):
+            outputs = [
+                RequestOutput(request_id, [], finished=True, finish_reason="abort")
+                for request_id in self.leaving
+                if self.core.pop(request_id, None) is not None
+            ]
+            self.leaving = []
+            for request_id in sorted(self.core):
+                done = self.core[request_id] + 1 == _LENGTH
+                outputs.append(
+                    RequestOutput(request_id, [self.core[request_id]], done, "max_tokens" if done else None)
+                )
+                self.core[request_id] += 1
+                if done:
+                    del self.core[request_id]
+            self.deliver(outputs)
+        assert not self.journal.ids
+        self.tokens_are_told_once_and_in_order()
+
+
+TestJournal = JournalMachine.TestCase
