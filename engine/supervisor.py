@@ -1,0 +1,269 @@
+"""`Supervisor`: keeps an engine core running: starts it, hears it, kills it when it hangs, and starts the next.
+
+Owned by `CoreManager`, which knows the requests; this knows processes. Works by blocking calls, or on an event loop.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import zmq
+
+from engine.config import Config
+from engine.core_link import CoreLink
+from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs
+from engine.restarts import RestartPolicy
+from engine.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+_STACKS_SECONDS = 0.5
+"""For a stalled core to write its threads' stacks, before it is killed."""
+
+
+class Keeper(Protocol):
+    """Who has requests for the core."""
+
+    @property
+    def live(self) -> Collection[int]:
+        """Ids of its requests that have not ended."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the core has anything to compute."""
+
+    def on_step(self, step: StepOutputs, /) -> None:
+        """The core tells of a step."""
+
+    def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
+        """A core serves; `again` for all but the first."""
+
+    def on_core_death(self, in_step: Collection[int], /, *, killed: bool) -> None:
+        """The core that served is gone, in a step of these requests; `killed` by another process."""
+
+    def on_end(self, failure: Failed, /) -> None:
+        """There is no core, and will be none."""
+
+
+class Supervisor:
+    """An engine core through all of its lives. All calls come from one thread."""
+
+    def __init__(self, config: Config, keeper: Keeper) -> None:
+        """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started."""
+        self.is_serving = False
+        """Whether there is a core that is ready, and not known to be stuck."""
+        self.failure: Failed | None = None
+        """Why there is no core any more, and will be none."""
+        self.pid = -1
+        """The process id of the core, or of the last one."""
+        self._config = config
+        self._keeper = keeper
+        self._restarts = RestartPolicy(config.max_core_restarts, config.core_restart_window)
+        self._watchdog = Watchdog(config.stall_timeout)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._served = False
+        self._stalled: str | None = None
+        self._start_at: float | None = None
+        self._closing = False
+
+        context = zmq.Context()
+        links: list[CoreLink] = []
+        # `links` has the core's while there is one.
+        self._release = weakref.finalize(self, _release, links, context)
+        self._context, self._links = context, links
+        try:
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+
+    @property
+    def link(self) -> CoreLink | None:
+        """The core's process and sockets, while there is one."""
+        return self._links[0] if self._links else None
+
+    def send(self, messages: Sequence[Inbound]) -> None:
+        """Send messages to the core, which serves. To one that just died they go nowhere, and its death is told."""
+        if messages and self.is_serving:
+            self._links[0].send(messages)
+
+    def note_work(self) -> None:
+        """The core, which was idle, is given work: from now on it must show progress."""
+        self._watchdog.note_progress()
+
+    def shutdown(self, farewell: Sequence[Inbound], timeout: float) -> None:
+        """End the core, which exits when it is sent `farewell`, within `timeout` seconds and by force after."""
+        self._closing = True
+        if self.is_serving:
+            self.send(farewell)
+            deadline = time.monotonic() + timeout
+            while self.failure is None and self.wait(deadline):
+                pass
+        if self.failure is None:
+            how = f"did not stop within {timeout:g} s" if self.is_serving else "was stopped before it was ready"
+            self._end(Failed(f"the engine core {how}"))
+
+    # -- hearing the core ---------------------------------------------------------------------------------------
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on, work on that event loop, whose thread calls this."""
+        self._loop = loop
+        if self._links:
+            self._listen(loop, self._links[0])
+        loop.call_later(self._watchdog.interval, self._watch, loop)
+
+    def wait(self, deadline: float | None) -> bool:
+        """Block until something happened and take it in; False when `deadline` came first, on the monotonic clock."""
+        now = time.monotonic()
+        due = [each for each in (deadline, self._start_at) if each is not None]
+        if self._watches:
+            due.append(now + self._watchdog.interval)
+        timeout = max(0.0, min(due) - now) if due else None
+        if self._links:
+            link = self._links[0]
+            link.poll(timeout)
+            self._receive()
+            if self._links and link.is_gone:
+                self._on_gone()
+            elif self._watches:
+                self._check_progress()
+        else:
+            assert timeout is not None
+            time.sleep(timeout)
+        if self._start_at is not None and time.monotonic() >= self._start_at:
+            self._start_again()
+        return deadline is None or time.monotonic() < deadline
+
+    def _listen(self, loop: asyncio.AbstractEventLoop, link: CoreLink) -> None:
+        messages, lifeline = link.descriptors
+        loop.add_reader(messages, self._receive)
+        loop.add_reader(lifeline, self._on_gone)
+        # ZMQ's descriptor tells of changes only: what arrived before is not told again.
+        loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Take in every message that has arrived."""
+        try:
+            while self._links and (message := self._links[0].receive()) is not None:
+                self._take_in(message)
+        except BaseException:
+            # The descriptor will not tell again of the messages behind the one that raised.
+            if self._loop is not None:
+                self._loop.call_soon(self._receive)
+            raise
+
+    def _take_in(self, message: Outbound) -> None:
+        match message:
+            case StepOutputs():
+                self._watchdog.note_progress()
+                self._keeper.on_step(message)
+            case Ready():
+                self.is_serving = True
+                self._watchdog.note_progress()
+                again, self._served = self._served, True
+                self._keeper.on_core_ready(message, again=again)
+
+    # -- a core that hangs --------------------------------------------------------------------------------------
+
+    @property
+    def _watches(self) -> bool:
+        return self.is_serving and self._keeper.has_work
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.failure is not None:
+            return
+        self._receive()
+        if self._watches:
+            self._check_progress()
+        else:
+            self._watchdog.note_progress()
+        loop.call_later(self._watchdog.interval, self._watch, loop)
+
+    def _check_progress(self) -> None:
+        """Kill a core that has stalled, once it has written what its threads do."""
+        link = self._links[0]
+        self._stalled = self._watchdog.why_stalled(link.pid)
+        if self._stalled is None:
+            return
+        self.is_serving = False
+        _log.error("the engine core stalls: %s; it is killed, and the stacks of its threads follow", self._stalled)
+        link.dump_stacks()
+        if self._loop is not None:
+            self._loop.call_later(_STACKS_SECONDS, link.kill)
+        else:
+            time.sleep(_STACKS_SECONDS)
+            link.kill()
+
+    # -- from one core to the next ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        link = CoreLink(self._config, self._context)
+        self._links.append(link)
+        self.pid = link.pid
+        if self._loop is not None:
+            self._listen(self._loop, link)
+
+    def _start_again(self) -> None:
+        self._start_at = None
+        if self.failure is None:
+            try:
+                self._start()
+            except (OSError, ValueError) as error:
+                self._lost(Failed(f"no engine core can be started: {error}"), futile=True)
+
+    def _on_gone(self) -> None:
+        """The core's process has ended, or is about to."""
+        link = self._links[0]
+        exit_code = link.wait_end()
+        self._receive()
+        while link.hears_more(exit_code):
+            self._receive()
+        failure, killed = link.why_ended(exit_code), exit_code == -signal.SIGKILL
+        if self._stalled is not None:
+            failure, killed = Failed(f"the engine core stalled: {self._stalled}"), False
+        in_step = link.running_step()
+        self._unlink(link)
+        if link.is_connected:
+            self._keeper.on_core_death(in_step, killed=killed)
+        # One that died in its first step, or before any, would do no better the next time.
+        self._lost(failure, futile=not link.is_connected or (bool(in_step) and not link.completed_steps))
+
+    def _lost(self, failure: Failed, *, futile: bool) -> None:
+        """Start another core, now or later, or end for good."""
+        if not self._served or self._closing:
+            self._end(failure)
+            return
+        self._start_at = self._restarts.next_start(futile=futile)
+        if self._start_at is None:
+            self._end(Failed(failure.error + self._restarts.why_not, failure.usage))
+            return
+        _log.error("%s; another is started for %d live requests", failure.error, len(self._keeper.live))
+        if self._loop is not None:
+            self._loop.call_at(self._loop.time() + self._start_at - time.monotonic(), self._start_again)
+
+    def _unlink(self, link: CoreLink) -> None:
+        if self._loop is not None:
+            for descriptor in link.descriptors:
+                self._loop.remove_reader(descriptor)
+        self._links.clear()
+        self.is_serving, self._stalled = False, None
+        link.close()
+
+    def _end(self, failure: Failed) -> None:
+        """Free all that belongs to a core."""
+        for link in list(self._links):
+            self._unlink(link)
+        self.failure = failure
+        self._start_at = None
+        self._release()
+        self._keeper.on_end(failure)
+
+
+def _release(links: list[CoreLink], context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    for link in links:
+        link.close()
+    context.destroy(linger=0)
