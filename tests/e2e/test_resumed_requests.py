@@ -1,0 +1,76 @@
+"""Requests that go on in another core, over the embedded model: the same tokens and probabilities as uninterrupted."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from engine.config import Config
+from engine.core_manager import CoreManager
+from engine.messages import AddRequest, RequestOutput, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.structured.spec import GrammarSpec, lark_of
+from models.kernels.cpu.library import load_library
+
+pytestmark = pytest.mark.skipif(
+    load_library() is None, reason="only the compiled operators give a token the same result in any company"
+)
+
+WAIT_SECONDS = 60
+LENGTH = 48
+PROMPT = list(range(300, 340))
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(seed=7),
+    "unseeded": SamplingParams(),
+    "filtered": SamplingParams(temperature=1.3, top_k=40, top_p=0.9, min_p=0.01, seed=1),
+    "penalties": SamplingParams(seed=2, presence_penalty=1.0, frequency_penalty=0.7, repetition_penalty=1.2),
+    "logprobs": SamplingParams(seed=3, logprobs=5, prompt_logprobs=2),
+    "biased": SamplingParams(temperature=0.0, logit_bias={400: 5.0, 401: -100.0}),
+    "bad words": SamplingParams(temperature=0.0, repetition_penalty=1.1, bad_words=[[311, 312], [350]]),
+    "late end": SamplingParams(seed=4, min_tokens=20, ignore_eos=False),
+    "grammar": SamplingParams(seed=5, grammar=lark_of(GrammarSpec("regex", "([0-9]{3},){8}[a-z]{5,20}"))),
+}
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[CoreManager]:
+    with CoreManager(Config(num_kvcache_blocks=512)) as manager:
+        manager.wait_ready(WAIT_SECONDS)
+        yield manager
+
+
+def run(core: CoreManager, requests: list[AddRequest]) -> dict[int, tuple[list[int], list[TokenLogprobs], str | None]]:
+    """Tokens, log probabilities and end of each request."""
+    core.add_requests(requests)
+    outputs: list[RequestOutput] = []
+    while sum(output.finished for output in outputs) < len(requests):
+        step = core.get_outputs(WAIT_SECONDS)
+        assert step is not None
+        outputs += step.outputs
+    told: dict[int, tuple[list[int], list[TokenLogprobs], str | None]] = {}
+    for request in requests:
+        mine = [output for output in outputs if output.request_id == request.request_id]
+        tokens = [token for output in mine for token in output.output_tokens]
+        logprobs = [row for output in mine for row in output.logprobs or ()]
+        assert mine[-1].error is None
+        told[request.request_id] = tokens, logprobs, mine[-1].finish_reason
+    return told
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_resumed_request_goes_on_as_if_it_had_not_stopped(core: CoreManager, name: str) -> None:
+    params = msgspec.structs.replace(PARAMS[name], max_tokens=LENGTH, ignore_eos=name not in ("late end", "grammar"))
+    whole = AddRequest(0, PROMPT, params)
+    tokens, logprobs, end = run(core, [whole])[0]
+    assert len(tokens) > 8
+    for cut in (1, 5, len(tokens) // 2, len(tokens) - 1):
+        # The id keys what is drawn without a seed; company and the prefix cache must make no difference.
+        resumed = msgspec.structs.replace(
+            whole,
+            resumed_token_ids=tokens[:cut],
+            sampling_params=msgspec.structs.replace(params, prompt_logprobs=None),
+            suspect=cut == 5,
+        )
+        company = [AddRequest(100 + cut, PROMPT[:7], SamplingParams(max_tokens=9, ignore_eos=True))]
+        assert run(core, [resumed, *company])[0] == (tokens[cut:], logprobs[cut:], end)
