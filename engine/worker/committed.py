@@ -18,7 +18,9 @@ from models.host_memory import HUGE_PAGE
 _log = logging.getLogger(__name__)
 
 RESERVE = 128 << 20
-"""Bytes kept committed past what sequences have used."""
+"""Bytes committed past what sequences have used, while nothing runs."""
+_UNDER_LOAD = RESERVE // 4
+"""The same while something does: a page may take as long as ten steps of a small model, so no more than is needed."""
 _MOST_THREADS = 4
 """A request that arrives waits for as many pages."""
 _SHARE = 1 / 6
@@ -60,32 +62,35 @@ class CommittedBlocks:
             self._used += 1
         self._commit(self._used - self._next)
 
+    def at_start(self) -> None:
+        """Commit what should be there under load."""
+        while self._commit_some(_UNDER_LOAD):
+            pass
+
     def after_step(self, seconds: float) -> None:
         """Spend a share of a step's time on missing pages; one that takes longer is paid off by later steps."""
         self._credit = min(self._credit, 0.0) + min(seconds * _SHARE, _MOST_SECONDS)
         while self._credit > 0 and self.is_behind:
             start = time.perf_counter()
-            self.commit_some()
+            self._commit_some(_UNDER_LOAD)
             self._credit -= time.perf_counter() - start
 
     def at_rest(self) -> bool:
         """Commit a little while there is nothing else to do; whether more is missing."""
-        if self.is_behind:
-            self.commit_some()
-        return self.is_behind
+        return self._commit_some(RESERVE)
 
     @property
     def is_behind(self) -> bool:
-        """Whether a page is missing."""
-        return self._next < self._wanted
+        """Whether a page is missing of what should be there under load."""
+        return self._missing(_UNDER_LOAD) > 0
 
-    def commit_some(self) -> None:
-        """Have the system find the next pages, one a thread. Other threads run meanwhile."""
-        self._commit(min(self._num_threads, self._wanted - self._next))
+    def _missing(self, reserve: int) -> int:
+        return min(self._used + reserve // HUGE_PAGE, len(self._pages)) - self._next
 
-    @property
-    def _wanted(self) -> int:
-        return min(self._used + RESERVE // HUGE_PAGE, len(self._pages))
+    def _commit_some(self, reserve: int) -> bool:
+        """Have the system find the next pages, one a thread; whether more is missing. Other threads run meanwhile."""
+        self._commit(min(self._num_threads, self._missing(reserve)))
+        return self._missing(reserve) > 0
 
     def _commit(self, count: int) -> None:
         if count <= 0:

@@ -187,6 +187,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
         self._dummy_step([1])
+        self.committed.at_start()
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""

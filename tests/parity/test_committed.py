@@ -37,6 +37,18 @@ def test_pages_are_committed_a_little_ahead_of_use_and_no_further(pools: list[to
     assert [resident(pool) for pool in pools] == [AHEAD // 2 * HUGE_PAGE] * 2
 
 
+def test_at_the_start_and_under_load_less_is_committed(pools: list[torch.Tensor]) -> None:
+    blocks = CommittedBlocks(pools, THREADS)
+    blocks.at_start()
+    assert [resident(pool) for pool in pools] == [AHEAD // 8 * HUGE_PAGE] * 2
+    assert not blocks.is_behind
+    blocks.use(BLOCKS // 32 - 1)
+    assert blocks.is_behind
+    for _ in range(1000):
+        blocks.after_step(0.1)
+    assert [resident(pool) for pool in pools] == [(AHEAD // 8 + PAGES // 32) * HUGE_PAGE] * 2
+
+
 def test_blocks_that_are_used_before_they_are_committed_are_committed_at_once(pools: list[torch.Tensor]) -> None:
     blocks = CommittedBlocks(pools, THREADS)
     blocks.use(BLOCKS // 8 - 1)
@@ -66,7 +78,7 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
     monkeypatch.setattr(committed.time, "perf_counter", lambda: page_seconds * next(times))
     blocks = CommittedBlocks(pools, THREADS)
     counts = [0]
-    monkeypatch.setattr(blocks, "commit_some", lambda: counts.append(counts.pop() + 1))
+    monkeypatch.setattr(blocks, "_commit_some", lambda reserve: counts.append(counts.pop() + 1))
     by_step = [(blocks.after_step(step_seconds), counts[0])[1] for _ in range(steps)]
     assert by_step[0] == 1
     assert by_step[1] == 1, "one at a time"
