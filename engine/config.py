@@ -106,6 +106,24 @@ class ServerConfig(Section):
     max_stored_response_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     """Most bytes that they keep, conversations included."""
 
+    max_queued_requests: Annotated[int, Field(ge=1)] | None = None
+    """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`."""
+
+    max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Most prompt tokens that they have together; default: as many as the KV cache holds."""
+
+    max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
+    """Most requests of one API key that are served at a time, over which the answer is 429; default: no limit."""
+
+    request_timeout: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds that a request may take, waiting included, before it is ended; default: no limit."""
+
+    stream_buffer_bytes: Annotated[int, Field(ge=1024)] = 2**20
+    """Bytes of a stream, about, that are held for a client that reads slowly."""
+
+    slow_readers: Literal["pause", "end"] = "pause"
+    """What becomes of a request whose client leaves more unread: `pause` until it has read, or `end` with an error."""
+
     api_key: tuple[SecretStr, ...] = ()
     """Keys that requests must bring one of (`Authorization: Bearer ...`); with none, no request needs any.
 

@@ -18,7 +18,7 @@ _LAST_WORDS_MS = 1000
 """A core that exits by itself says why first; its message may be this much behind the news of its exit."""
 
 _END_SECONDS = 2.0
-"""From the end of the lifeline to SIGKILL, for a core that does not end by itself."""
+"""From the end of the lifeline to SIGKILL, for a core that serves; one that does not has nothing to end."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Outbound)
@@ -123,7 +123,7 @@ class CoreLink:
 
     def close(self) -> None:
         """End the process, within seconds, and free all that belonged to it."""
-        self._core.stop(_END_SECONDS)
+        self._core.stop(_END_SECONDS if self.is_connected else 0.0)
         for socket in self._sockets:
             socket.close(linger=0)
 

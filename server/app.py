@@ -90,7 +90,7 @@ class _Application(FastAPI):
                 allow_methods=settings.allowed_methods,
                 allow_headers=settings.allowed_headers,
                 allow_credentials=settings.allow_credentials,
-                expose_headers=(REQUEST_ID_HEADER, "Retry-After"),
+                expose_headers=(REQUEST_ID_HEADER, "Retry-After", "retry-after-ms"),
             )
         log = None if settings.access_log == "none" else AccessLog(json=settings.access_log == "json")
         return Entrance(app, log)

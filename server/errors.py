@@ -4,6 +4,7 @@ Raised anywhere in `server/`; `install` hooks the handler into the application.
 """
 
 import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -109,6 +110,39 @@ class NotReady(ApiError):
     status = 503
     code = "not_ready"
     headers = {"Retry-After": "1"}  # noqa: RUF012
+
+
+class ShuttingDown(NotReady):
+    """The server is on its way out."""
+
+
+class Overloaded(ApiError):
+    """Too much is waiting or running: 429, with the time at which there will be room."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, type: str, seconds: float) -> None:
+        """`type` is what there is too much of, `requests` or `tokens`; `seconds` until the client may try again."""
+        milliseconds = math.ceil(seconds * 1000)
+        super().__init__(f"{message}; please try again in {milliseconds / 1000:g}s")
+        self.type = type
+        self.headers = {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(milliseconds)}
+
+
+class RequestTimeout(ApiError):
+    """The request was not answered within its `timeout`, or the server's: 408, which clients shall not repeat."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+    headers = {"x-should-retry": "false"}  # noqa: RUF012
+
+
+class SlowReader(BadRequest):
+    """The client did not read its stream, of which no more than `stream_buffer_bytes` is held for it."""
+
+    code = "slow_reader"
 
 
 class EngineError(ApiError):

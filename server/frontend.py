@@ -22,8 +22,9 @@ from engine.io_processor import InputOutputProcessor
 from engine.structured.compile import GrammarCompiler
 from engine.tokenizer import Tokenizer
 from models.errors import CheckpointError
+from server.admission import Admission
 from server.answers.answer_format import AnswerFormat
-from server.errors import ModelNotFound, NotReady
+from server.errors import ModelNotFound, NotReady, ShuttingDown
 from server.metrics import Metrics
 from server.streams import Hub
 
@@ -42,7 +43,8 @@ class Frontend:
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
         self.metrics = Metrics(self.version)
-        self.hub = Hub(core, self.metrics)
+        self.admission = Admission.of(config, self.metrics)
+        self.hub = Hub(core, self.metrics, self.admission)
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core
@@ -74,6 +76,7 @@ class Frontend:
             keep_off(ready.model.own_cpus)
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
+        self.admission.open(ready.model)
         self._answer_format = AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers)
         self._processor = InputOutputProcessor(tokenizer, template, ready.model, defaults)
         self._grammars = GrammarCompiler(
@@ -90,7 +93,7 @@ class Frontend:
     def close(self) -> None:
         """Take no more requests and end the live ones with an error."""
         self.drain()
-        self.hub.fail_all(NotReady("the server is shutting down; send the request again later"))
+        self.hub.fail_all(ShuttingDown("the server is shutting down; send the request again later"))
         if self._grammars is not None:
             self._grammars.close()
 
@@ -105,7 +108,7 @@ class Frontend:
     def processor(self) -> InputOutputProcessor:
         """The loaded model's text side. Raises `NotReady` unless requests can be served."""
         if self._closing:
-            raise NotReady("the server is shutting down; send the request again later")
+            raise ShuttingDown("the server is shutting down; send the request again later")
         if self.why_ended is not None:
             raise NotReady(f"the server cannot serve: {self.why_ended}")
         if self._processor is None:
@@ -129,7 +132,7 @@ class Frontend:
     def grammars(self) -> GrammarCompiler:
         """Checks the grammars of requests. Raises `NotReady` unless requests can be served."""
         if self._closing:
-            raise NotReady("the server is shutting down; send the request again later")
+            raise ShuttingDown("the server is shutting down; send the request again later")
         if self._grammars is None:
             raise NotReady("the model is still loading; try again in a moment")
         return self._grammars

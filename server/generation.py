@@ -5,6 +5,7 @@ Called by the completions and chat routes with prompts that are validated and to
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -15,46 +16,21 @@ from starlette.responses import Response
 from engine.messages import AddRequest
 from engine.request_state import RequestDelta, RequestState
 from engine.sampling_params import SamplingParams
-from server.errors import ApiError, BadRequest, EngineError
+from server.consumers import DeltaStream, Results
+from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
 from server.frontend import Frontend
-from server.protocol.common import PromptTokensDetails, SamplingFields, Usage, seeded
+from server.protocol.common import PromptTokensDetails, Usage, seeded
 from server.rendering.base import Renderer
 from server.sse import EventStream
-from server.streams import DeltaStream, Results
+from server.streams import Consumer
 
 _log = logging.getLogger(__name__)
-
-MAX_SEQUENCES = 2048
-"""Most sequences one request may fan out to."""
 
 MAX_PROMPT_LOGPROBS = 2**22
 """Most log probabilities of prompts that one request is told: some hundred megabytes of text."""
 
 _MANY_LOGPROBS = 4096
 """Log probabilities above this are written in a thread, so that the streams of others go on meanwhile."""
-
-
-def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> None:
-    """Raise `BadRequest` for what this server's configuration does not allow."""
-    limits = frontend.config.server_config
-    if request.n > limits.max_n:
-        raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
-    if len(request.stop) > limits.max_stop_strings:
-        raise BadRequest(
-            f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
-            param="stop",
-        )
-    each = request.sequences_per_prompt
-    if each > limits.max_n:
-        raise BadRequest(f"best_of is {each}; it must be at most {limits.max_n} (max_n)", param="best_of")
-    if prompts * each > MAX_SEQUENCES:
-        raise BadRequest(
-            f"prompt holds {prompts} prompts of {each} choices each; a request may have at most "
-            f"{MAX_SEQUENCES} choices in all",
-            param="prompt",
-        )
-    if request.stream_options is not None and not request.stream:
-        raise BadRequest("stream_options is set, but only a request with stream true has any", param="stream_options")
 
 
 class Generation:
@@ -68,11 +44,15 @@ class Generation:
         arrival_time: float,
         visible_token_ids: frozenset[int] = frozenset(),
         best_of: int | None = None,
+        *,
+        owner: str | None = None,
+        timeout: float | None = None,
     ) -> None:
         """`prompts` are requests for one sequence each; every one is run `n` times.
 
         The texts show `visible_token_ids` even where they skip special tokens. With `best_of`, it is run so many
         times, and answered with the `n` choices of the highest mean log probability; the parameters must ask for it.
+        `owner` is whose request it is, and `timeout` the seconds that it may take.
         """
         told = n * sum(_num_prompt_logprobs(prompt) for prompt in prompts)
         if told > MAX_PROMPT_LOGPROBS:
@@ -87,7 +67,16 @@ class Generation:
         self._kept = n
         self._n = n = best_of or n
         self._arrival_time = arrival_time
+        self._owner = owner
+        self._settings = frontend.config.server_config
+        timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
+        self._timeout = min(timeouts, default=None)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._id: str | None = None
+        """The answer's, once the sequences are submitted and until they are ended."""
         self._requests: list[AddRequest] = []
+        self._prompt_tokens: list[int] = []
+        """What each sequence adds to the queue. Choices of a prompt share its blocks, so it is computed once."""
         self._states: list[RequestState] = []
         for prompt in prompts:
             params = _for_core(prompt.sampling_params)
@@ -95,21 +84,25 @@ class Generation:
                 request = msgspec.structs.replace(prompt, request_id=id)
                 state = frontend.processor.start(request, arrival_time, visible_token_ids)
                 self._states.append(state)
+                shares = choice and frontend.config.enable_prefix_caching
+                self._prompt_tokens.append(0 if shares else len(prompt.prompt_token_ids))
                 self._requests.append(
                     msgspec.structs.replace(prompt, request_id=id, sampling_params=_for_choice(params, choice))
                 )
 
     async def respond(self, http: Request, renderer: Renderer, *, stream: bool) -> Response:
-        """The response, which runs the sequences. They are aborted as soon as the client is gone."""
+        """The response, which runs the sequences. They are aborted as soon as the client is gone.
+
+        Raises `Overloaded` and other `ApiError`s, a stream only before it begins.
+        """
         if stream:
-            events = self.events(renderer)
-            return EventStream(events)
+            return EventStream(self.events(renderer), self.end)
         results = Results(len(self._states))
+        self._begin(renderer, results)
         try:
-            self._hub.submit(self._requests, self._states, results)
             await _unless_disconnected(http, results)
         finally:
-            self._end(renderer.head.id)
+            self.end()
         if self._writes_much:
             content = await asyncio.to_thread(self._whole, renderer)
         else:
@@ -119,11 +112,18 @@ class Generation:
     def _whole(self, renderer: Renderer) -> bytes:
         return msgspec.json.encode(renderer.whole(self._answered(), self._usage()))
 
-    async def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
-        """The stream's events, as many as have arrived at a time. What fails becomes its last event."""
-        stream = DeltaStream()
+    def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
+        """Submit the sequences, and tell of them: the stream's events, as many as have arrived at a time.
+
+        Raises `Overloaded` and other `ApiError`s; what fails later becomes the last event. Who calls this calls `end`
+        as well, whether or not it takes any event.
+        """
+        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_room)
+        self._begin(renderer, stream)
+        return self._events(renderer, stream)
+
+    async def _events(self, renderer: Renderer, stream: DeltaStream) -> AsyncGenerator[bytes, None]:
         try:
-            self._hub.submit(self._requests, self._states, stream)
             if opening := renderer.opening():
                 yield opening
             remaining = len(self._states)
@@ -145,7 +145,7 @@ class Generation:
             _log.exception("stream %s failed", renderer.head.id)
             yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
-            self._end(renderer.head.id)
+            self.end()
 
     def _answered(self) -> list[RequestState]:
         """The choices to answer with; each knows its prompt's log probabilities, which only the first asked for."""
@@ -167,9 +167,63 @@ class Generation:
         cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
-    def _end(self, id: str) -> None:
-        """Abort what still runs, and log the request."""
+    # -- begin and end ------------------------------------------------------------------------------------------
+
+    def _begin(self, renderer: Renderer, consumer: Consumer) -> None:
+        """Submit the sequences, if they are admitted. Raises `ApiError`, and then leaves nothing behind."""
+        hub, count = self._hub, len(self._states)
+        seconds = math.inf if self._timeout is None else self._arrival_time + self._timeout - time.monotonic()
+        if seconds <= 0:
+            hub.metrics.received(count)
+            hub.metrics.rejected("timeout", count)
+            raise self._too_late()
+        hub.admission.admit(self._owner, self._prompt_tokens)
+        try:
+            hub.submit(self._requests, self._states, consumer, self._prompt_tokens)
+        except BaseException:
+            hub.admission.release(self._owner)
+            raise
+        self._id = renderer.head.id
+        if seconds < math.inf:
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self._on_deadline, consumer)
+
+    def _on_deadline(self, consumer: Consumer) -> None:
+        """End what still runs. Where nothing does, the answer waits for a slow reader, and is not late."""
+        if self._hub.cancel(self._states, "timeout"):
+            consumer.fail(self._too_late())
+
+    def _too_late(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"the request was not done within {self._timeout:g} s, its timeout; ask for less, or for more time"
+        )
+
+    def _on_full(self, stream: Consumer) -> None:
+        """The reader of `stream` is slow."""
+        action = self._settings.slow_readers
+        self._hub.metrics.slow_reader(action)
+        if action == "pause":
+            self._hub.pause(self._states)
+        elif self._hub.cancel(self._states):
+            stream.fail(
+                SlowReader(
+                    "the stream was read too slowly: this server holds at most about "
+                    f"{self._settings.stream_buffer_bytes} bytes for a reader (stream_buffer_bytes)"
+                )
+            )
+
+    def _on_room(self) -> None:
+        """The reader has caught up: what was paused goes on."""
+        self._hub.resume(self._states)
+
+    def end(self) -> None:
+        """Abort what still runs, and log the request; the second time, nothing."""
+        if self._id is None:
+            return
+        id, self._id = self._id, None
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._hub.cancel(self._states)
+        self._hub.admission.release(self._owner)
         _log.debug(
             "%s: %d choices, %d tokens, %s, %.3f s",
             id,

@@ -1,5 +1,8 @@
 """`Metrics`: what `/metrics` shows. Fed by the hub, once a step and once a request; never once a token."""
 
+from collections.abc import Callable
+from typing import Literal
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -21,7 +24,18 @@ _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15
 
 _MOST_UNTOLD = 1024
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+REJECT_REASONS = (
+    "queue_requests",
+    "queue_tokens",
+    "key",
+    "timeout",
+    "draining",
+    "not_ready",
+    "invalid",
+    "engine",
+    "error",
+)
 STEP_KINDS = ("prefill", "decode", "mixed")
 
 
@@ -73,10 +87,23 @@ class Metrics:
         )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", _SHORT_BUCKETS)
+        self._received = counter("kaon_requests_received_total", "Requests that asked to be served.")
+        rejected = Counter(
+            "kaon_requests_rejected_total", "Requests turned away, by reason.", ["reason"], registry=registry
+        )
+        self._rejected = {reason: rejected.labels(reason) for reason in REJECT_REASONS}
         self._restarts = counter("kaon_core_restarts_total", "Engine cores that took the place of one that died.")
         self._resumed = counter("kaon_requests_resumed_total", "Requests that went on in another engine core.")
         finished = Counter("kaon_requests_finished_total", "Requests ended, by reason.", ["reason"], registry=registry)
         self._finished = {reason: finished.labels(reason) for reason in FINISH_REASONS}
+        self._live = gauge("kaon_requests_live", "Requests admitted that have not ended.")
+        slow_readers = Counter(
+            "kaon_slow_readers_total",
+            "Streams whose client left too much unread, by what became of them.",
+            ["action"],
+            registry=registry,
+        )
+        self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
         steps = Histogram(
             "kaon_step_duration_seconds",
             "Duration of an engine step, by kind.",
@@ -112,6 +139,22 @@ class Metrics:
         self._ttft.observe(state.ttft)
         if state.queue_time is not None:
             self._queue_time.observe(state.queue_time)
+
+    def received(self, count: int) -> None:
+        """So many requests asked to be served. Each will be told as rejected or as finished, and once."""
+        self._received.inc(count)
+
+    def rejected(self, reason: str, count: int) -> None:
+        """So many of them were turned away, for one of `REJECT_REASONS`."""
+        self._rejected[reason].inc(count)
+
+    def show_live(self, count: Callable[[], int]) -> None:
+        """`count` tells, at each scrape, how many requests are live."""
+        self._live.set_function(count)
+
+    def slow_reader(self, action: Literal["pause", "end"]) -> None:
+        """A stream's client left too much unread: the request was paused, or ended."""
+        self._slow_readers[action].inc()
 
     def finished(self, state: RequestState, reason: str) -> None:
         """A request ended, with one of `FINISH_REASONS`."""

@@ -12,6 +12,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 
 from engine.config import Config, ServerConfig
@@ -25,6 +27,7 @@ from server.tls import tls_context
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: Config) -> int:
@@ -45,10 +48,13 @@ def _run(config: Config, started: float) -> int:
         config = _without_keys(config)
         tls = tls_context(config.server_config)
         listener = _listen(config.server_config)
-        core = CoreManager(config)
+        with _signals_noted() as signals:
+            core = CoreManager(config)
     except (OSError, ValueError) as error:
         return _fail(str(error))
     try:
+        if signals:
+            raise KeyboardInterrupt
         from server.http import serve
 
         url = _url(listener, "http" if tls is None else "https")
@@ -59,6 +65,18 @@ def _run(config: Config, started: float) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         core.shutdown()
+
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """The signals that come meanwhile, which interrupt nothing: a process just made must get into somebody's hands."""
+    noted: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in _SIGNALS}
+    try:
+        yield noted
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def _without_keys(config: Config) -> Config:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from sse_starlette import EventSourceResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from server.protocol.common import AnswerHead, Usage
 
@@ -26,9 +26,19 @@ class EventStream(EventSourceResponse):
     and a client that does not read only lets its own deltas merge.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], object] | None = None) -> None:
+        """`on_end` is called when the response has ended, also where the client left before its first event."""
         super().__init__(events, headers={"Cache-Control": "no-cache"}, sep="\n")
         self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A generator that was never begun runs no `finally` of its own.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._on_end is not None:
+                self._on_end()
 
     async def _stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

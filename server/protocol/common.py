@@ -15,6 +15,7 @@ from server.protocol.structured import StructuredOutputs
 INT31 = 2**31 - 1
 """Largest count a request may ask for."""
 _INT63 = 2**63
+_MAX_TIMEOUT = 86400
 _MAX_BAD_WORD_CHARACTERS = 256
 _MAX_BAD_WORDS_CHARACTERS = 4096
 """All words together: they go to the engine's core as tokens, with each of a request's sequences."""
@@ -152,6 +153,9 @@ class SamplingFields(RequestModel):
 
     priority: Annotated[int, Between(-INT31 - 1, INT31)] = 0
     """Lower is served first, equal ones in order of arrival; beyond -100 and 100 it counts as these."""
+
+    timeout: Annotated[float, Between(0, _MAX_TIMEOUT, low_open=True)] | None = None
+    """Seconds that the answer may take, waiting included; a request that is not done by then is ended with a 408."""
 
     cache_salt: str | None = None
     """Share cached prompts only with requests of the same salt."""

@@ -8,7 +8,7 @@ from engine.io_processor import DoesNotFit
 from server.chat_preparation import PreparedChat, prepare_chat
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.generation import check_limits
+from server.limits import check_limits
 from server.parsing import validate
 from server.protocol.chat import ChatCompletionRequest
 from server.protocol.common import SamplingFields

@@ -1,7 +1,7 @@
 """`ResponsesService`: keeps responses, and runs those of the background. One a server; used by the route."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +11,7 @@ from engine.config import ServerConfig
 from server.protocol.responses_answer import ResponseObject
 from server.rendering.responses import ResponsesRenderer
 from server.responses.event_log import EventLog
-from server.responses.store import ResponseStore, StoredResponse, Turn
+from server.responses.store import ResponseStore, StoredResponse, StoreFull, Turn
 
 _CLOSE_SECONDS = 1.0
 """How long background responses may take to write down that the server ends."""
@@ -23,6 +23,7 @@ class _Run:
 
     stored: StoredResponse
     renderer: ResponsesRenderer
+    on_end: Callable[[], object]
     task: asyncio.Task[None]
 
 
@@ -49,16 +50,24 @@ class ResponsesService:
         self,
         renderer: ResponsesRenderer,
         events: AsyncIterator[bytes],
+        on_end: Callable[[], object],
         owner: object,
         turn: Turn,
         log: EventLog | None,
     ) -> None:
-        """Run a response in the background; `log` is for those who follow it. Raises `StoreFull`."""
+        """Run a response in the background; `log` is for those who follow it. Raises `StoreFull`.
+
+        `on_end` is called when it has ended, also where it never begins.
+        """
         id = renderer.head.id
         stored = StoredResponse(id, owner, turn, renderer.snapshot, events=log, is_background=True, running=True)
-        self.store.put(stored)
+        try:
+            self.store.put(stored)
+        except StoreFull:
+            on_end()
+            raise
         task = asyncio.create_task(_consume(events, log), name=id)
-        self._runs[id] = _Run(stored, renderer, task)
+        self._runs[id] = _Run(stored, renderer, on_end, task)
         task.add_done_callback(lambda _: self._ended(id))
 
     def cancel(self, stored: StoredResponse) -> None:
@@ -83,6 +92,8 @@ class ResponsesService:
         run = self._runs[id]
         self.cancel(run.stored)
         del self._runs[id]
+        # Where the task was cancelled before its first step, the events have not ended by themselves.
+        run.on_end()
         if run.stored.events is not None:
             run.stored.events.close()
 

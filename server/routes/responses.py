@@ -65,20 +65,31 @@ async def create_response(http: Request) -> Response:
     """Answer the next turn of a conversation."""
     arrival_time = time.monotonic()
     frontend, service, owner = frontends.of(http), services.of(http), owner_of(http)
-    request = await read_request(http, ResponsesRequest, frontend.config.server_config)
-    turn, chat = await _prepared(request, frontend, service, owner)
+    with frontend.admission.arriving():
+        request = await read_request(http, ResponsesRequest, frontend.config.server_config)
+        _ = frontend.processor
+        frontend.admission.check(owner, 1)
+        turn, chat = await _prepared(request, frontend, service, owner)
 
-    def keep(response: ResponseObject) -> None:
-        if request.store:
-            service.keep(response, owner, turn)
+        def keep(response: ResponseObject) -> None:
+            if request.store:
+                service.keep(response, owner, turn)
 
-    params, tokenizer = chat.request.sampling_params, frontend.processor.tokenizer
-    renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, chat.new_parser(), keep)
-    generation = Generation(frontend, [chat.request], 1, arrival_time, chat.visible_token_ids)
+        params, tokenizer = chat.request.sampling_params, frontend.processor.tokenizer
+        renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, chat.new_parser(), keep)
+        generation = Generation(
+            frontend,
+            [chat.request],
+            1,
+            arrival_time,
+            chat.visible_token_ids,
+            owner=owner,
+            timeout=request.timeout,
+        )
     if not request.background:
         return await generation.respond(http, renderer, stream=request.stream)
     log = EventLog() if request.stream else None
-    service.start(renderer, generation.events(renderer), owner, turn, log)
+    service.start(renderer, generation.events(renderer), generation.end, owner, turn, log)
     return _json(renderer.snapshot()) if log is None else EventStream(log.follow(0))
 
 

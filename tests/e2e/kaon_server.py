@@ -100,10 +100,14 @@ class KaonServer:
         assert found, f"{sample} is not in /metrics"
         return float(found[1])
 
-    def connect(self, path: str, body: dict[str, Any]) -> socket.socket:
-        """A raw connection on which a POST has been sent."""
+    def connect(self, path: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
+        """A raw connection on which a POST has been sent; `receive_buffer`: the most that waits there, in bytes."""
         content = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=START_SECONDS)
+        connection = socket.socket()
+        connection.settimeout(START_SECONDS)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
         connection.sendall(
             b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content))
         )

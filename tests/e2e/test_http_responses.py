@@ -284,7 +284,8 @@ def test_parameters_are_checked(client: openai.OpenAI, server: KaonServer, path:
 def test_a_response_belongs_to_the_key_that_made_it(start_server: Callable[..., KaonServer], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
-    server = start_server(server_config={"api_key_file": str(keys), "max_stored_responses": 2}).ready()
+    settings = {"api_key_file": str(keys), "max_stored_responses": 2, "drain_timeout": 0}
+    server = start_server(server_config=settings).ready()
     with server.client() as client:
         mine, yours = client.with_options(api_key="one"), client.with_options(api_key="two")
         id = ask(mine, max_output_tokens=1).id

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
+from engine.config import Config
 from engine.io_processor import InputOutputProcessor
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -38,6 +39,12 @@ class Core:
     def abort(self, request_ids: Sequence[int]) -> None:
         pass
 
+    def pause(self, request_ids: Sequence[int]) -> None:
+        pass
+
+    def resume(self, request_ids: Sequence[int]) -> None:
+        pass
+
     def answer(self) -> None:
         outputs = [RequestOutput(each.request_id, self._token_ids, True, "max_tokens") for each in self.added]
         self.hub.receive(StepOutputs(outputs))
@@ -49,7 +56,8 @@ async def test_stop_strings_cut_every_choice_and_stay_in_the_front_end(seed: int
     core = Core(tokenizer.encode("Hello there", add_special_tokens=False))
     hub = core.hub = Hub(core, Metrics("1"))
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=InputOutputProcessor(tokenizer, None, info)))
+    processor = InputOutputProcessor(tokenizer, None, info)
+    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
     params = SamplingParams(stop_strings=[" there"], seed=seed)
     generation = Generation(frontend, [AddRequest(0, [5], params)], 3, 0.0)
 
@@ -85,7 +93,8 @@ async def test_the_best_choices_are_answered_and_all_are_counted() -> None:
     core = UnequalCore(tokenizer.encode("Hello", add_special_tokens=False))
     hub = core.hub = Hub(core, Metrics("1"))
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=InputOutputProcessor(tokenizer, None, info)))
+    processor = InputOutputProcessor(tokenizer, None, info)
+    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
     params = SamplingParams(logprobs=0, prompt_logprobs=1)
     generation = Generation(frontend, [AddRequest(0, [5], params)], 2, 0.0, best_of=4)
 
@@ -116,7 +125,8 @@ def several(core: Core, prompts: int, **fields: Any) -> tuple[Generation, Comple
     tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
     hub = core.hub = Hub(core, Metrics("1"))
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=InputOutputProcessor(tokenizer, None, info)))
+    processor = InputOutputProcessor(tokenizer, None, info)
+    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
     generation = Generation(frontend, [AddRequest(0, [5, 6], SamplingParams())] * prompts, 2, 0.0)
     request = CompletionRequest(model="m", prompt=["x"] * prompts, n=2, stream=True, **fields)
     return generation, CompletionRenderer(request, tokenizer, "f", [ShownPrompt([5, 6], "")] * prompts)

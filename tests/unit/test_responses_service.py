@@ -27,10 +27,14 @@ class Run:
         self.renderer = renderer_of(background=True)
         self.renderer._on_end = lambda answer: service.keep(answer, None, TURN)
         self.id = self.renderer.head.id
-        service.start(self.renderer, self._events(), None, TURN, log)
+        self.ends = 0
+        service.start(self.renderer, self._events(), self._on_end, None, TURN, log)
 
     def write(self, text: str, *, last: bool = False) -> None:
         self.steps.put_nowait(RequestDelta(text, [1], None, last, "stop" if last else None))
+
+    def _on_end(self) -> None:
+        self.ends += 1
 
     async def _events(self) -> AsyncIterator[bytes]:
         try:
@@ -113,6 +117,7 @@ async def test_a_cancelled_response_ends_there(begun: bool) -> None:
     assert state_of(stored) == ("cancelled", "Hel" if begun else "")
     assert types_of(await followed(log))[-1] == "incomplete"
     assert run.was_closed == begun
+    assert run.ends == 1
     service.cancel(stored)
     assert types_of(await followed(log)).count("incomplete") == 1
 

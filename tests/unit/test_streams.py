@@ -11,9 +11,10 @@ from engine.request_state import RequestDelta, RequestState
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
+from server.consumers import DeltaStream, Results
 from server.errors import EngineError, NotReady
 from server.metrics import Metrics
-from server.streams import DeltaStream, Hub, Results
+from server.streams import Hub
 
 
 class FakeCore:
@@ -22,6 +23,8 @@ class FakeCore:
     def __init__(self) -> None:
         self.added: list[int] = []
         self.aborted: list[int] = []
+        self.paused: list[int] = []
+        self.resumed: list[int] = []
         self.dead = False
 
     def add_requests(self, requests: Sequence[AddRequest]) -> None:
@@ -31,6 +34,12 @@ class FakeCore:
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self.aborted += request_ids
+
+    def pause(self, request_ids: Sequence[int]) -> None:
+        self.paused += request_ids
+
+    def resume(self, request_ids: Sequence[int]) -> None:
+        self.resumed += request_ids
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,95 @@
+"""What the tests of admission, deadlines and slow readers share: a front end over a core that does as it is told."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+from engine.config import Config, ServerConfig
+from engine.core_manager import EngineDeadError
+from engine.io_processor import InputOutputProcessor
+from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.admission import Admission
+from server.frontend import Frontend
+from server.generation import Generation
+from server.metrics import Metrics
+from server.protocol.completions import CompletionRequest
+from server.rendering.completions import CompletionRenderer, ShownPrompt
+from server.streams import Hub
+
+TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+WORD = TOKENIZER.encode("Hello", add_special_tokens=False)
+PROMPT = [5, 6, 7]
+_INFO = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 8192, [], 16, 1024)
+
+
+class ToldCore:
+    """Runs what it is given, and pauses it; `step` lets sequences write a word each."""
+
+    def __init__(self) -> None:
+        self.running: set[int] = set()
+        self.paused: set[int] = set()
+        self.aborted: list[int] = []
+        self.is_dead = False
+        self.hub: Hub
+
+    def add_requests(self, requests: Sequence[AddRequest]) -> None:
+        if self.is_dead:
+            raise EngineDeadError("the engine core has stopped")
+        self.running |= {request.request_id for request in requests}
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self.aborted += request_ids
+        self.running -= set(request_ids)
+        self.paused -= set(request_ids)
+
+    def pause(self, request_ids: Sequence[int]) -> None:
+        self.paused |= self.running & set(request_ids)
+        self.running -= self.paused
+
+    def resume(self, request_ids: Sequence[int]) -> None:
+        self.running |= self.paused & set(request_ids)
+        self.paused -= self.running
+
+    def step(self, ids: Sequence[int] | None = None, *, last: bool = False, error: str | None = None) -> None:
+        """Sequences, by default all that run, write a word; the last one, or fail instead."""
+        ids = sorted(self.running) if ids is None else ids
+        if last or error is not None:
+            self.running -= set(ids)
+        if error is not None:
+            outputs = [RequestOutput(id, [], finished=True, finish_reason="error", error=error) for id in ids]
+        else:
+            outputs = [RequestOutput(id, WORD, last, "max_tokens" if last else None) for id in ids]
+        self.hub.receive(StepOutputs(outputs))
+
+
+class FrontEnd:
+    """What of the front end a `Generation` needs, over a `ToldCore`."""
+
+    def __init__(self, **settings: Any) -> None:
+        config = Config(server_config=ServerConfig(**settings))
+        self.core = ToldCore()
+        self.metrics = Metrics("1")
+        self.admission = Admission.of(config, self.metrics)
+        self.admission.open(_INFO)
+        self.hub = self.core.hub = Hub(self.core, self.metrics, self.admission)
+        processor = InputOutputProcessor(TOKENIZER, None, _INFO)
+        self._frontend = cast(
+            Frontend, SimpleNamespace(hub=self.hub, processor=processor, config=config, admission=self.admission)
+        )
+
+    def generation(self, arrival_time: float, n: int = 1, **keywords: Any) -> Generation:
+        """A request of `n` choices of one prompt."""
+        return Generation(self._frontend, [AddRequest(0, PROMPT, SamplingParams())], n, arrival_time, **keywords)
+
+    def count(self, name: str) -> float:
+        """Of a counter of requests, all its reasons together."""
+        lines = self.metrics.render().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def renderer(n: int = 1) -> CompletionRenderer:
+    request = CompletionRequest(model="m", prompt=["x"], n=n, stream=True)
+    return CompletionRenderer(request, TOKENIZER, "f", [ShownPrompt(PROMPT, "")])

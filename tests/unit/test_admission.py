@@ -1,0 +1,188 @@
+"""The bounded queue: who gets in, who is told to come again and when, and that nobody is counted twice."""
+
+import math
+import re
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from engine.config import Config, ServerConfig
+from engine.io_processor import InvalidRequest
+from engine.messages import ModelInfo
+from server.admission import Admission, Limits
+from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown
+from server.metrics import Metrics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Door:
+    """An admission with a clock of its own; `enter` admits and submits a request."""
+
+    def __init__(self, **limits: int) -> None:
+        self.clock, self.metrics = Clock(), Metrics("1")
+        self.admission = Admission(Limits(**limits), self.metrics, self.clock)
+        self._next = 0
+
+    def enter(self, *prompt_tokens: int, owner: str | None = None) -> list[int]:
+        self.admission.admit(owner, prompt_tokens)
+        ids = list(range(self._next, self._next + len(prompt_tokens)))
+        self._next += len(ids)
+        for id, tokens in zip(ids, prompt_tokens, strict=True):
+            self.admission.queue(id, tokens)
+        return ids
+
+    def refused(self, *prompt_tokens: int, owner: str | None = None) -> Overloaded:
+        with pytest.raises(Overloaded) as caught:
+            self.admission.admit(owner, prompt_tokens)
+        return caught.value
+
+    def count(self, sample: str) -> float:
+        found = re.search(rf"^kaon_requests_{re.escape(sample)} (\S+)$", self.metrics.render().decode(), re.M)
+        assert found
+        return float(found[1])
+
+
+def test_over_the_bound_by_requests_is_429_in_openais_form() -> None:
+    door = Door(sequences=2)
+    door.enter(5)
+    door.enter(5)
+    error = door.refused(5)
+    assert (error.status, error.type, error.code) == (429, "requests", "rate_limit_exceeded")
+    assert "2 requests are waiting" in str(error)
+    assert "more than 2 would, the most that this server lets wait (max_queued_requests)" in str(error)
+    assert door.count('rejected_total{reason="queue_requests"}') == 1
+    assert door.count("received_total") == 3
+
+
+def test_over_the_bound_by_tokens_is_of_type_tokens() -> None:
+    door = Door(tokens=100)
+    door.enter(60)
+    error = door.refused(41)
+    assert error.type == "tokens"
+    assert "prompts of 60 tokens are waiting, and with the 41 of this one more than 100 would" in str(error)
+    assert door.count('rejected_total{reason="queue_tokens"}') == 1
+    door.enter(40)
+
+
+def test_both_headers_and_the_sentence_tell_the_same_time() -> None:
+    door = Door(sequences=1)
+    door.enter(5)
+    error = door.refused(5)
+    milliseconds = int(error.headers["retry-after-ms"])
+    assert 0 < milliseconds <= 60_000
+    assert int(error.headers["Retry-After"]) == max(1, math.ceil(milliseconds / 1000))
+    assert str(error).endswith(f"please try again in {milliseconds / 1000:g}s")
+
+
+@pytest.mark.parametrize("how", ["start", "drop"])
+def test_a_sequence_leaves_the_queue_with_its_first_output_and_with_its_end(how: str) -> None:
+    door = Door(sequences=1, tokens=10)
+    (id,) = door.enter(10)
+    door.refused(1)
+    getattr(door.admission, how)(id)
+    getattr(door.admission, how)(id)
+    assert (door.admission.num_queued, door.admission.queued_tokens) == (0, 0)
+    door.enter(10)
+
+
+@pytest.mark.parametrize("prompt_tokens", [[1, 1, 1], [50]])
+def test_a_request_larger_than_a_whole_bound_gets_in_when_nothing_waits(prompt_tokens: list[int]) -> None:
+    door = Door(sequences=2, tokens=20)
+    (id,) = door.enter(1)
+    door.refused(*prompt_tokens)
+    door.admission.start(id)
+    door.enter(*prompt_tokens)
+    door.refused(1)
+
+
+def test_clients_that_come_when_they_were_told_get_in_one_after_the_other() -> None:
+    """A queue of 4 that lets two in a second; 12 clients at once, who obey."""
+    door = Door(sequences=4)
+    queue = [id for _ in range(4) for id in door.enter(5)]
+    due = sorted(int(door.refused(5).headers["retry-after-ms"]) / 1000 for _ in range(12))
+    attempts = 0
+    while due:
+        door.clock.now = round(door.clock.now + 0.5, 3)
+        if queue:
+            door.admission.start(queue.pop(0))
+        for _ in [each for each in due if each <= door.clock.now]:
+            due.pop(0)
+            attempts += 1
+            try:
+                queue += door.enter(5)
+            except Overloaded as error:
+                due.append(door.clock.now + int(error.headers["retry-after-ms"]) / 1000)
+        due.sort()
+        assert door.clock.now < 60
+    assert attempts <= 2 * 12 + 12
+
+
+def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
+    door = Door(requests_per_key=2)
+    first = door.enter(5, 5, owner="a")
+    door.enter(5, owner="a")
+    error = door.refused(5, owner="a")
+    assert (error.type, error.headers["Retry-After"]) == ("requests", "1")
+    assert "2 requests of this key are running, and this server runs at most 2 at a time" in str(error)
+    door.enter(5, owner="b")
+    for id in first:
+        door.admission.start(id)
+    door.refused(5, owner="a")
+    door.admission.release("a")
+    door.enter(5, owner="a")
+    assert door.count('rejected_total{reason="key"}') == 2
+
+
+def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() -> None:
+    door = Door(sequences=2, tokens=20, requests_per_key=9)
+    door.enter(5)
+    door.admission.check(None, 1)
+    with pytest.raises(Overloaded):
+        door.admission.check(None, 2)
+    assert (door.count("received_total"), door.count('rejected_total{reason="queue_requests"}')) == (3, 2)
+    door.enter(15)
+    with pytest.raises(Overloaded), door.admission.arriving():
+        door.admission.check(None, 1)
+    assert door.count("received_total") == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (BadRequest("n is 0"), "invalid"),
+        (InvalidRequest("prompt is empty", "prompt"), "invalid"),
+        (NotReady("loading"), "not_ready"),
+        (ShuttingDown("bye"), "draining"),
+        (ZeroDivisionError(), "error"),
+    ],
+)
+def test_what_is_refused_before_admission_is_counted_once(error: Exception, reason: str) -> None:
+    door = Door()
+    with pytest.raises(type(error)), door.admission.arriving():
+        raise error
+    assert door.count(f'rejected_total{{reason="{reason}"}}') == door.count("received_total") == 1
+
+
+def test_a_client_that_leaves_before_it_has_asked_is_not_counted() -> None:
+    door = Door()
+    with pytest.raises(ClientDisconnect), door.admission.arriving():
+        raise ClientDisconnect
+    assert door.count("received_total") == 0
+
+
+def test_bounds_follow_from_the_number_of_sequences_and_from_the_cache_unless_flags_say_otherwise() -> None:
+    model = ModelInfo("", "", "", "", 0, 1000, 100, [], 16, 10)
+    by_default = Admission.of(Config(max_num_seqs=7), Metrics("1"))
+    by_default.open(model)
+    assert by_default._limits == Limits(7, 160, None)
+    flags = ServerConfig(max_queued_requests=3, max_queued_tokens=50, max_requests_per_key=2)
+    by_flags = Admission.of(Config(server_config=flags), Metrics("1"))
+    by_flags.open(model)
+    assert by_flags._limits == Limits(3, 50, 2)

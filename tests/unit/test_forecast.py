@@ -1,0 +1,76 @@
+"""When a full queue will have room: by the measured rate, one promise after the other."""
+
+import itertools
+
+import pytest
+
+from server.forecast import LATEST_SECONDS, Forecast
+
+MARGIN = 1.2
+
+
+def draining(per_second: int, seconds: int = 60, tokens: int = 100) -> Forecast:
+    """After so many seconds in which as many sequences left each, with something waiting all the time."""
+    forecast = Forecast()
+    forecast.begin(0.0)
+    for second in range(1, seconds + 1):
+        forecast.left(float(second), per_second, per_second * tokens)
+    return forecast
+
+
+@pytest.mark.parametrize("per_second", [1, 10, 500])
+def test_the_time_is_what_must_leave_by_the_measured_rate(per_second: int) -> None:
+    seconds = draining(per_second).promise(60.0, excess=10, sequences=1, excess_tokens=0, tokens=5)
+    assert seconds == pytest.approx(max(0.05, MARGIN * 10 / per_second), rel=0.1)
+
+
+def test_tokens_have_a_rate_of_their_own_and_the_later_time_counts() -> None:
+    seconds = draining(10, tokens=100).promise(60.0, excess=1, sequences=1, excess_tokens=5000, tokens=5000)
+    assert seconds == pytest.approx(MARGIN * 5.0, rel=0.1)
+
+
+def test_further_clients_are_told_later_times_at_the_pace_at_which_the_queue_empties() -> None:
+    forecast = draining(10)
+    times = [forecast.promise(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(20)]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(MARGIN * 2.0, rel=0.1)
+    assert min(later - earlier for earlier, later in itertools.pairwise(times)) > 0.05
+
+
+def test_a_promise_counts_until_its_time_has_come() -> None:
+    forecast = draining(10)
+    first = forecast.promise(60.0, excess=5, sequences=5, excess_tokens=0, tokens=0)
+    assert forecast.promise(60.1, excess=1, sequences=1, excess_tokens=0, tokens=0) > first
+    forecast.left(61.0, 10, 0)
+    assert forecast.promise(62.0, excess=1, sequences=1, excess_tokens=0, tokens=0) < first
+
+
+def test_an_idle_time_does_not_look_like_a_slow_one() -> None:
+    forecast = draining(10)
+    forecast.end(60.0)
+    forecast.begin(5000.0)
+    seconds = forecast.promise(5000.0, excess=10, sequences=1, excess_tokens=0, tokens=5)
+    assert seconds == pytest.approx(MARGIN, rel=0.1)
+
+
+def test_the_rate_follows_a_change_within_half_a_minute() -> None:
+    forecast = draining(100)
+    for second in range(61, 91):
+        forecast.left(float(second), 10, 1000)
+    seconds = forecast.promise(90.0, excess=10, sequences=1, excess_tokens=0, tokens=5)
+    assert 0.6 < seconds < 1.3
+
+
+def test_an_engine_that_stands_still_is_told_at_the_latest_time_and_promises_nothing() -> None:
+    forecast = draining(10)
+    told = [forecast.promise(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(3)]
+    assert told == [LATEST_SECONDS] * 3
+    forecast.left(1000.0, 100_000, 0)
+    assert forecast.promise(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) < 1
+
+
+def test_before_anything_was_measured_times_are_short_and_apart() -> None:
+    forecast = Forecast()
+    forecast.begin(0.0)
+    times = [forecast.promise(0.0, excess=1, sequences=1, excess_tokens=0, tokens=5) for _ in range(3)]
+    assert times == pytest.approx([MARGIN * each for each in (0.05, 0.1, 0.15)])

@@ -1,0 +1,306 @@
+"""However a request ends, nothing of it stays: refused, never begun, late, read too slowly, failed."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+
+from engine.messages import TokenLogprobs
+from engine.request_state import RequestDelta
+from server.consumers import DeltaStream
+from server.errors import EngineError, Overloaded, RequestTimeout
+from server.generation import Generation
+from server.sse import EventStream
+from tests.unit.generation_support import FrontEnd, renderer
+
+SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
+FINISHED, REJECTED = "kaon_requests_finished_total", "kaon_requests_rejected_total"
+
+
+def frontend_at_rest(front: FrontEnd) -> bool:
+    told = front.count("kaon_requests_received_total") == front.count(FINISHED) + front.count(REJECTED)
+    return told and front.admission.is_empty and not front.hub.num_live and front.count("kaon_requests_live") == 0
+
+
+async def stays() -> Any:
+    """The client's side of a connection on which nothing happens."""
+    await asyncio.Event().wait()
+
+
+async def leaves() -> Any:
+    return {"type": "http.disconnect"}
+
+
+def http(receive: Any = stays) -> Request:
+    return Request(SCOPE, receive)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def later(events: AsyncGenerator[bytes, None]) -> "asyncio.Future[bytes]":
+    """The stream's next events, as they come."""
+    return asyncio.ensure_future(anext(events))
+
+
+def error_of(event: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(event.removeprefix(b"data: "))["error"]
+    return told
+
+
+# -- admission --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_over_the_bound_is_refused_before_its_response_begins(stream: bool) -> None:
+    front = FrontEnd(max_queued_requests=1)
+    first = front.generation(time.monotonic())
+    _ = first.events(renderer())
+    with pytest.raises(Overloaded):
+        await front.generation(time.monotonic()).respond(http(), renderer(), stream=stream)
+    assert front.core.running == {0}
+    first.end()
+    assert frontend_at_rest(front)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_without_an_engine_leaves_nothing_behind(stream: bool) -> None:
+    front = FrontEnd(max_requests_per_key=1)
+    front.core.is_dead = True
+    for _ in range(2):
+        with pytest.raises(EngineError, match="has stopped"):
+            await front.generation(time.monotonic()).respond(http(), renderer(), stream=stream)
+    assert front.count('kaon_requests_rejected_total{reason="engine"}') == 2
+    assert frontend_at_rest(front)
+
+
+async def test_choices_of_a_prompt_add_it_to_the_queue_once() -> None:
+    front = FrontEnd()
+    generation = front.generation(time.monotonic(), n=4)
+    _ = generation.events(renderer(4))
+    assert (front.admission.num_queued, front.admission.queued_tokens) == (4, 3)
+    generation.end()
+    assert frontend_at_rest(front)
+
+
+# -- clients that leave -----------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_left_before_the_streams_first_byte_ends_it_in_the_core() -> None:
+    front = FrontEnd()
+    response = await front.generation(time.monotonic(), n=2).respond(http(), renderer(2), stream=True)
+    assert isinstance(response, EventStream)
+    assert front.core.running == {0, 1}
+
+    async def send(message: Any) -> None:
+        await stays()
+
+    await response(SCOPE, leaves, send)
+    assert front.core.aborted == [0, 1]
+    assert frontend_at_rest(front)
+
+
+async def test_a_response_that_is_cancelled_before_its_first_step_ends_in_the_core() -> None:
+    front = FrontEnd()
+    response = await front.generation(time.monotonic()).respond(http(), renderer(), stream=True)
+
+    async def send(message: Any) -> None:
+        raise OSError("the connection is gone")
+
+    with pytest.raises(OSError, match="connection is gone"):
+        await response(SCOPE, stays, send)
+    assert front.core.aborted == [0]
+    assert frontend_at_rest(front)
+
+
+async def test_a_client_that_leaves_a_whole_answer_ends_it_in_the_core() -> None:
+    front = FrontEnd()
+    with pytest.raises(ClientDisconnect):
+        await front.generation(time.monotonic()).respond(http(leaves), renderer(), stream=False)
+    assert front.core.aborted == [0]
+    assert frontend_at_rest(front)
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------
+
+
+def running_out(front: FrontEnd, **keywords: Any) -> Generation:
+    """A request with 20 ms left of its timeout."""
+    return front.generation(time.monotonic() - 9.98, timeout=10.0, **keywords)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_whole_answer_that_is_late_is_a_408_that_asks_for_no_repetition(begun: bool) -> None:
+    front = FrontEnd()
+    response = asyncio.ensure_future(running_out(front, n=2).respond(http(), renderer(2), stream=False))
+    await settle()
+    if begun:
+        front.core.step([0])
+    with pytest.raises(RequestTimeout, match="not done within 10 s") as told:
+        await response
+    assert (told.value.status, told.value.code) == (408, "request_timeout")
+    assert told.value.headers == {"x-should-retry": "false"}
+    assert front.core.aborted == [0, 1]
+    assert front.count('kaon_requests_finished_total{reason="timeout"}') == 2
+    assert frontend_at_rest(front)
+
+
+async def test_a_late_stream_ends_with_an_error_event_behind_what_was_written() -> None:
+    front = FrontEnd()
+    events = running_out(front).events(renderer())
+    taken = later(events)
+    await settle()
+    front.core.step()
+    assert b'"text":"Hello"' in await taken
+    assert error_of(await anext(events))["code"] == "request_timeout"
+    assert [event async for event in events] == []
+    assert frontend_at_rest(front)
+
+
+async def test_a_request_whose_time_is_over_before_it_is_admitted_never_reaches_the_core() -> None:
+    front = FrontEnd()
+    generation = front.generation(time.monotonic() - 11, timeout=10.0)
+    with pytest.raises(RequestTimeout):
+        await generation.respond(http(), renderer(), stream=True)
+    assert not front.core.running
+    assert front.count('kaon_requests_rejected_total{reason="timeout"}') == 1
+    assert frontend_at_rest(front)
+
+
+@pytest.mark.parametrize(("servers", "own"), [(0.01, 5.0), (5.0, 0.01), (0.01, None)])
+async def test_the_smaller_of_the_requests_and_the_servers_timeout_counts(servers: float, own: float | None) -> None:
+    front = FrontEnd(request_timeout=servers)
+    generation = front.generation(time.monotonic(), timeout=own)
+    with pytest.raises(RequestTimeout, match=r"within 0\.01 s"):
+        await asyncio.wait_for(generation.respond(http(), renderer(), stream=False), 4)
+
+
+async def test_an_answer_in_time_is_not_disturbed_by_its_deadline() -> None:
+    front = FrontEnd()
+    events = front.generation(time.monotonic(), timeout=0.05).events(renderer())
+    taken = later(events)
+    await settle()
+    front.core.step(last=True)
+    await asyncio.sleep(0.1)
+    assert (await taken).endswith(b"data: [DONE]\n\n")
+    assert front.count('kaon_requests_finished_total{reason="timeout"}') == 0
+
+
+# -- slow readers -----------------------------------------------------------------------------------------------
+
+
+def lag(front: FrontEnd, steps: int = 500) -> int:
+    """Words that the core writes before it is paused, of which nobody reads any."""
+    for step in range(steps):
+        if not front.core.running:
+            return step
+        front.core.step()
+    raise AssertionError("the request was never stopped")
+
+
+async def test_a_request_is_paused_while_its_reader_lags_and_goes_on_when_it_has_read() -> None:
+    front = FrontEnd(stream_buffer_bytes=4096)
+    generation = front.generation(time.monotonic(), n=2)
+    events = generation.events(renderer(2))
+    taken = later(events)
+    await settle()
+    front.core.step()
+    await taken
+    written = lag(front)
+    assert 4 < written < 20
+    assert front.core.paused == {0, 1}
+    front.core.step([0])
+    read = await anext(events)
+    assert front.core.paused == {0, 1}, "what was taken has not gone out yet"
+    taken = later(events)
+    await settle()
+    assert front.core.running == {0, 1}
+    front.core.step(last=True)
+    read += await taken
+    assert read.count(b"Hello") == 2 * written + 3
+    assert read.endswith(b"data: [DONE]\n\n")
+    assert front.count('kaon_slow_readers_total{action="pause"}') == 1
+    generation.end()
+    assert frontend_at_rest(front)
+
+
+async def test_a_reader_that_keeps_up_is_never_paused() -> None:
+    front = FrontEnd(stream_buffer_bytes=1024)
+    events = front.generation(time.monotonic()).events(renderer())
+    for _ in range(100):
+        taken = later(events)
+        await settle()
+        front.core.step()
+        await taken
+    assert front.count("kaon_slow_readers_total") == 0
+    await events.aclose()
+
+
+async def test_what_a_paused_request_had_in_the_queue_is_in_nobodys_way() -> None:
+    front = FrontEnd(stream_buffer_bytes=1024, max_queued_requests=2)
+    generation = front.generation(time.monotonic(), n=2)
+    _ = generation.events(renderer(2))
+    for _ in range(50):
+        front.core.step([0])
+    assert front.core.paused == {0, 1}
+    assert front.admission.num_queued == 0
+    generation.end()
+    assert front.core.aborted == [0, 1]
+    assert frontend_at_rest(front)
+
+
+async def test_a_slow_reader_may_be_ended_and_is_told_so_behind_what_was_written() -> None:
+    front = FrontEnd(stream_buffer_bytes=4096, slow_readers="end")
+    events = front.generation(time.monotonic()).events(renderer())
+    written = lag(front)
+    assert front.core.aborted == [0]
+    assert (await anext(events)).count(b"Hello") == written
+    error = error_of(await anext(events))
+    assert error["code"] == "slow_reader"
+    assert "at most about 4096 bytes" in error["message"]
+    assert front.count('kaon_slow_readers_total{action="end"}') == 1
+    assert front.count('kaon_requests_finished_total{reason="abort"}') == 1
+    assert [event async for event in events] == []
+    assert frontend_at_rest(front)
+
+
+async def test_a_paused_request_that_is_late_ends() -> None:
+    front = FrontEnd(stream_buffer_bytes=1024)
+    events = running_out(front).events(renderer())
+    lag(front)
+    await asyncio.sleep(0.05)
+    assert not front.core.paused
+    assert b"Hello" in await anext(events)
+    assert error_of(await anext(events))["code"] == "request_timeout"
+    assert [event async for event in events] == []
+    assert frontend_at_rest(front)
+
+
+async def test_log_probabilities_count_as_bytes() -> None:
+    def steps_until_full(alternatives: int) -> int:
+        full: list[object] = []
+        stream = DeltaStream(100_000, full.append)
+        logprobs = [TokenLogprobs(5, -1.0, [5] * alternatives, [-1.0] * alternatives)]
+        for step in range(10_000):
+            stream.put(0, RequestDelta("a", [5], logprobs))
+            if full:
+                return step
+        raise AssertionError("it was never full")
+
+    assert steps_until_full(20) < steps_until_full(0) / 2
+
+
+async def test_silent_tokens_are_no_readers_fault() -> None:
+    full: list[object] = []
+    stream = DeltaStream(1024, full.append)
+    for _ in range(1000):
+        stream.put(0, RequestDelta("", [5]))
+    assert not full
+    stream.put(0, RequestDelta("a", [5]))
+    assert len((await stream.take())[0].token_ids) == 1001
