@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long conformance lint format docs bench bench-peers demo-model clean
+.PHONY: help install serve chat test test-long chaos soak conformance lint format docs bench bench-peers demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -25,6 +25,12 @@ test: $(VENV)/.installed-test ## Run the tests
 
 test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
 	@exec $(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
+	@exec $(VENV)/bin/python -m pytest tests/chaos -rP $(ARGS)
+
+soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then compare its counters; ARGS="--minutes 1"
+	@exec $(VENV)/bin/python -m tests.chaos.soak $(ARGS)
 
 conformance: $(VENV)/.installed ## Run other people's clients against the server, and write docs/conformance.md
 	@exec $(VENV)/bin/python -m tests.conformance.run $(ARGS)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -52,7 +52,7 @@ class KaonServer:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
 
-    def ready(self) -> "KaonServer":
+    def ready(self) -> Self:
         """Wait until it serves; the start line is then in `start_line`."""
         self.start_line: str = self.process.stdout.readline()
         if not self.start_line:

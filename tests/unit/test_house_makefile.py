@@ -146,6 +146,12 @@ def test_conformance_needs_no_more_than_serving_and_passes_its_suites_on(clone: 
     assert clone.done()[1:] == [pip_install(), "-m tests.conformance.run openai -k chat"]
 
 
+def test_the_chaos_tests_and_the_soak_pass_their_flags_on(clone: Clone) -> None:
+    assert clone.make("chaos", "ARGS=-k kill").returncode == 0
+    assert clone.make("soak", "ARGS=--minutes 1").returncode == 0
+    assert clone.done()[2:] == ["-m pytest tests/chaos -rP -k kill", "-m tests.chaos.soak --minutes 1"]
+
+
 def test_the_named_python_is_used(clone: Clone) -> None:
     named = clone.add_python("my-python")
     (clone.bin / "python3").unlink()
@@ -202,5 +208,17 @@ def test_a_python_that_cannot_make_environments_is_told_with_the_remedy(clone: C
 def test_help_tells_every_target_that_is_for_people(clone: Clone) -> None:
     os.symlink(shutil.which("awk") or "awk", clone.bin / "awk")
     listed = clone.make().stdout
-    for target in ("install", "serve", "chat", "test", "conformance", "lint", "bench", "demo-model", "clean"):
+    for target in (
+        "install",
+        "serve",
+        "chat",
+        "test",
+        "chaos",
+        "soak",
+        "conformance",
+        "lint",
+        "bench",
+        "demo-model",
+        "clean",
+    ):
         assert f"make {target} " in listed

@@ -1,0 +1,136 @@
+"""`ChaosServer`: `kaon serve` as a process, with what the tests do to its engine core and how they see it recover."""
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+from engine.core_process import CORE_MODULE
+from tests.e2e.kaon_server import KaonServer, eventually, free_port
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+
+SMALL = ("--cpu-kvcache-gib", "0.25", "--max-num-seqs", "128")
+"""Of every server here: the default type, whose results do not depend on the batch, and a small cache."""
+
+
+class ChaosServer(KaonServer):
+    """A server started by its command line, with options as they are spelled there."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        command = [sys.executable, "-P", "-m", "server", "serve", "--port", str(self.port), "--log-level", "warning"]
+        with log.open("w") as output:
+            self.process = psutil.Popen(
+                [*command, *SMALL, *options],
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    # -- what it is doing -----------------------------------------------------------------------------------------
+
+    def cores(self) -> list[psutil.Process]:
+        """The engine cores that run: one, and none for a moment while it is replaced."""
+        return [child for child in self.process.children() if _is_core(child)]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name and labels, as in the text format."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Return once `holds()`; fail when it does not within a generous time, or when the server has ended."""
+
+        def holds_in_life() -> bool:
+            assert not self.has_ended(), f"the server ended with {self.process.wait()}: {self.stderr[-2000:]}"
+            return holds()
+
+        eventually(holds_in_life)
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def restarts(self) -> float:
+        return self.metric("kaon_core_restarts_total")
+
+    def is_ready(self) -> bool:
+        return httpx.get(f"{self.url}/readyz", timeout=30).status_code == 200
+
+    def is_idle(self) -> bool:
+        """Whether nothing is live, in the server or in the core, and every block is free."""
+        metrics = self.metrics()
+        gauges = ("requests_live", "requests_running", "requests_waiting", "kv_cache_usage_ratio")
+        return all(metrics[f"kaon_{gauge}"] == 0 for gauge in gauges)
+
+    def balance(self) -> tuple[float, float]:
+        """Requests received, and those finished or rejected: at rest, the same."""
+        metrics = self.metrics()
+        ended = sum(metrics[f'kaon_requests_finished_total{{reason="{reason}"}}'] for reason in FINISH_REASONS)
+        rejected = sum(value for name, value in metrics.items() if name.startswith("kaon_requests_rejected_total{"))
+        return metrics["kaon_requests_received_total"], ended + rejected
+
+    def resident(self) -> tuple[int, int]:
+        """Bytes of the API process and of the core."""
+        (core,) = self.cores()
+        return self.process.memory_info().rss, core.memory_info().rss
+
+    def end(self) -> None:
+        """End it and what it started at once, whatever state it is in."""
+        if not self.has_ended():
+            for process in (*self.process.children(recursive=True), self.process):
+                process.kill()
+            self.process.wait()
+
+    # -- what is done to it ---------------------------------------------------------------------------------------
+
+    def kill_core(self) -> None:
+        """SIGKILL the core that runs; return when another one serves."""
+        with self._replaced():
+            self._running_core().kill()
+
+    def kill_core_twice(self, moments: random.Random) -> None:
+        """SIGKILL the core, and the next one at some moment of its start; return when a third one serves."""
+        with self._replaced():
+            first = self._running_core()
+            first.kill()
+            self.until(lambda: any(core != first for core in self.cores()))
+            time.sleep(moments.uniform(0, 1.5))
+            second = self._running_core()
+            second.kill()
+            self.until(lambda: any(core not in (first, second) for core in self.cores()))
+
+    def stop_core(self) -> None:
+        """SIGSTOP the core that runs; return when another one serves."""
+        with self._replaced():
+            self._running_core().suspend()
+
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Injure the core within; then wait until another one serves."""
+        before = self.restarts()
+        yield
+        self.until(lambda: self.restarts() > before and self.is_ready())
+
+    def _running_core(self) -> psutil.Process:
+        self.until(lambda: len(self.cores()) == 1)
+        return self.cores()[0]
+
+
+def _is_core(process: psutil.Process) -> bool:
+    """Whether this child of the API process is an engine core, and neither dead nor a helper of the front end."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and CORE_MODULE in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
