@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 _CPU = Path("models/kernels/cpu")
-_ARGUMENTS = ["-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-Wno-psabi"]
+_ARGUMENTS = ["-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     _ARGUMENTS.append("-mprefer-vector-width=512")
 

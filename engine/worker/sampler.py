@@ -15,6 +15,7 @@ from engine.structured.masks import MaskedRow, TokenMasks
 from engine.worker.likeliest import argmax, at_ranks, block_view, descending, likeliest
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.token_logprobs import token_logprobs
+from models.kernels.cpu import sampling_ops
 
 _CDF_BLOCK = 256
 """Tokens whose probabilities are summed in float32 before the running sum in float64."""
@@ -149,8 +150,24 @@ def _index_and_values(
 def _draw(logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, random: RandomRows) -> None:
     """Replace the random rows' `tokens` by drawn ones. # logits [N, V], peaks [N, 1], tokens [N]
 
-    Some rows at a time: a float64 running sum over every row's vocabulary would not fit a cache, or even memory.
+    By the compiled operators, or by torch, which takes some rows at a time: a float64 running sum over every row's
+    vocabulary would not fit a cache, or even memory. They agree but for numbers at the edge of a token's share, where
+    float32 sums may tip to its neighbour.
     """
+    if sampling_ops.chooses(logits):
+        drawn = sampling_ops.draw(
+            logits,
+            peaks,
+            rows=random.rows,
+            temperature=random.temperature,
+            top_k=random.top_k,
+            top_p=random.top_p,
+            min_p=random.min_p,
+            uniform=random.uniform,
+            filtered=random.filtered,
+        )
+        tokens[torch.from_numpy(random.rows)] = torch.from_numpy(drawn)
+        return
     piece = max(1, _DRAWN_LOGITS // logits.shape[-1])
     for filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
         chosen = np.flatnonzero(random.filtered == filtered)

@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 
 from models.attention.base import AttentionOptions
-from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, runtime, structures
+from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, runtime, sampling_ops, structures
 from models.kernels.cpu.quantized import QuantizedWeight
 from models.layers.activation import clamped_swiglu
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
 from tests.parity.test_cpu_operators import bf16, greedy_head, packed, reference, run_steps
+from tests.parity.test_cpu_sampling import FILTERS, WIDE, in_order, is_drawn, random_rows, rows_of
+from tests.parity.test_cpu_sampling import draw as draw_tokens
 
 
 def fuzz(rounds: int) -> None:
@@ -31,6 +33,7 @@ def fuzz(rounds: int) -> None:
         _experts(draw, number)
         _latents(draw, number)
         _delta_nets(draw, number)
+        _choices(draw, number)
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -178,6 +181,18 @@ def _delta_nets(draw: random.Random, seed: int) -> None:
         assert torch.equal(found, in_parts)
     x, gate = bf16(lengths[min(lengths)], 3, 2 * 17, seed=seed).chunk(2, dim=-1)
     _close(delta_ops.gate_heads(x, gate), x.float() * gate.float().sigmoid())
+
+
+def _choices(draw: random.Random, seed: int) -> None:
+    width = draw.choice((draw.randint(1, 300), draw.randint(1, 3000), WIDE))
+    logits = rows_of(width, seed)[: draw.choice((1, 2, 11))]
+    k = draw.randint(1, min(width, draw.choice((5, 300, structures.MAX_LARGEST))))
+    for row, ids in zip(logits.numpy(), sampling_ops.largest(logits, k).tolist(), strict=True):
+        assert ids == in_order(row, k)
+    filters, temperature = draw.choice(FILTERS), draw.choice((0.3, 2.0))
+    chosen = random_rows(len(logits), width, draw.random(), **filters, temperature=temperature)
+    for row, token in zip(logits.numpy(), draw_tokens(logits, chosen), strict=True):
+        assert is_drawn(token, row, chosen)
 
 
 if __name__ == "__main__":

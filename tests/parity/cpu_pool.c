@@ -1,12 +1,12 @@
-/* Thousands of programs of two small operators while the number of threads changes: test_cpu_sanitized.py runs it in a
- * build that a data race ends. */
+/* Thousands of programs of three small operators while the number of threads changes: test_cpu_sanitized.py runs it in
+ * a build that a data race ends. */
 
 #include "operators.h"
 
 int kaon_start(int threads, int isa);
 void kaon_run(const struct operation *operations, int64_t count, const struct step *step);
 
-enum { TOKENS = 9, SIZE = 32 };
+enum { TOKENS = 9, SIZE = 32, WIDTH = 300, PIECES = 4, MOST = 3 };
 
 int main(void) {
     static bf16 x[TOKENS * SIZE], norm[SIZE], normed[TOKENS * SIZE], weight[SIZE * SIZE], out[TOKENS * SIZE];
@@ -14,12 +14,21 @@ int main(void) {
                                    .size = SIZE, .eps = 1e-5};
     const struct linear second = {.x = normed, .x_stride = SIZE, .weight = weight, .out = out, .out_stride = SIZE,
                                   .in_features = SIZE, .out_features = SIZE};
-    const struct operation program[] = {{RMS_NORM, &first}, {LINEAR, &second}};
+    static float values[TOKENS * WIDTH];
+    static uint64_t best[TOKENS * PIECES * MOST];
+    static int64_t found[TOKENS * PIECES], ids[TOKENS * MOST];
+    static atomic_int ended[TOKENS];
+    const struct largest third = {.values = values, .stride = WIDTH, .width = WIDTH, .pieces = PIECES, .k = MOST,
+                                  .best = best, .found = found, .ended = ended, .ids = ids};
+    const struct operation program[] = {{RMS_NORM, &first}, {LINEAR, &second}, {LARGEST, &third}};
     const struct step step = {.num_tokens = TOKENS};
     for (int round = 0; round < 12; round++) {
         static const int threads[] = {2, 4, 1, 3};
         if (kaon_start(threads[round % 4], round % 3)) return 1;
-        for (int i = 0; i < 1000; i++) kaon_run(program, 2, &step);
+        for (int i = 0; i < 1000; i++) {
+            for (int token = 0; token < TOKENS; token++) atomic_init(&ended[token], 0);
+            kaon_run(program, 3, &step);
+        }
     }
     return 0;
 }

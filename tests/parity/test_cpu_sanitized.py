@@ -13,7 +13,7 @@ import models.kernels.cpu
 SOURCES = Path(models.kernels.cpu.__file__).parent
 CHECKS = "-fsanitize=address,undefined"
 FLAGS = ["-O1", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
-FLAGS += ["-DKAON_SANITIZE"]
+FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]
 
 
 def compile_with(runtime: str, built: Path, *arguments: str) -> Path:

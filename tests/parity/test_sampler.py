@@ -1,6 +1,7 @@
 """The sampler against a reference that treats one row at a time, in float64, in the plainest way."""
 
 import math
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -15,8 +16,20 @@ from engine.worker.counter_rng import request_key, server_key, uniform
 from engine.worker.likeliest import at_ranks, descending, likeliest
 from engine.worker.sampler import SampledTokens, Sampler
 from engine.worker.sampling_columns import SamplingColumns
+from models.kernels.cpu import runtime
 
 SERVER_SEED = 7
+
+
+@pytest.fixture(scope="module", autouse=True, params=["torch", "operators"])
+def chooser(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What draws: torch, or the CPU's operators where they were built."""
+    if request.param == "operators" and runtime.start(2) is None:
+        pytest.skip("the operators were not built: install again where there is a C compiler")
+    yield
+    if request.param == "operators":
+        runtime.start(1)
+        runtime.stop()
 
 
 def named(params: SamplingParams) -> str:

@@ -20,7 +20,8 @@ void begin(struct seen *seen, int64_t dim) {
     memset(seen->sums, 0, LANES * dim * sizeof(float));
 }
 
-CLONES void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
+/* What is compiled for several processors is static, here and elsewhere: the library would offer it to others else. */
+CLONES static void add_seen(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
     vector most = larger(load(into->most), load(from->most)), base = choose(most == -INFINITY, all(0), most);
     vector old = exp2_of(load(into->most) - base), new = exp2_of(load(from->most) - base);
     store(into->most, most);
@@ -33,8 +34,13 @@ CLONES void merge(struct seen *into, const struct seen *from, int64_t count, int
     }
 }
 
+void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim) {
+    add_seen(into, from, count, dim);
+}
+
 /* A sink takes probability and adds no value. */
-CLONES void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
+CLONES static void divide_sums(const struct attention *op, const struct seen *seen, int64_t column, int64_t head,
+                               bf16 *to) {
     const float *sums = seen->sums + column * op->dim;
     float share = 1, total = seen->total[column];
     if (op->sinks) {
@@ -44,6 +50,10 @@ CLONES void write_out(const struct attention *op, const struct seen *seen, int64
     }
     float part = share / total;
     for (int64_t i = 0; i < op->dim; i += LANES) store_bf16(to + i, load(sums + i) * part);
+}
+
+void write_out(const struct attention *op, const struct seen *seen, int64_t column, int64_t head, bf16 *to) {
+    divide_sums(op, seen, column, head, to);
 }
 
 /* What a thread needs: for a task, and for one more tile, of one of the rows that share. */
@@ -204,15 +214,15 @@ static void attend_together(struct task *task, const struct step *step, struct w
  * may be free for first, it is what this one will have if all take turns. */
 void attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct attention *op = arguments;
-    struct cursor at = {0};
+    struct cursor at = {0}, later_at = {0};
     struct task tasks[2], *task = &tasks[0], *next = &tasks[1];
     struct ahead ahead = {.task = NULL};
     prepare_tiles(worker->isa);
     long number = take_task(worker);
     int is_there = step->num_rows > 0 && find_task(op, step, worker->threads, number, &at, task);
     while (is_there) {
-        struct cursor last_at = at, next_at = at;
-        int is_taken = find_task(op, step, worker->threads, number + 2 * worker->threads, &last_at, next);
+        struct cursor next_at = at;
+        int is_taken = reach_task(op, step, worker->threads, number + 2 * worker->threads, &later_at);
         long expected = is_taken ? take_task(worker) : number + worker->threads;
         int is_known = find_task(op, step, worker->threads, expected, &next_at, next);
         if (task->rows > 1) attend_together(task, step, worker);

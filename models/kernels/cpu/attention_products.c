@@ -359,85 +359,78 @@ static const struct attention_products avx512 = {turn_avx512, score_avx512, weig
 
 /* ---- AMX ---- */
 
+/* Two units of keys by one or two tiles of queries: `tiles` is known where this is compiled. */
+AMX INLINE void score_span(const bf16 *k0, const bf16 *k1, const bf16 *queries, int tiles, int64_t dim, int span,
+                           float scores[][KEYS][LANES], struct fetches *ahead) {
+    int64_t stride = dim * sizeof(bf16);
+    const bf16 *others = queries + LANES * dim;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles == PAIR) _tile_zero(2);
+    if (tiles == PAIR) _tile_zero(3);
+    for (int64_t i = 0; i < dim; i += DEPTH) {
+        fetch_lines(ahead, OF_SCORE);
+        _tile_loadd(4, k0 + i, stride);
+        _tile_loadd(6, queries + i * LANES, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, k1 + i, stride);
+        _tile_dpbf16ps(1, 5, 6);
+        if (tiles < PAIR) continue;
+        _tile_loadd(7, others + i * LANES, LINE);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, scores[0][span * SPAN], LINE);
+    _tile_stored(1, scores[0][span * SPAN + UNIT], LINE);
+    if (tiles == PAIR) _tile_stored(2, scores[1][span * SPAN], LINE);
+    if (tiles == PAIR) _tile_stored(3, scores[1][span * SPAN + UNIT], LINE);
+}
+
 AMX static void score_amx(const struct units *keys, struct spans spans, const bf16 *queries, int tiles, int64_t dim,
                           float scores[][KEYS][LANES], struct fetches *ahead) {
-    int64_t stride = dim * sizeof(bf16);
     for (int span = spans.from; span < spans.past; span++) {
-        const bf16 *k0 = keys->at[2 * span], *k1 = keys->at[2 * span + 1], *q1 = queries + LANES * dim;
+        const bf16 *k0 = keys->at[2 * span], *k1 = keys->at[2 * span + 1];
         /* A unit that is not there is multiplied as the other, and its scores are masked. */
         k0 = k0 ? k0 : k1, k1 = k1 ? k1 : k0;
-        _tile_zero(0);
-        _tile_zero(1);
-        if (tiles == PAIR) {
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int64_t i = 0; i < dim; i += DEPTH) {
-                fetch_lines(ahead, OF_SCORE);
-                _tile_loadd(4, k0 + i, stride);
-                _tile_loadd(6, queries + i * LANES, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(5, k1 + i, stride);
-                _tile_dpbf16ps(1, 5, 6);
-                _tile_loadd(7, q1 + i * LANES, LINE);
-                _tile_dpbf16ps(2, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(2, scores[1][span * SPAN], LINE);
-            _tile_stored(3, scores[1][span * SPAN + UNIT], LINE);
-        } else {
-            for (int64_t i = 0; i < dim; i += DEPTH) {
-                fetch_lines(ahead, OF_SCORE);
-                _tile_loadd(4, k0 + i, stride);
-                _tile_loadd(6, queries + i * LANES, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(5, k1 + i, stride);
-                _tile_dpbf16ps(1, 5, 6);
-            }
-        }
-        _tile_stored(0, scores[0][span * SPAN], LINE);
-        _tile_stored(1, scores[0][span * SPAN + UNIT], LINE);
+        if (tiles == PAIR) score_span(k0, k1, queries, PAIR, dim, span, scores, ahead);
+        else score_span(k0, k1, queries, 1, dim, span, scores, ahead);
     }
+}
+
+/* Two tiles of values, of the elements from `i` on, by the weights of one or two tiles: as above. */
+AMX INLINE void add_elements(const bf16 *values, struct spans spans, const bf16 *weights, int tiles, int64_t dim,
+                             int64_t i, struct seen *seen, struct fetches *ahead) {
+    int64_t stride = dim * sizeof(float);
+    float *sums = seen[0].sums + i, *others = seen[tiles - 1].sums + i;
+    _tile_loadd(0, sums, stride);
+    _tile_loadd(1, sums + LANES, stride);
+    if (tiles == PAIR) _tile_loadd(2, others, stride);
+    if (tiles == PAIR) _tile_loadd(3, others + LANES, stride);
+    for (int span = spans.from; span < spans.past; span++) {
+        const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + span * LANES * SPAN;
+        fetch_lines(ahead, OF_ADD);
+        _tile_loadd(4, w, LINE);
+        _tile_loadd(6, v, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, v + LANES * SPAN, LINE);
+        _tile_dpbf16ps(1, 4, 7);
+        if (tiles < PAIR) continue;
+        _tile_loadd(5, w + KEYS * LANES, LINE);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + LANES, stride);
+    if (tiles == PAIR) _tile_stored(2, others, stride);
+    if (tiles == PAIR) _tile_stored(3, others + LANES, stride);
 }
 
 AMX static void add_amx(const bf16 *values, struct spans spans, const bf16 *weights, const struct columns *columns,
                         int tiles, int64_t dim, struct seen *seen, struct fetches *ahead) {
     (void)columns;
-    int64_t stride = dim * sizeof(float);
-    for (int64_t i = 0; i < dim; i += 2 * LANES) {
-        float *sums = seen[0].sums + i, *others = seen[tiles - 1].sums + i;
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + LANES, stride);
-        if (tiles == PAIR) {
-            _tile_loadd(2, others, stride);
-            _tile_loadd(3, others + LANES, stride);
-            for (int span = spans.from; span < spans.past; span++) {
-                const bf16 *v = values + (span * dim + i) * SPAN, *w = weights + span * LANES * SPAN;
-                fetch_lines(ahead, OF_ADD);
-                _tile_loadd(4, w, LINE);
-                _tile_loadd(6, v, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, v + LANES * SPAN, LINE);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_loadd(5, w + KEYS * LANES, LINE);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(2, others, stride);
-            _tile_stored(3, others + LANES, stride);
-        } else {
-            for (int span = spans.from; span < spans.past; span++) {
-                const bf16 *v = values + (span * dim + i) * SPAN;
-                fetch_lines(ahead, OF_ADD);
-                _tile_loadd(4, weights + span * LANES * SPAN, LINE);
-                _tile_loadd(6, v, LINE);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, v + LANES * SPAN, LINE);
-                _tile_dpbf16ps(1, 4, 7);
-            }
-        }
-        _tile_stored(0, sums, stride);
-        _tile_stored(1, sums + LANES, stride);
-    }
+    for (int64_t i = 0; i < dim; i += 2 * LANES)
+        if (tiles == PAIR) add_elements(values, spans, weights, PAIR, dim, i, seen, ahead);
+        else add_elements(values, spans, weights, 1, dim, i, seen, ahead);
 }
 
 static const struct attention_products amx = {turn_avx512, score_amx, weigh_avx512, add_amx};

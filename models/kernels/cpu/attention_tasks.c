@@ -45,17 +45,23 @@ static int64_t count_together(const struct attention *op, const struct step *ste
     return rows;
 }
 
-int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
-              struct task *task) {
+int reach_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at) {
     int64_t group = op->heads / op->kv_heads;
     while (number >= at->before + at->of_row) {
         at->before += at->of_row, at->row += at->rows;
-        at->of_row = 0;
+        at->of_row = at->rows = 0;
         if (at->row == step->num_rows) return 0;
         at->rows = count_together(op, step, at->row, threads, &at->shared);
         at->tiles = parts((step->query_starts[at->row + 1] - step->query_starts[at->row]) * group, LANES);
         at->of_row = (at->rows > 1 ? 1 : parts(at->tiles, TILES)) * op->kv_heads;
     }
+    return 1;
+}
+
+int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
+              struct task *task) {
+    if (!reach_task(op, step, threads, number, at)) return 0;
+    int64_t group = op->heads / op->kv_heads;
     int64_t of_head = at->of_row / op->kv_heads, first_tile = (number - at->before) % of_head * TILES;
     task->op = op, task->group = group, task->row = at->row, task->rows = at->rows, task->shared = at->shared;
     task->kv_head = (number - at->before) / of_head;

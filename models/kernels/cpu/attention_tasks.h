@@ -28,7 +28,10 @@ struct cursor {
     int64_t before, of_row, tiles; /* tasks before the row's, and of it; tiles of its columns */
 };
 
-/* The task of that number, which is none of an earlier one's; 0 where there are fewer. */
+/* Go on to the row of the task of that number, which is no earlier one; 0 where there are fewer. */
+int reach_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at);
+
+/* The same, and the task. */
 int find_task(const struct attention *op, const struct step *step, int threads, long number, struct cursor *at,
               struct task *task);
 

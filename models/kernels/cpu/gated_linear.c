@@ -22,31 +22,29 @@ struct made {
 };
 
 /* A thread's room for it. */
-struct room {
+struct gating_room {
     const struct gated_linear *op;
     const struct panel_products *products;
     float *sums; /* [2][2][GROUP][PANEL]: of what is made, and of what is being made */
     bf16 *gates; /* [GROUP][MOST_HELD * PANEL], and of one panel what they gate, and what comes of it */
     bf16 *ups, *gated;
-    bf16 *staged;
-    int64_t first_row; /* of the rows that are staged, -1 for none */
-    int is_large;      /* whether rows are many, and the output more than is soon read again */
+    struct staged staged;
+    int is_large; /* whether rows are many, and the output more than is soon read again */
     struct made made;
 };
 
-static struct room prepare(const struct gated_linear *op, struct worker *worker, int is_large) {
+static struct gating_room prepare(const struct gated_linear *op, struct worker *worker, int is_large) {
     prepare_tiles(worker->isa);
     float *sums = (float *)worker->scratch;
     bf16 *gates = (bf16 *)(sums + 4 * GROUP * PANEL), *ups = gates + GROUP * MOST_HELD * PANEL;
-    return (struct room){.op = op,
-                         .products = panel_products(worker->isa),
-                         .sums = sums,
-                         .gates = gates,
-                         .ups = ups,
-                         .gated = ups + GROUP * PANEL,
-                         .staged = ups + 2 * GROUP * PANEL,
-                         .first_row = -1,
-                         .is_large = is_large};
+    return (struct gating_room){.op = op,
+                                .products = panel_products(worker->isa),
+                                .sums = sums,
+                                .gates = gates,
+                                .ups = ups,
+                                .gated = ups + GROUP * PANEL,
+                                .staged = {ups + 2 * GROUP * PANEL, -1},
+                                .is_large = is_large};
 }
 
 static const bf16 *panel_at(const struct linear *op, int64_t panel) {
@@ -58,17 +56,17 @@ static void get_bias(const struct linear *op, int64_t panel, float *bias) {
 }
 
 /* A product of all staged rows, GROUP at most, and a panel of the weight, rounded. */
-static void multiply(const struct room *room, int64_t count, int64_t panel, bf16 *out, int64_t out_stride) {
+static void multiply(const struct gating_room *room, int64_t count, int64_t panel, bf16 *out, int64_t out_stride) {
     const struct linear *op = &room->op->linear;
     ALIGNED float bias[PANEL];
     get_bias(op, panel, bias);
-    room->products->multiply(room->staged, count, panel_at(op, panel), parts(op->in_features, DEPTH),
+    room->products->multiply(room->staged.rows, count, panel_at(op, panel), parts(op->in_features, DEPTH),
                              look_ahead(count), room->sums);
     room->products->round(room->sums, bias, count, 0, out, out_stride);
 }
 
 /* Up to MOST_HELD panels of gates. */
-static void gate_few(const struct room *room, const struct share *share, int64_t panel, int64_t panels) {
+static void gate_few(const struct gating_room *room, const struct share *share, int64_t panel, int64_t panels) {
     const struct linear *op = &room->op->linear;
     int64_t half = op->out_features / PANEL / 2, stride = MOST_HELD * PANEL, rows = share->count;
     for (int64_t i = 0; i < panels; i++) multiply(room, rows, panel + i, room->gates + i * PANEL, stride);
@@ -90,13 +88,13 @@ static void gate_row(const void *what, int64_t row) {
     made->products->put(gated, made->is_large, made->out + row * made->op->linear.out_stride);
 }
 
-static void gate_made(struct room *room) {
+static void gate_made(struct gating_room *room) {
     for (int64_t row = 0; row < room->made.rows; row++) gate_row(&room->made, row);
     room->made.rows = 0;
 }
 
 /* Up to GROUP rows, `row` the first of them, by a panel of gates and its other; what was made is gated beside. */
-static void multiply_pair(struct room *room, const bf16 *staged, int64_t row, int64_t count, int64_t panel) {
+static void multiply_pair(struct gating_room *room, const bf16 *staged, int64_t row, int64_t count, int64_t panel) {
     const struct linear *op = &room->op->linear;
     int64_t steps = parts(op->in_features, DEPTH), other = op->out_features / PANEL / 2 + panel;
     float *gates = room->sums, *ups = gates + GROUP * PANEL;
@@ -116,16 +114,10 @@ static void multiply_pair(struct room *room, const bf16 *staged, int64_t row, in
     get_bias(op, other, room->made.bias[1]);
 }
 
-static void stage(struct room *room, const struct share *share) {
+static void gate_share(struct gating_room *room, const struct share *share) {
     const struct linear *op = &room->op->linear;
-    if (room->first_row == share->first) return;
-    stage_rows(room->staged, op->x + share->first * op->x_stride, op->x_stride, NULL, share->count, op->in_features);
-    room->first_row = share->first;
-}
-
-static void gate_share(struct room *room, const struct share *share) {
-    int64_t inputs = parts(room->op->linear.in_features, DEPTH) * DEPTH;
-    stage(room, share);
+    int64_t inputs = parts(op->in_features, DEPTH) * DEPTH;
+    stage(&room->staged, op->x, op->x_stride, NULL, share->first, share->count, op->in_features);
     if (share->count <= GROUP && !room->is_large) {
         for (int64_t panel = share->panel; panel < share->past; panel += MOST_HELD)
             gate_few(room, share, panel, min64(MOST_HELD, share->past - panel));
@@ -136,7 +128,7 @@ static void gate_share(struct room *room, const struct share *share) {
         for (int64_t done = 0, count; done < share->count; done += count) {
             count = rows_of_group(share->count - done, share->count);
             for (int64_t i = panel; i < min64(share->past, panel + together); i++)
-                multiply_pair(room, room->staged + done * inputs, share->first + done, count, i);
+                multiply_pair(room, room->staged.rows + done * inputs, share->first + done, count, i);
         }
 }
 
@@ -145,7 +137,7 @@ void gated_linear(const void *arguments, const struct step *step, struct worker 
     const struct gated_linear *op = arguments;
     int64_t rows = step->num_tokens, panels = op->linear.out_features / PANEL / 2;
     const struct cut cut = cut_product(rows, op->linear.in_features, panels, worker->threads);
-    struct room room = prepare(op, worker, rows > FEW_ROWS);
+    struct gating_room room = prepare(op, worker, rows > FEW_ROWS);
     for (struct share share; take_share(&cut, worker, &share);) gate_share(&room, &share);
     gate_made(&room);
     if (room.is_large) settle_rounded();

@@ -9,7 +9,7 @@
 #include "panels.h"
 
 /* What a thread has seen of each row. */
-struct best {
+struct best_tokens {
     float *peaks;
     int64_t *tokens;
 };
@@ -18,7 +18,7 @@ struct best {
 static inline int exceeds(float value, float peak) { return value > peak || (value != value && peak == peak); }
 
 /* Logits [rows][PANEL] of the tokens from `first` on, of which there are `width`. */
-CLONES static void remember(const float *logits, int64_t rows, int64_t first, int64_t width, struct best best) {
+CLONES static void remember(const float *logits, int64_t rows, int64_t first, int64_t width, struct best_tokens best) {
     for (int64_t row = 0; row < rows; row++, logits += PANEL) {
         float peak = best.peaks[row];
         int any = 0;
@@ -40,26 +40,24 @@ void greedy_head(const void *arguments, const struct step *step, struct worker *
     int64_t rows = step->num_tokens, steps = parts(op->in_features, DEPTH), panels = parts(op->out_features, PANEL);
     int64_t block = rows_to_stage(steps * DEPTH);
     int64_t share = panels_of_task(1, steps * STEP * sizeof(bf16), panels, worker->threads);
-    int64_t shares = parts(panels, share), staged_row = -1, count = 0;
-    struct best best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
-    bf16 *staged = (bf16 *)worker->scratch;
+    int64_t shares = parts(panels, share);
+    struct best_tokens best = {op->peaks + worker->thread * op->max_rows, op->tokens + worker->thread * op->max_rows};
+    struct staged staged = {(bf16 *)worker->scratch, -1};
     ALIGNED float logits[GROUP * PANEL];
     for (int64_t row = 0; row < rows; row++) best.peaks[row] = -INFINITY, best.tokens[row] = 0;
     prepare_tiles(worker->isa);
     for (int64_t task; (task = take_task(worker)) < parts(rows, block) * shares;) {
         int64_t first = task / shares * block, panel = task % shares * share, past = min64(panels, panel + share);
-        if (staged_row != first) {
-            count = min64(block, rows - first), staged_row = first;
-            stage_rows(staged, op->x + first * op->x_stride, op->x_stride, NULL, count, op->in_features);
-        }
+        int64_t count = min64(block, rows - first);
+        stage(&staged, op->x, op->x_stride, NULL, first, count, op->in_features);
         for (; panel < past; panel++) {
             int64_t width = min64(PANEL, op->out_features - panel * PANEL);
             const bf16 *weight = op->weight + panel * steps * STEP;
             for (int64_t row = 0, some; row < count; row += some) {
                 some = rows_of_group(count - row, count);
-                products->multiply(staged + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
+                products->multiply(staged.rows + row * steps * DEPTH, some, weight, steps, look_ahead(count), logits);
                 if (op->bias) add_bias(logits, some, op->bias + panel * PANEL, width);
-                struct best here = {best.peaks + first + row, best.tokens + first + row};
+                struct best_tokens here = {best.peaks + first + row, best.tokens + first + row};
                 remember(logits, some, panel * PANEL, width, here);
             }
         }

@@ -19,6 +19,9 @@ typedef uint16_t bf16;
 
 #define ALIGNED __attribute__((aligned(LINE)))
 
+/* What the loader calls: the build hides everything else, so that names of other libraries mean nothing here. */
+#define EXPORTED __attribute__((visibility("default")))
+
 /* Compiled for several processors, of which the dynamic linker picks one. Sums are written lane by lane, so that all
  * give the same result. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)

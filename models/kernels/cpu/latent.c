@@ -67,7 +67,7 @@ void latent_store(const void *arguments, const struct step *step, struct worker 
 }
 
 /* Some columns of one row. */
-struct task {
+struct latent_task {
     const struct latent_attention *op;
     struct attention as; /* how the products see it */
     const int32_t *blocks;
@@ -76,17 +76,17 @@ struct task {
 };
 
 /* What a thread needs for one. */
-struct room {
+struct latent_room {
     struct seen all[TILES], split[TILES];
     ALIGNED bf16 queries[TILES * LANES * MAX_LATENT_DIM];
     ALIGNED bf16 values[KEYS * MAX_VALUE_DIM];
     ALIGNED float scores[PAIR][KEYS][LANES];
     ALIGNED bf16 weights[PAIR][KEYS * LANES];
 };
-_Static_assert(sizeof(struct room) <= SCRATCH, "a thread's scratch holds a task");
+_Static_assert(sizeof(struct latent_room) <= SCRATCH, "a thread's scratch holds a task");
 
 /* Where a step's keys are. */
-static void locate(const struct task *task, int64_t first_key, struct units *keys) {
+static void locate(const struct latent_task *task, int64_t first_key, struct units *keys) {
     const struct latent_attention *op = task->op;
     for (int unit = 0; unit < UNITS; unit++) {
         int64_t key = first_key + unit * UNIT;
@@ -112,7 +112,7 @@ CLONES static void pair_values(const struct units *keys, int64_t rank, int64_t d
     }
 }
 
-static void stage_queries(const struct task *task, const struct attention_products *products, int64_t first,
+static void stage_queries(const struct latent_task *task, const struct attention_products *products, int64_t first,
                           int64_t count, bf16 *staged) {
     const struct latent_attention *op = task->op;
     const bf16 *columns[LANES] = {NULL};
@@ -124,8 +124,8 @@ static void stage_queries(const struct task *task, const struct attention_produc
 }
 
 /* Every column of a task meets the keys of a step. */
-static void take_step(const struct task *task, const struct attention_products *products, struct columns *columns,
-                      int64_t first_key, struct room *room) {
+static void take_step(const struct latent_task *task, const struct attention_products *products,
+                      struct columns *columns, int64_t first_key, struct latent_room *room) {
     const struct latent_attention *op = task->op;
     struct units keys;
     struct fetches none = {.units = 0};
@@ -144,10 +144,10 @@ static void take_step(const struct task *task, const struct attention_products *
     }
 }
 
-static void attend(struct task *task, int64_t context, struct worker *worker) {
+static void attend(struct latent_task *task, int64_t context, struct worker *worker) {
     const struct latent_attention *op = task->op;
     const struct attention_products *products = attention_products(worker->isa);
-    struct room *room = (struct room *)worker->scratch;
+    struct latent_room *room = (struct latent_room *)worker->scratch;
     struct columns columns[TILES];
     for (int64_t tile = 0; tile < task->tiles; tile++) {
         int64_t first = task->first_column + tile * LANES;
@@ -179,7 +179,8 @@ static int64_t tiles_of_task(const struct latent_attention *op, const struct ste
 /* Tasks: by row its columns, some tiles at a time. */
 void latent_attention(const void *arguments, const struct step *step, struct worker *worker) {
     const struct latent_attention *op = arguments;
-    struct task task = {.op = op, .as = {.heads = op->heads, .kv_heads = 1, .dim = op->rank, .scale = op->scale}};
+    struct latent_task task = {.op = op};
+    task.as = (struct attention){.heads = op->heads, .kv_heads = 1, .dim = op->rank, .scale = op->scale};
     int64_t row = 0, before = 0, of_row = 0, tiles = 0, at_once = tiles_of_task(op, step, worker->threads);
     prepare_tiles(worker->isa);
     for (int64_t number; number = take_task(worker), row < step->num_rows;) {

@@ -11,7 +11,6 @@
 #include "transpose.h"
 
 #define STAGED (768 << 10)   /* bytes of rows that panels meet while they are near */
-#define STAGED_ROWS 512      /* of them at most */
 #define AHEAD 8192           /* with one group: bytes between what is read of a weight and what is fetched */
 
 /* Whole groups, or whole tiles where rows are that long. */
@@ -20,8 +19,8 @@ int64_t rows_to_stage(int64_t inputs) {
     return max64(LANES, rows / whole * whole);
 }
 
-void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
-                int64_t in_features) {
+static void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
+                       int64_t in_features) {
     int64_t steps = parts(in_features, DEPTH), rounded = parts(count, LANES) * LANES, whole = in_features / DEPTH;
     for (int64_t row = 0; row < rounded; row++) {
         bf16 *to = staged + (row & -LANES) * steps * DEPTH + row % LANES * DEPTH;
@@ -34,6 +33,14 @@ void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *toke
     }
 }
 
+void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
+           int64_t in_features) {
+    if (staged->first == first) return;
+    staged->first = first;
+    if (tokens) stage_rows(staged->rows, x, stride, tokens + first, count, in_features);
+    else stage_rows(staged->rows, x + first * stride, stride, NULL, count, in_features);
+}
+
 /* Where one group of rows meets one panel. */
 struct meeting {
     const struct linear *op;
@@ -44,9 +51,8 @@ struct meeting {
 struct bench {
     const struct panel_products *products;
     float *sums; /* of one meeting */
-    bf16 *staged;
+    struct staged staged;
     const int64_t *tokens; /* which row of x each row is, or NULL */
-    int64_t first_row;     /* of the rows that are staged, -1 for none */
     int is_large;          /* whether the output is more than is soon read again */
 };
 
@@ -54,8 +60,7 @@ static struct bench prepare(struct worker *worker, int is_large) {
     prepare_tiles(worker->isa);
     return (struct bench){.products = panel_products(worker->isa),
                           .sums = (float *)worker->scratch,
-                          .staged = (bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float)),
-                          .first_row = -1,
+                          .staged = {(bf16 *)(worker->scratch + GROUP * PANEL * sizeof(float)), -1},
                           .is_large = is_large};
 }
 
@@ -89,8 +94,8 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
         at.row = first_row + done, at.count = rows_of_group(rows - done, rows);
         for (int64_t panel = 0; panel < panels; panel++) {
             at.output = first_output + panel * PANEL;
-            bench->products->multiply(bench->staged + done * steps * DEPTH, at.count, weight + panel * steps * STEP,
-                                      steps, look_ahead(rows), bench->sums);
+            bench->products->multiply(bench->staged.rows + done * steps * DEPTH, at.count,
+                                      weight + panel * steps * STEP, steps, look_ahead(rows), bench->sums);
             finish(&at, bench);
         }
     }
@@ -100,12 +105,7 @@ static void multiply_rows(struct meeting at, const struct bench *bench, int64_t 
 static void multiply_panels(const struct linear *op, struct bench *bench, int64_t first, int64_t count, int64_t panel,
                             int64_t past) {
     int64_t steps = parts(op->in_features, DEPTH);
-    if (bench->first_row != first) {
-        const bf16 *x = bench->tokens ? op->x : op->x + first * op->x_stride;
-        const int64_t *tokens = bench->tokens ? bench->tokens + first : NULL;
-        stage_rows(bench->staged, x, op->x_stride, tokens, count, op->in_features);
-        bench->first_row = first;
-    }
+    stage(&bench->staged, op->x, op->x_stride, bench->tokens, first, count, op->in_features);
     int64_t together = count > GROUP ? max64(1, TOGETHER / (int64_t)(steps * STEP * sizeof(bf16))) : 1;
     for (; panel < past; panel += together) {
         struct meeting at = {.op = op, .row = first, .output = panel * PANEL};
@@ -219,7 +219,7 @@ void headed_linear(const void *arguments, const struct step *step, struct worker
                                    .out_stride = op->out_stride,
                                    .in_features = op->in_features,
                                    .out_features = op->out_features};
-        if (head != last_head) bench.first_row = -1;
+        if (head != last_head) bench.staged.first = -1;
         last_head = head;
         multiply_panels(&one, &bench, first, min64(block, rows - first), panel, min64(panels, panel + share));
     }

@@ -12,6 +12,7 @@ operator *const operators[OPERATORS] = {
     [SORT_PAIRS] = sort_pairs, [COMBINE] = combine, [HEADED_LINEAR] = headed_linear,
     [LATENT_STORE] = latent_store, [LATENT_ATTENTION] = latent_attention, [GATE_HEADS] = gate_heads,
     [DELTA_NET] = delta_net, [GATED_LINEAR] = gated_linear,
+    [LARGEST] = largest, [DRAW] = draw,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -40,14 +41,16 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [GATE_HEADS] = sizeof(struct gate_heads),
     [DELTA_NET] = sizeof(struct delta_net),
     [GATED_LINEAR] = sizeof(struct gated_linear),
+    [LARGEST] = sizeof(struct largest),
+    [DRAW] = sizeof(struct draw),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */
-int64_t kaon_bytes_of_arguments(int kind) { return kind < OPERATORS ? bytes_of_arguments[kind] : 0; }
+EXPORTED int64_t kaon_bytes_of_arguments(int kind) { return kind < OPERATORS ? bytes_of_arguments[kind] : 0; }
 
 #ifndef KAON_SOURCES
 #define KAON_SOURCES ""
 #endif
 
 /* A hash of the files that this was built of, "" where the build gave none; see setup.py. */
-const char *kaon_sources(void) { return KAON_SOURCES; }
+EXPORTED const char *kaon_sources(void) { return KAON_SOURCES; }

@@ -14,6 +14,7 @@ enum {
     GREEDY_HEAD, GREEDY_CHOICE,
     QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
     GATED_LINEAR,
+    LARGEST, DRAW,
     OPERATORS
 };
 
@@ -285,10 +286,48 @@ struct quantized_grouped_linear {
     int64_t bits;
 };
 
+/* Indexes of the k largest values of each row, descending, equal ones by index. `pieces` are the tasks that a row is
+ * cut into, here and below, and `ended` counts those that are done. */
+struct largest {
+    const float *values; /* [rows, width] */
+    int64_t stride, width, pieces;
+    int64_t k;      /* at most MAX_LARGEST and `width` */
+    uint64_t *best; /* [rows, pieces, k] */
+    int64_t *found; /* [rows, pieces] of those */
+    atomic_int *ended; /* [rows], 0 */
+    int64_t *ids;      /* [rows, k] */
+};
+#define MAX_LARGEST 1024
+
+/* A token for each of some rows by its random number: of all tokens, in the order of ids, or of those that filters
+ * leave, the likeliest first. Weights are float64. */
+struct draw {
+    const float *logits; /* [rows of logits, width] */
+    int64_t stride, width, pieces;
+    const float *peaks;  /* [rows of logits] the largest, finite */
+    const int64_t *rows; /* [rows] which of the logits' */
+    const float *temperature;
+    const int64_t *top_k;  /* at least 1; `width`: all */
+    const double *top_p;   /* 1: all */
+    const double *min_p;   /* at most 1 */
+    const double *uniform; /* below 1 */
+    const char *filtered;  /* whether a row has filters */
+    double *masses;    /* [rows, runs of WEIGHED tokens] */
+    uint64_t *best;    /* [rows, pieces, most] */
+    int64_t *found;    /* [rows, pieces] of those */
+    int64_t most;      /* LOOKED_AT, or any top_k of at most MAX_LARGEST that is more */
+    atomic_int *ended; /* [rows], 0 */
+    int64_t *tokens;   /* [rows] */
+};
+#define WEIGHED 256
+#define LOOKED_AT 64
+#define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
+
 operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
 operator float_linear, route, sort_pairs, combine;
+operator largest, draw;
 operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
 
 extern operator *const operators[OPERATORS];
@@ -298,7 +337,7 @@ void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, 
                 bf16 *out);
 
 /* The best instruction set that this processor has, this build knows, and the kernel grants. */
-int kaon_isa(void);
+EXPORTED int kaon_isa(void);
 
 /* What a thread does before it uses tiles for something else, or rests. */
 void release_tiles(enum isa isa);

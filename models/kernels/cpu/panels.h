@@ -47,13 +47,20 @@ void prepare_tiles(enum isa isa);
 #define TOGETHER (128 << 10) /* bytes of panels that one of several groups of rows meets one after the other */
 #define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
 
-/* Rows of so many inputs that are multiplied by a panel while they are near. */
+#define STAGED_ROWS 512 /* that are multiplied by a panel while they are near, at most */
+
+/* How many of so many inputs those are. */
 int64_t rows_to_stage(int64_t inputs);
 
-/* `count` rows for the products: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. `tokens`: which rows
- * of x they are, or NULL. */
-void stage_rows(bf16 *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t count,
-                int64_t in_features);
+/* A thread's rows as the products take them: by 16, as tiles [inputs / 32][16 rows][32], filled up with zeros. */
+struct staged {
+    bf16 *rows;
+    int64_t first; /* of them, -1 for none */
+};
+
+/* Stage the `count` rows from `first` on, unless these are. `tokens`: which rows of x they are, or NULL. */
+void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
+           int64_t in_features);
 
 /* Rows of one group, of those that have any. */
 struct run {

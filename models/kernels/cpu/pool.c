@@ -126,7 +126,7 @@ __attribute__((constructor)) static void heed_forks(void) { pthread_atfork(NULL,
 
 /* Use so many threads, the caller's among them, or the nearest number that there may be, and at most `isa` from here
  * on. -1 where memory or threads are short; then nothing runs until another call succeeds. */
-int kaon_start(int threads, int isa) {
+EXPORTED int kaon_start(int threads, int isa) {
     threads = max64(1, min64(threads, MAX_THREADS));
     pool.isa = min64(isa, kaon_isa());
     if (pool.threads == threads) return 0;
@@ -146,11 +146,11 @@ int kaon_start(int threads, int isa) {
 }
 
 /* How many there are, the caller's among them. */
-int kaon_threads(void) { return pool.threads; }
+EXPORTED int kaon_threads(void) { return pool.threads; }
 
 /* Keep each thread but the caller's on a CPU of its own: `cpus` has one a thread. -1 where the system refuses; then
  * some may be pinned. */
-int kaon_pin(const int64_t *cpus) {
+EXPORTED int kaon_pin(const int64_t *cpus) {
     for (int thread = 1; thread < pool.threads; thread++) {
         cpu_set_t *set = CPU_ALLOC(cpus[thread] + 1);
         if (!set) return -1;
@@ -165,7 +165,7 @@ int kaon_pin(const int64_t *cpus) {
 }
 
 /* Run a program on a step. One caller at a time. */
-void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
+EXPORTED void kaon_run(const struct operation *operations, int64_t count, const struct step *step) {
     if (count == 0) return;
     pool.program = (struct program){operations, count, step};
     if (pool.threads > 1) change(&pool.started);

@@ -4,11 +4,10 @@
 #include "vectors.h"
 
 #define STAGED_VALUES (1 << 20) /* of rows that are multiplied by a panel while it is near: 16 rows always fit */
-#define STAGED_ROWS 512         /* of them at most */
 #define AHEAD 8192              /* bytes between what is read of a weight and what is fetched */
 
 /* A thread's scratch. */
-struct bench {
+struct quantized_bench {
     int8_t values[STAGED_VALUES];
     int8_t unpacked[BLOCKS_AT_ONCE * BYTES_OF_VALUES];
     float scales[STAGED_VALUES / BLOCK];
@@ -16,7 +15,7 @@ struct bench {
     float sums[STAGED_ROWS * PANEL];
     int32_t products[BLOCKS_AT_ONCE * TWO_TILES * PANEL];
 };
-_Static_assert(sizeof(struct bench) <= SCRATCH, "a thread's scratch holds it");
+_Static_assert(sizeof(struct quantized_bench) <= SCRATCH, "a thread's scratch holds it");
 
 static int64_t staged_rows(int64_t blocks) {
     return max64(LANES, min64(STAGED_ROWS, STAGED_VALUES / (blocks * BLOCK)) & -(int64_t)TWO_TILES);
@@ -61,7 +60,7 @@ INLINE float stage_block(int8_t *to, int32_t *totals, const bf16 *x, int64_t cou
     return is_finite ? most.value / LARGEST : __builtin_nanf("");
 }
 
-CLONES static void stage_row(struct bench *bench, int64_t row, const bf16 *x, int64_t inputs) {
+CLONES static void stage_row(struct quantized_bench *bench, int64_t row, const bf16 *x, int64_t inputs) {
     int64_t blocks = parts(inputs, BLOCK), tile = row / LANES * blocks, place = row % LANES;
     int8_t *to = bench->values + tile * STEPS * BYTES_OF_TILE + place * STEP_INPUTS;
     float *scales = bench->scales + tile * LANES + place;
@@ -98,7 +97,7 @@ static void fetch_output(const struct linear *op, int64_t row, int64_t count, in
 
 /* Where a thread is: the rows that are staged, -1 for none. */
 struct place {
-    struct bench *bench;
+    struct quantized_bench *bench;
     enum isa isa;
     const int64_t *tokens; /* which row of x each row is, or NULL */
     int64_t first_row;
@@ -107,7 +106,7 @@ struct place {
 /* Staged rows by one panel. With many, as many blocks at once as stay in the first cache from group to group. */
 static void multiply_panel(const struct linear *op, int64_t bits, const struct place *at, int64_t rows,
                            int64_t output) {
-    struct bench *bench = at->bench;
+    struct quantized_bench *bench = at->bench;
     const struct quantized_products *by = quantized_products(at->isa, rows, bits);
     int64_t blocks = parts(op->in_features, BLOCK), groups = parts(rows, TWO_TILES), size = bytes_of_block(bits);
     const char *weight = (const char *)op->weight + output / PANEL * blocks * size;
@@ -123,7 +122,7 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
             panel.values = bench->unpacked, panel.values_stride = BYTES_OF_VALUES;
         }
         const char *later = panel.blocks + (groups == 1 ? AHEAD : panel.count * size);
-        struct ahead ahead = {later, (int)lines, groups == 1};
+        struct lines ahead = {later, (int)lines, groups == 1};
         for (int64_t group = 0; group < groups; group++) {
             int64_t tile = group * (TWO_TILES / LANES) * blocks + block, row = at->first_row + group * TWO_TILES;
             const struct quantized_rows here = {.values = bench->values + tile * STEPS * BYTES_OF_TILE,
@@ -142,7 +141,7 @@ static void multiply_panel(const struct linear *op, int64_t bits, const struct p
 
 static struct place prepare(struct worker *worker) {
     prepare_tiles(worker->isa);
-    return (struct place){.bench = (struct bench *)worker->scratch, .isa = worker->isa, .first_row = -1};
+    return (struct place){.bench = (struct quantized_bench *)worker->scratch, .isa = worker->isa, .first_row = -1};
 }
 
 /* `count` rows from `first` on by the panels from `panel` to `past`. */

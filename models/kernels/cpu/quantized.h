@@ -42,7 +42,7 @@ struct quantized_rows {
 };
 
 /* What of a weight is fetched from memory while what came before it is multiplied. */
-struct ahead {
+struct lines {
     const char *at;
     int lines; /* with each step */
     int is_near;
@@ -61,7 +61,7 @@ struct quantized_products {
     int unpacks; /* whether 4 bits are to be made 8 beforehand */
     /* Sums [32][32] of rows and a panel's blocks, added to what is there. `products`: room for integers. */
     void (*multiply)(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
-                     int32_t *products, struct ahead *ahead);
+                     int32_t *products, struct lines *ahead);
 };
 
 extern const struct quantized_products quantized_vnni, quantized_amx; /* where HAS_AMX */

@@ -5,7 +5,7 @@
 
 #define ROWS_OF_VECTORS(bits) ((bits) == 8 ? 4 : 8) /* up to here faster without AMX, for which 4 bits are unpacked */
 
-CLONES void unpack_values(const struct quantized_panel *panel, int8_t *values) {
+CLONES static void unpack_blocks(const struct quantized_panel *panel, int8_t *values) {
     enum { HALF = BYTES_OF_VALUES / 2 };
     for (int64_t block = 0; block < panel->count; block++, values += BYTES_OF_VALUES) {
         const uint8_t *from =
@@ -17,6 +17,10 @@ CLONES void unpack_values(const struct quantized_panel *panel, int8_t *values) {
                 values[(2 * line + 1) * LINE + i] = (int8_t)((both >> 4) - MIDDLE);
             }
     }
+}
+
+void unpack_values(const struct quantized_panel *panel, int8_t *values) {
+    unpack_blocks(panel, values);
     __asm__ volatile("" ::: "memory"); /* To gcc 12 loading a tile reads no memory. */
 }
 
@@ -76,7 +80,7 @@ CLONES static void add_row_portable(const int8_t *x, const float *scales, const 
 }
 
 static void multiply_portable(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
-                              int32_t *products, struct ahead *ahead) {
+                              int32_t *products, struct lines *ahead) {
     (void)products, (void)ahead;
     for (int64_t row = 0; row < rows->count; row++, sums += PANEL) {
         int64_t tile = row / LANES * rows->blocks, place = row % LANES;

@@ -11,7 +11,7 @@
 
 /* ---- AVX-512 with products of fours of bytes ---- */
 
-AVX512 static inline void fetch(struct ahead *ahead) {
+AVX512 static inline void fetch(struct lines *ahead) {
     if (ahead->is_near)
         for (int line = 0; line < ahead->lines; line++) _mm_prefetch(ahead->at + line * LINE, _MM_HINT_T0);
     else
@@ -60,7 +60,7 @@ VNNI INLINE void add_step4(const int8_t *x, const char *tiles, __m512i i0[], __m
 
 /* Rows, so few that their sums stay in registers. Sums of integers begin with what was added to the weight. */
 VNNI INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *totals,
-                          const struct quantized_panel *panel, float *sums, struct ahead *ahead, int rows, int bits) {
+                          const struct quantized_panel *panel, float *sums, struct lines *ahead, int rows, int bits) {
     __m512 s0[VECTOR_ROWS], s1[VECTOR_ROWS], f0[VECTOR_ROWS], f1[VECTOR_ROWS];
     __m512i i0[VECTOR_ROWS], i1[VECTOR_ROWS];
     for (int r = 0; r < rows; r++) {
@@ -104,7 +104,7 @@ VNNI INLINE void add_rows(const int8_t *x, const float *scales, const int32_t *t
 /* A function for each number of rows. */
 #define ADD_ROWS(BITS, ROWS)                                                                                      \
     VNNI static void add_rows##BITS##_##ROWS(const int8_t *x, const float *scales, const int32_t *totals,         \
-                                             const struct quantized_panel *panel, float *sums, struct ahead *ahead) { \
+                                             const struct quantized_panel *panel, float *sums, struct lines *ahead) { \
         add_rows(x, scales, totals, panel, sums, ahead, ROWS, BITS);                                              \
     }
 ADD_ROWS(8, 1)
@@ -117,10 +117,10 @@ ADD_ROWS(4, 3)
 ADD_ROWS(4, 4)
 
 typedef void rows_adder(const int8_t *x, const float *scales, const int32_t *totals,
-                        const struct quantized_panel *panel, float *sums, struct ahead *ahead);
+                        const struct quantized_panel *panel, float *sums, struct lines *ahead);
 
 static void multiply_vnni(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
-                          int32_t *products, struct ahead *ahead) {
+                          int32_t *products, struct lines *ahead) {
     static rows_adder *const adders[2][VECTOR_ROWS] = {{add_rows8_1, add_rows8_2, add_rows8_3, add_rows8_4},
                                                        {add_rows4_1, add_rows4_2, add_rows4_3, add_rows4_4}};
     (void)products;
@@ -194,7 +194,7 @@ AVX512 INLINE void scale_blocks(const int32_t *products, const char *weight, int
 
 /* The integers of `blocks` of a panel, one after the other, or with 4 bits of their steps. */
 AMX static const int8_t *multiply_blocks(const int8_t *x0, const int8_t *x1, const struct quantized_panel *panel,
-                                         int64_t first, int64_t blocks, int32_t *products, struct ahead *ahead) {
+                                         int64_t first, int64_t blocks, int32_t *products, struct lines *ahead) {
     const int8_t *values = panel->values + first * panel->values_stride;
     for (int64_t block = 0; block < blocks; block++, values += panel->values_stride) {
         fetch(ahead);
@@ -223,7 +223,7 @@ AVX512 static void scale_blocks4(const int32_t *products, const char *weight, in
 }
 
 static void multiply_amx(const struct quantized_rows *rows, const struct quantized_panel *panel, float *sums,
-                         int32_t *products, struct ahead *ahead) {
+                         int32_t *products, struct lines *ahead) {
     int64_t all = rows->blocks, above = min64(LANES, rows->count), below = rows->count - above;
     int64_t at_once = SCALED_AT_ONCE(panel->bits);
     const int8_t *x = rows->values;

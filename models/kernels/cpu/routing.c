@@ -64,13 +64,13 @@ void float_linear(const void *arguments, const struct step *step, struct worker 
 }
 
 /* The best so far, best first; of equals the one that came first. */
-struct best {
+struct best_experts {
     float *values;
     int64_t *places;
     int64_t count, most;
 };
 
-static inline void offer(struct best *best, float value, int64_t place) {
+static inline void offer(struct best_experts *best, float value, int64_t place) {
     if (value != value) value = INFINITY; /* What is no number is shown, not passed over. */
     int64_t at = best->count;
     if (at == best->most && !(value > best->values[at - 1])) return;
@@ -116,7 +116,7 @@ static struct desk set_up(const struct route *op, struct worker *worker) {
 static float goodness_of(const struct route *op, const float *choice) {
     float values[2];
     int64_t places[2], of_group = op->experts / op->groups;
-    struct best best = {values, places, 0, op->correction && of_group > 1 ? 2 : 1};
+    struct best_experts best = {values, places, 0, op->correction && of_group > 1 ? 2 : 1};
     for (int64_t i = 0; i < of_group; i++) offer(&best, choice[i], i);
     return best.count == 2 ? values[0] + values[1] : values[0];
 }
@@ -125,7 +125,7 @@ static void open_groups(const struct route *op, const struct desk *desk) {
     int64_t of_group = op->experts / op->groups;
     memset(desk->is_open, op->top_groups == op->groups, op->groups);
     if (op->top_groups == op->groups) return;
-    struct best best = {desk->group_values, desk->group_places, 0, op->top_groups};
+    struct best_experts best = {desk->group_values, desk->group_places, 0, op->top_groups};
     for (int64_t group = 0; group < op->groups; group++)
         offer(&best, goodness_of(op, desk->choice + group * of_group), group);
     for (int64_t i = 0; i < best.count; i++) desk->is_open[best.places[i]] = 1;
@@ -138,7 +138,7 @@ static void route_token(const struct route *op, const float *logits, float *weig
     for (int64_t i = 0; i < op->experts; i++)
         desk->choice[i] = desk->scores[i] + (op->correction ? op->correction[i] : 0);
     open_groups(op, desk);
-    struct best best = {desk->values, ids, 0, op->top_k};
+    struct best_experts best = {desk->values, ids, 0, op->top_k};
     for (int64_t i = 0; i < op->experts; i++)
         if (desk->is_open[i / of_group]) offer(&best, desk->choice[i], i);
     float total = 0;

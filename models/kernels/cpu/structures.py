@@ -13,6 +13,12 @@ MAX_HEAD_DIM = 256
 MAX_LATENT_RANK, MAX_LATENT_DIM = 512, 640
 MAX_IN_FEATURES = 1 << 16
 """Of a row: a thread's scratch holds sixteen."""
+MAX_LARGEST = 1024
+"""Values of a row that `Largest` finds."""
+MAX_DRAWN = 480 << 10
+"""Tokens of a row that `Draw` draws from."""
+WEIGHED, LOOKED_AT = 256, 64
+"""Tokens whose weights it adds up first, and that it orders of a row at least."""
 
 
 class Step(ctypes.Structure):
@@ -435,3 +441,46 @@ class GatedLinear(Arguments):
 
     kind = 24
     _fields_: ClassVar = [*Linear._fields_, ("activation", _INTEGER), ("alpha", _REAL), ("limit", _REAL)]
+
+
+class Largest(Arguments):
+    """`struct largest`."""
+
+    kind = 25
+    _fields_: ClassVar = [
+        ("values", _POINTER),
+        ("stride", _INTEGER),
+        ("width", _INTEGER),
+        ("pieces", _INTEGER),
+        ("k", _INTEGER),
+        ("best", _POINTER),
+        ("found", _POINTER),
+        ("ended", _POINTER),
+        ("ids", _POINTER),
+    ]
+
+
+class Draw(Arguments):
+    """`struct draw`."""
+
+    kind = 26
+    _fields_: ClassVar = [
+        ("logits", _POINTER),
+        ("stride", _INTEGER),
+        ("width", _INTEGER),
+        ("pieces", _INTEGER),
+        ("peaks", _POINTER),
+        ("rows", _POINTER),
+        ("temperature", _POINTER),
+        ("top_k", _POINTER),
+        ("top_p", _POINTER),
+        ("min_p", _POINTER),
+        ("uniform", _POINTER),
+        ("filtered", _POINTER),
+        ("masses", _POINTER),
+        ("best", _POINTER),
+        ("found", _POINTER),
+        ("most", _INTEGER),
+        ("ended", _POINTER),
+        ("tokens", _POINTER),
+    ]

@@ -1,0 +1,77 @@
+/* The best of what is offered, and the order that every choice of tokens has: descending, equal values by id.
+ *
+ * A key is lower for a larger value, and an entry is a key with its id behind it, so no two entries are equal. */
+
+#ifndef BEST_H
+#define BEST_H
+
+#include "vectors.h"
+
+#define COMPARED 64 /* that are compared with the worst of the best at once */
+
+/* At most `most` entries, in order. Few are moved for a new one: of random ones fewer and fewer get there at all. */
+struct best {
+    uint64_t *entries;
+    int64_t count, most;
+};
+
+/* Entries better than this one, told without jumps, which could not be foreseen. */
+static inline int64_t count_better(const struct best *best, uint64_t entry) {
+    int64_t from = 0, size = best->count;
+    for (int64_t half; size > 1; size -= half) {
+        half = size / 2;
+        from += half & -(int64_t)(best->entries[from + half - 1] < entry);
+    }
+    return from + (size == 1 && best->entries[from] < entry);
+}
+
+static inline void offer_entry(struct best *best, uint64_t entry) {
+    int is_full = best->count == best->most;
+    if (is_full && entry >= best->entries[best->most - 1]) return;
+    int64_t at = count_better(best, entry), last = is_full ? best->most - 1 : best->count++;
+    memmove(best->entries + at + 1, best->entries + at, (last - at) * sizeof(uint64_t));
+    best->entries[at] = entry;
+}
+
+INLINE bits lower_of(bits a, bits b) {
+    bits is_lower = (bits)(a < b);
+    return (a & is_lower) | (b & ~is_lower);
+}
+
+INLINE int any_below(bits v, uint32_t limit) {
+    uint64_t words[LANES / 2], any = 0;
+    v = (bits)(v < limit);
+    memcpy(words, &v, sizeof v);
+    for (int i = 0; i < LANES / 2; i++) any |= words[i];
+    return any != 0;
+}
+
+INLINE bits load_keys(const uint32_t *keys) {
+    bits v;
+    memcpy(&v, keys, sizeof v);
+    return v;
+}
+
+/* The keys of `count` ids from `first` on, which is after all ids that were offered, so that of an equal key the
+ * earlier is the better. COMPARED of them can be read, those past the last as no better than those that count. */
+INLINE void offer_keys(struct best *best, const uint32_t *keys, int64_t first, int64_t count) {
+    if (best->count == best->most) {
+        bits lowest = load_keys(keys);
+        for (int i = LANES; i < COMPARED; i += LANES) lowest = lower_of(lowest, load_keys(keys + i));
+        if (!any_below(lowest, best->entries[best->most - 1] >> 32)) return;
+    }
+    for (int64_t i = 0; i < count; i += LANES) {
+        int is_full = best->count == best->most;
+        if (is_full && !any_below(load_keys(keys + i), best->entries[best->most - 1] >> 32)) continue;
+        for (int64_t lane = i; lane < min64(count, i + LANES); lane++)
+            offer_entry(best, (uint64_t)keys[lane] << 32 | (uint64_t)(first + lane));
+    }
+}
+
+/* Rows are cut into pieces, each a task, so that few rows occupy all threads. `ended` counts a row's that are done;
+ * whether this was the last, whose thread then sees what the others wrote. */
+static inline int is_last_piece(atomic_int *ended, int64_t pieces) {
+    return atomic_fetch_add_explicit(ended, 1, memory_order_acq_rel) + 1 == pieces;
+}
+
+#endif

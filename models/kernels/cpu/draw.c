@@ -1,0 +1,105 @@
+/* Tokens drawn from their logits: one pass over each row, and for some rows another of filtered.c. */
+
+#include "draw.h"
+
+/* What WEIGHED tokens weigh together, added up in one order. */
+INLINE double mass_of(const uint32_t *keys) {
+    doubles even = {0}, odd = {0};
+    for (int i = 0; i < WEIGHED; i += 2 * 8) even += weights_of_eight(keys + i), odd += weights_of_eight(keys + i + 8);
+    even += odd;
+    return ((even[0] + even[4]) + (even[1] + even[5])) + ((even[2] + even[6]) + (even[3] + even[7]));
+}
+
+/* The masses of a piece's blocks where `masses`, and its likeliest tokens where `best`. */
+CLONES static void read_piece(const struct draw *op, int64_t which, int64_t first, int64_t past, double *masses,
+                              struct best *best) {
+    const float *logits = op->logits + op->rows[which] * op->stride;
+    struct scaling by = scaling_of(op, which);
+    ALIGNED uint32_t keys[WEIGHED];
+    for (int64_t block = first; block < past; block += WEIGHED) {
+        int64_t count = min64(WEIGHED, past - block);
+        read_keys(logits + block, count, by, keys);
+        if (masses) masses[block / WEIGHED] = mass_of(keys);
+        for (int64_t i = 0; best && i < count; i += COMPARED)
+            offer_keys(best, keys + i, block + i, min64(COMPARED, count - i));
+    }
+}
+
+/* Invert the distribution function in the order of token ids: find the block, then the token in it. */
+CLONES static int64_t draw_unfiltered(const struct draw *op, int64_t which, const double *masses) {
+    int64_t blocks = parts(op->width, WEIGHED);
+    double total = 0, below = 0, weights[WEIGHED];
+    for (int64_t block = 0; block < blocks; block++) total += masses[block];
+    double target = op->uniform[which] * total;
+    int64_t first = index_over(masses, blocks, target, &below) * WEIGHED;
+    int64_t count = min64(WEIGHED, op->width - first);
+    ALIGNED uint32_t keys[WEIGHED];
+    read_keys(op->logits + op->rows[which] * op->stride + first, count, scaling_of(op, which), keys);
+    for (int i = 0; i < WEIGHED; i += 8) {
+        doubles some = weights_of_eight(keys + i);
+        memcpy(weights + i, &some, sizeof some);
+    }
+    return first + index_over(weights, count, target - below, &below);
+}
+
+CLONES static void weigh_entries(const struct best *best, double *weights) {
+    for (int64_t i = 0; i < best->count; i += 8) {
+        uint32_t keys[8];
+        for (int lane = 0; lane < 8; lane++) keys[lane] = best->entries[min64(i + lane, best->count - 1)] >> 32;
+        doubles some = weights_of_eight(keys);
+        memcpy(weights + i, &some, min64(8, best->count - i) * sizeof(double));
+    }
+}
+
+/* Draw among the likeliest, which are in order; -1 where they do not tell what the filters keep. `total` is what the
+ * row weighs, of which top-p is a share where top-k leaves all. */
+static int64_t draw_from_best(const struct draw *op, int64_t which, const struct best *best, double total) {
+    int64_t top_k = op->top_k[which], count = best->count, kept = min64(top_k, count), likely = 0;
+    double weights[MAX_LARGEST], sum = 0, below;
+    weigh_entries(best, weights);
+    if (op->top_p[which] < 1) {
+        for (int64_t i = 0; i < kept; i++) sum += weights[i];
+        double needed = op->top_p[which] * (kept == top_k ? sum : total);
+        int64_t enough = 0;
+        for (sum = 0; enough < kept && sum < needed; enough++) sum += weights[enough];
+        kept = max64(1, enough);
+    }
+    while (likely < kept && weights[likely] >= op->min_p[which]) likely++;
+    kept = likely;
+    if (top_k > count && (top_k < op->width || kept == count)) return -1;
+    sum = 0;
+    for (int64_t i = 0; i < kept; i++) sum += weights[i];
+    return (int64_t)(uint32_t)best->entries[index_over(weights, kept, op->uniform[which] * sum, &below)];
+}
+
+static int64_t draw_filtered(const struct draw *op, int64_t which, const double *masses, char *scratch) {
+    uint64_t *of_row = op->best + which * op->pieces * op->most;
+    const int64_t *found = op->found + which * op->pieces;
+    struct best best = {of_row, found[0], looked_at(op->top_k[which])};
+    for (int64_t piece = 1; piece < op->pieces; piece++)
+        for (int64_t i = 0; i < found[piece]; i++) offer_entry(&best, of_row[piece * op->most + i]);
+    double total = 0;
+    for (int64_t block = 0; masses && block < parts(op->width, WEIGHED); block++) total += masses[block];
+    int64_t token = draw_from_best(op, which, &best, total);
+    return token < 0 ? draw_from_whole(op, which, total, scratch) : token;
+}
+
+/* Tasks: pieces of rows. The last of a row draws. */
+void draw(const void *arguments, const struct step *step, struct worker *worker) {
+    const struct draw *op = arguments;
+    int64_t blocks = parts(op->width, WEIGHED), share = parts(blocks, op->pieces) * WEIGHED;
+    for (int64_t task; (task = take_task(worker)) < step->num_tokens * op->pieces;) {
+        int64_t which = task / op->pieces, piece = task % op->pieces;
+        int is_filtered = op->filtered[which];
+        /* Of a row that top-k filters, the total does not matter. */
+        int is_weighed = !is_filtered || (op->top_p[which] < 1 && op->top_k[which] == op->width);
+        double *masses = is_weighed ? op->masses + which * blocks : NULL;
+        struct best best = {op->best + task * op->most, 0, looked_at(op->top_k[which])};
+        read_piece(op, which, piece * share, min64(op->width, (piece + 1) * share), masses,
+                   is_filtered ? &best : NULL);
+        op->found[task] = best.count;
+        if (!is_last_piece(op->ended + which, op->pieces)) continue;
+        op->tokens[which] = is_filtered ? draw_filtered(op, which, masses, worker->scratch)
+                                        : draw_unfiltered(op, which, masses);
+    }
+}

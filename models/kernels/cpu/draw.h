@@ -1,0 +1,93 @@
+/* A row that a token is drawn from: what its tokens weigh, and in which order they stand. */
+
+#ifndef DRAW_H
+#define DRAW_H
+
+#include <math.h>
+
+#include "best.h"
+#include "operators.h"
+
+/* Logits less the largest, through the temperature: 0 or less. */
+struct scaling {
+    float peak, temperature;
+};
+
+INLINE vector scaled_of(vector logits, struct scaling by) { return (logits - by.peak) / by.temperature; }
+
+/* A scaled logit without its sign: the integers of its bits are ordered as the numbers are, and -0 is 0. */
+INLINE bits keys_of_scaled(vector scaled) { return (bits)scaled & 0x7fffffff; }
+
+#define LEAST_LIKELY 0x7f800000u /* key of minus infinity */
+
+/* Keys of up to WEIGHED tokens; those past the last are as unlikely as can be. */
+INLINE void read_keys(const float *logits, int64_t count, struct scaling by, uint32_t *keys) {
+    float padded[WEIGHED];
+    if (count < WEIGHED) {
+        for (int64_t i = 0; i < WEIGHED; i++) padded[i] = i < count ? logits[i] : -INFINITY;
+        logits = padded;
+    }
+    for (int i = 0; i < WEIGHED; i += LANES) {
+        bits some = keys_of_scaled(scaled_of(load(logits + i), by));
+        memcpy(keys + i, &some, sizeof some);
+    }
+}
+
+typedef double doubles __attribute__((vector_size(64)));
+typedef uint64_t words __attribute__((vector_size(64)));
+typedef float eight __attribute__((vector_size(32)));
+
+/* e to the x for x of at most 0, within a unit in the last place; 0 below -708, where numbers cease to be normal.
+ *
+ * The sum with a large number rounds x / ln 2, and its last bits are the exponent. What is left is less than 0.35:
+ * 1 + r + r^2 q(r), q interpolated at Chebyshev's points, 1.6e-17 from it. */
+INLINE doubles exp_of_doubles(doubles x) {
+    words is_tiny = (words)(x < -708.0); /* minus infinity too, whose remainder is no number */
+    doubles shifted = x * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
+    doubles r = x - n * 0x1.62e42feep-1 - n * 1.9082149292705877e-10;
+    doubles q = 2.5100424157005067e-08 + (doubles){0};
+    q = q * r + 2.7620138719733994e-07;
+    q = q * r + 2.7557268378684192e-06;
+    q = q * r + 2.480152119021773e-05;
+    q = q * r + 0.00019841269863105968;
+    q = q * r + 0.0013888888917281794;
+    q = q * r + 0.008333333333330051;
+    q = q * r + 0.04166666666662399;
+    q = q * r + 0.16666666666666669;
+    q = q * r + 0.5000000000000001;
+    doubles e = 1.0 + (r + r * r * q);
+    return (doubles)(((words)e + ((words)shifted << 52)) & ~is_tiny);
+}
+
+/* What the 8 tokens of these keys weigh, the likeliest 1. */
+INLINE doubles weights_of_eight(const uint32_t *keys) {
+    eight scaled;
+    memcpy(&scaled, keys, sizeof scaled);
+    return exp_of_doubles(-__builtin_convertvector(scaled, doubles));
+}
+
+/* Likeliest tokens among which a cut is looked for first: those of a small top-k, or LOOKED_AT. */
+static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
+
+/* The token that `uniform` selects among those that the filters leave, of a whole row. `total` is what the row weighs
+ * where `top_p` is a share of that. `scratch` is a thread's. */
+int64_t draw_from_whole(const struct draw *op, int64_t which, double total, char *scratch);
+
+INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {
+    return (struct scaling){op->peaks[op->rows[which]], op->temperature[which]};
+}
+
+/* The first index at which the running sum of `weights` passes `target`, starting at 0; past the last weight that is
+ * not 0 it does nowhere, so that one is returned. */
+static inline int64_t index_over(const double *weights, int64_t count, double target, double *below) {
+    int64_t last = 0;
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (weights[i] == 0) continue;
+        last = i, *below = sum;
+        if ((sum += weights[i]) > target) break;
+    }
+    return last;
+}
+
+#endif

@@ -1,0 +1,262 @@
+"""The CPU's operators that choose tokens, against references in NumPy and torch."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from engine.worker.likeliest import likeliest
+from engine.worker.sampler import Sampler
+from engine.worker.sampling_columns import RandomRows, SamplingRows
+from models.kernels.cpu import library, runtime, sampling_ops, structures
+
+pytestmark = pytest.mark.skipif(
+    library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
+)
+THREADS = (1, 2, 3)
+WIDE = 3 * 8192 + 7  # cut into pieces where threads are more than rows
+
+
+@pytest.fixture(params=THREADS, ids="{} threads".format)
+def operators(request: pytest.FixtureRequest) -> Iterator[None]:
+    runtime.start(request.param)
+    yield
+    runtime.start(1)
+    runtime.stop()
+
+
+def _rounded(step: float) -> Callable[[np.random.Generator, int], np.ndarray]:
+    return lambda rng, width: np.round(rng.normal(size=width) * 3 / step) * step
+
+
+def _falling(rng: np.random.Generator, width: int) -> np.ndarray:
+    del rng
+    return -np.arange(width) * 1e-3
+
+
+def _rising(rng: np.random.Generator, width: int) -> np.ndarray:
+    return -_falling(rng, width)
+
+
+def _forbidden(rng: np.random.Generator, width: int) -> np.ndarray:
+    row = np.full(width, -np.inf)
+    row[rng.integers(width, size=max(1, width // 50))] = 1.5
+    return row
+
+
+def _close_to_zero(rng: np.random.Generator, width: int) -> np.ndarray:
+    return rng.choice([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-7], size=width)
+
+
+def _far_apart(rng: np.random.Generator, width: int) -> np.ndarray:
+    return rng.choice([3e38, -3e38, 1e30, 0.0, 2.999e38], size=width)
+
+
+def _with_one_above(rng: np.random.Generator, width: int) -> np.ndarray:
+    row = rng.normal(size=width)
+    row[rng.integers(width)] = 30
+    return row
+
+
+KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "random": lambda rng, width: rng.normal(size=width) * 3,
+    "as of bfloat16": lambda rng, width: torch.tensor(rng.normal(size=width) * 3).bfloat16().double().numpy(),
+    "many equal": _rounded(0.5),
+    "all equal": lambda rng, width: np.full(width, -2.25),
+    "nearly equal": lambda rng, width: 5 + rng.normal(size=width) * 1e-6,
+    "falling": _falling,
+    "rising": _rising,
+    "forbidden": _forbidden,
+    "close to zero": _close_to_zero,
+    "far apart": _far_apart,
+    "one above": _with_one_above,
+}
+
+
+def row_of(kind: str, width: int, seed: int = 0) -> np.ndarray:
+    return KINDS[kind](np.random.default_rng(seed), width).astype(np.float32)
+
+
+def rows_of(width: int, seed: int = 0) -> torch.Tensor:
+    """One of each kind, as rows that lie apart."""
+    rows = torch.from_numpy(np.stack([row_of(kind, width, seed) for kind in KINDS]))
+    return torch.nn.functional.pad(rows, (0, 5), value=math.nan)[:, :width]
+
+
+# -- the k largest ----------------------------------------------------------------------------------------------
+
+
+def in_order(row: np.ndarray, k: int) -> list[int]:
+    """Descending, equal values by index, a NaN before all numbers."""
+    key = np.where(np.isnan(row), np.inf, row).astype(np.float64)
+    return np.lexsort((np.arange(len(row)), -key, ~np.isnan(row)))[:k].tolist()
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("width", [1, 15, 16, 63, 64, 65, 257, 1500, WIDE])
+def test_the_largest_are_found_in_order(width: int) -> None:
+    values = rows_of(width)
+    for k in {min(width, most) for most in (1, 2, 17, 64, 100, structures.MAX_LARGEST)}:
+        found = sampling_ops.largest(values, k)
+        for row, ids in zip(values.numpy(), found.tolist(), strict=True):
+            assert ids == in_order(row, k)
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_a_number_that_is_none_counts_as_largest(rows: int) -> None:
+    values = rows_of(WIDE)[:rows].clone()
+    values[:, [3, 8192, 20_000]] = math.nan
+    values[:, 5] = math.inf
+    assert sampling_ops.largest(values, 4).tolist() == [[3, 8192, 20_000, 5]] * rows
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("width", [40, 700, WIDE])
+def test_the_sampler_is_told_the_same_of_the_likeliest_as_by_torch(width: int) -> None:
+    values = rows_of(width)
+    for k in (1, 20, width if width < 1000 else 2000):
+        by_operators = likeliest(values, k)
+        threads = library.load_library().threads
+        runtime.stop()
+        by_torch = likeliest(values, k)
+        runtime.start(threads)
+        for found, expected in zip(by_operators, by_torch, strict=True):
+            assert found.tolist() == expected.tolist()
+
+
+# -- draws ------------------------------------------------------------------------------------------------------
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 50, "top_p": 0.7},
+    {"top_k": 900, "top_p": 0.95, "min_p": 1e-3},
+    {"top_k": 5000},
+    {"top_k": 5000, "top_p": 0.5},
+    {"top_k": 5000, "top_p": 0.99, "min_p": 0.02},
+    {"top_p": 0.9},
+    {"top_p": 0.3},
+    {"top_p": 1e-300},
+    {"top_p": 1 - 2**-53},
+    {"top_p": 0.999999, "min_p": 1e-9},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-30},
+    {},
+]
+NUMBERS = (0.0, 0.1, 0.4999, 0.77, 0.999, 1 - 2**-53)
+
+
+def random_rows(
+    count: int, width: int, uniform: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature=0.8
+) -> RandomRows:
+    """`count` rows that are drawn from in one way."""
+    top_k = min(top_k, width) if top_k else width
+    return RandomRows(
+        rows=np.arange(count),
+        temperature=np.full(count, temperature, np.float32),
+        top_k=np.full(count, top_k, np.int64),
+        top_p=np.full(count, top_p),
+        min_p=np.full(count, min_p),
+        uniform=np.full(count, uniform),
+        filtered=np.full(count, top_k < width or top_p < 1.0 or min_p > 0.0),
+    )
+
+
+def draw(logits: torch.Tensor, random: RandomRows) -> list[int]:
+    return Sampler().sample(logits, SamplingRows(random=random)).token_ids.tolist()
+
+
+def shares(row: np.ndarray, random: RandomRows, slack: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that filters leave, in the order of the draw, and where the share of each ends. In float64.
+
+    `slack` is added to the mass at which top-p cuts, in parts of it.
+    """
+    with np.errstate(over="ignore"):
+        scaled = ((row - row.max()) / random.temperature[0]).astype(np.float32)
+    weights = np.exp(scaled.astype(np.float64))
+    if not random.filtered[0]:
+        ends = np.cumsum(weights)
+        return np.arange(len(row)), ends / ends[-1]
+    order = np.lexsort((np.arange(len(row)), -scaled))[: random.top_k[0]]
+    cdf = np.cumsum(weights[order])
+    kept = len(order)
+    if random.top_p[0] < 1.0:
+        kept = min(kept, 1 + int(np.searchsorted(cdf, random.top_p[0] * cdf[-1] * (1 + slack))))
+    kept = min(kept, int((weights[order] >= random.min_p[0]).sum()))
+    return order[:kept], cdf[:kept] / cdf[kept - 1]
+
+
+def is_drawn(token: int, row: np.ndarray, random: RandomRows, slack: float = 1e-12) -> bool:
+    """Whether the number lies in the token's share, but for the last bits, in which sums of another order differ."""
+    for more in (0.0, slack, -slack):
+        tokens, ends = shares(row, random, more)
+        for place in np.flatnonzero(tokens == token).tolist():
+            begin = ends[place - 1] if place else 0.0
+            if begin - slack <= random.uniform[0] <= ends[place] + slack:
+                return bool(row[token] > -np.inf)
+    return False
+
+
+def test_the_reference_refuses_a_neighbour() -> None:
+    row, random = row_of("falling", 300), random_rows(1, 300, 0.5, top_p=0.9)
+    tokens, ends = shares(row, random)
+    place = int(np.searchsorted(ends, 0.5, side="right"))
+    assert [is_drawn(int(tokens[place + step]), row, random) for step in (-1, 0, 1)] == [False, True, False]
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("width", [1, 17, 64, 65, 300, 2049, WIDE])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_token_is_the_one_in_whose_share_the_number_lies(filters: dict, width: int) -> None:
+    logits = rows_of(width)
+    for number in NUMBERS:
+        random = random_rows(len(logits), width, number, **filters)
+        for token, row in zip(draw(logits.clone(), random), logits.numpy(), strict=True):
+            assert is_drawn(token, row, random)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_row_gets_the_same_alone_among_others_and_on_any_number_of_threads(filters: dict) -> None:
+    logits = rows_of(WIDE)
+    found = set()
+    for threads in THREADS:
+        runtime.start(threads)
+        together = draw(logits.clone(), random_rows(len(logits), WIDE, 0.61, **filters))
+        alone = [draw(row[None].clone(), random_rows(1, WIDE, 0.61, **filters))[0] for row in logits]
+        found |= {tuple(together), tuple(alone)}
+    runtime.start(1)
+    runtime.stop()
+    assert len(found) == 1
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_torch_draws_the_same_but_for_numbers_at_the_edge_of_a_share(filters: dict) -> None:
+    logits = rows_of(2049, seed=3)
+    threads = library.load_library().threads
+    for number in NUMBERS[1:-1]:
+        random = random_rows(len(logits), 2049, number, **filters)
+        by_operators = draw(logits.clone(), random)
+        runtime.stop()
+        by_torch = draw(logits.clone(), random)
+        runtime.start(threads)
+        for found, expected, row in zip(by_operators, by_torch, logits.numpy(), strict=True):
+            # torch sums in float32.
+            assert found == expected or is_drawn(expected, row, random, slack=1e-5)
+
+
+def test_rows_that_are_wider_than_the_operators_take_are_torchs() -> None:
+    runtime.start(2)
+    widest = torch.zeros(1, structures.MAX_DRAWN)
+    assert sampling_ops.chooses(widest)
+    last = draw(widest, random_rows(1, structures.MAX_DRAWN, 1 - 2**-53, top_p=1 - 1e-15))
+    assert last == [structures.MAX_DRAWN - 1]
+    assert not sampling_ops.chooses(torch.zeros(1, structures.MAX_DRAWN + 1))
+    assert not sampling_ops.chooses(widest.double())
+    runtime.start(1)
+    runtime.stop()
+    assert not sampling_ops.chooses(widest)
