@@ -17,7 +17,7 @@ def run(script: str) -> str:
 
 def test_pinned_threads_stay_on_their_cpus_and_others_off_them() -> None:
     script = """
-import os, threading
+import os, threading, time
 from pathlib import Path
 import torch
 from engine.worker.cores import CorePlan
@@ -28,7 +28,7 @@ allowed = sorted(os.sched_getaffinity(0))
 if len(allowed) < 2:
     raise SystemExit(print("skip"))
 stop = threading.Event()
-before = threading.Thread(target=stop.wait)
+before = threading.Thread(target=stop.wait, daemon=True)
 before.start()
 plan = CorePlan(2, frozenset(allowed[:2]), (allowed[1], allowed[0]), frozenset(allowed[:1]))
 settle(plan)
@@ -40,7 +40,11 @@ if operators is None:
     assert own == frozenset()
 else:
     assert own == plan.own
-    names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    # A thread names itself, once it runs.
+    while "kaon-cpu" not in (names := {
+        int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()
+    }).values():
+        time.sleep(0.01)
     (thread,) = (number for number, name in names.items() if name == "kaon-cpu")
     assert os.sched_getaffinity(thread) == {allowed[0]}
     assert os.sched_getaffinity(threading.get_native_id()) == {allowed[1]}
