@@ -127,6 +127,8 @@ class CoreSockets:
             if taken_back:
                 outputs = [RequestOutput(id, [], finished=True, finish_reason="abort") for id in taken_back]
                 self.output_queue.put(StepOutputs(outputs))
+                # Told of their end, whoever sent them may send them again, before the loop reads this.
+                message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
         self.input_queue.put(message)
 
     def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:

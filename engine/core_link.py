@@ -1,6 +1,6 @@
 """`CoreLink`: one engine core's life as its parent sees it: a process, two sockets, and what it leaves behind.
 
-Made by `CoreManager`, a new one for each core that it starts.
+Made by `Supervisor`, a new one for each core that it starts.
 """
 
 import signal

@@ -181,7 +181,7 @@ class CoreManager:
 
     @property
     def has_work(self) -> bool:
-        """Whether the core has anything to compute."""
+        """Whether the core owes anything."""
         return self._journal.has_work
 
     def on_step(self, step: StepOutputs) -> None:
@@ -201,9 +201,11 @@ class CoreManager:
             self._on_restart(resumed)
         self._go_on(list(self._journal))
 
-    def on_core_death(self, in_step: Collection[int], *, killed: bool) -> None:
-        """Call all requests back; those that do not go on end."""
-        self._tell(self._journal.core_died(in_step, killed=killed))
+    def on_core_death(self, in_step: Collection[int], *, killed: bool) -> bool:
+        """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
+        ended = self._journal.core_died(in_step, killed=killed)
+        self._tell(ended)
+        return any(output.error is not None for output in ended)
 
     def on_end(self, failure: Failed) -> None:
         """What follows from the last core's end: every live request ends with an error."""

@@ -83,7 +83,8 @@ class EngineCore:
         self._block_size = config.kv_cache_block_size
         self._outputs = _Outputs()
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
-        self._isolation = Isolation(self.scheduler, self._compute)
+        self._isolation = Isolation(self.scheduler, self._compute_and_tell)
+        self._in_silence = Isolation(self.scheduler, self._compute)
         self._suspects: deque[Sequence] = deque()
         """Sequences that an earlier core died on, each to be tried alone."""
         self._stopping = False
@@ -158,22 +159,28 @@ class EngineCore:
             self._send(kind, time.perf_counter() - start)
 
     def _step(self) -> str | None:
-        """Schedule, compute, postprocess; the step's kind, or None if there was nothing to compute."""
+        """Schedule, compute, postprocess; the step's kind, or None if there is nothing to tell of."""
         if self._suspects:
             # One alone: should it end this process too, it is known whose fault that was.
             failed = self._isolation.run([self._suspects.popleft()])
-            kind: str | None = "prefill"
-        else:
-            scheduled = self.scheduler.schedule()
-            if scheduled is None:
-                return None
-            batch, seqs = scheduled
-            error = self._compute(batch, seqs)
-            failed = None if error is None else FailedStep(list(seqs.values()), error)
-            kind = batch.kind
-        if failed is not None:
-            self._fail_guilty(failed)
-        return kind
+            if failed is not None:
+                self._fail_guilty(failed)
+            return "idle" if self._outputs else None
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return None
+        batch, seqs = scheduled
+        error = self._compute(batch, seqs)
+        if error is not None:
+            self._fail_guilty(FailedStep(list(seqs.values()), error))
+        return batch.kind
+
+    def _compute_and_tell(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
+        """As `_compute`, and send what came of it: whoever waits must not take many steps for none."""
+        start = time.perf_counter()
+        error = self._compute(batch, seqs)
+        self._send(batch.kind, time.perf_counter() - start)
+        return error
 
     def _compute(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
         """Run a scheduled step and take its tokens back; what it raised, its sequences waiting again."""
@@ -203,7 +210,7 @@ class EngineCore:
         """Compute a request of one token, which nobody made; what went wrong."""
         canary = Sequence([0], self._block_size, _CANARY_PARAMS, id=_CANARY_ID)
         self.scheduler.add(canary)
-        failed = self._isolation.run([canary])
+        failed = self._in_silence.run([canary])
         if failed is not None:
             self.scheduler.abort([_CANARY_ID])
             return str(failed.error) or type(failed.error).__name__

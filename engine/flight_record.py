@@ -1,6 +1,6 @@
 """`FlightRecord`: which sequences the running step computes, in memory that outlives the core.
 
-Written by the engine core around each step, and read by `CoreManager` when the core has died: who was in the step may
+Written by the engine core around each step, and read by `Supervisor` when the core has died: who was in the step may
 be why.
 """
 

@@ -49,6 +49,12 @@ class Isolation:
 
         Halves are tried, and halves of those that raise: of n sequences, one guilty is found in 2 log n steps.
         """
+        if len(failed.seqs) == 1:
+            # Nobody to part it from: what does not come again is nobody's fault.
+            again = self.run(failed.seqs)
+            if again is None:
+                return
+            failed = again
         suspected = [failed]
         while suspected:
             seqs, error = suspected.pop()

@@ -31,7 +31,10 @@ class Place(Enum):
 class Entry:
     """One live request."""
 
-    __slots__ = ("aborted", "crashes", "paused", "place", "request", "token_ids", "tokens_at_crash", "tokens_at_start")
+    __slots__ = (
+        "aborted", "crashes", "paused", "place", "request", "steps_at_start",
+        "token_ids", "tokens_at_crash", "tokens_at_start",
+    )  # fmt: skip
 
     def __init__(self, request: AddRequest) -> None:
         self.request = request
@@ -45,6 +48,8 @@ class Entry:
         self.tokens_at_crash = -1
         self.tokens_at_start = 0
         """When it was brought to the core where it is."""
+        self.steps_at_start = 0
+        """Steps that cores had told of by then."""
 
     def message(self) -> AddRequest:
         """What has a core begin with it, or go on."""
@@ -73,6 +78,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
+        self._num_steps = 0
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -84,8 +90,8 @@ class Journal:
 
     @property
     def has_work(self) -> bool:
-        """Whether the core has anything to compute."""
-        return any(entry.place is Place.CORE for entry in self)
+        """Whether the core owes anything: tokens, or the last output of a request that was called back."""
+        return any(entry.place is not Place.HERE for entry in self)
 
     def entries(self, request_ids: Iterable[int]) -> list[Entry]:
         """Of these requests, those that are live."""
@@ -107,6 +113,7 @@ class Journal:
             if entry.place is Place.HERE and not entry.paused:
                 entry.place = Place.CORE
                 entry.tokens_at_start = len(entry.token_ids)
+                entry.steps_at_start = self._num_steps
                 messages.append(entry.message())
         return messages
 
@@ -143,6 +150,7 @@ class Journal:
 
         Their last outputs are taken out of `step`. Costs a dictionary's look-up and a list's growth a request.
         """
+        self._num_steps += 1
         entries = self._entries
         left: list[Entry] = []
         for output in step.outputs:
@@ -168,7 +176,7 @@ class Journal:
         """
         there = [entry for entry in self if entry.place is not Place.HERE]
         # A core that dies between steps may have died of a request that it had not begun with.
-        suspects = self.entries(in_step) or [entry for entry in there if len(entry.token_ids) == entry.tokens_at_start]
+        suspects = self.entries(in_step) or [entry for entry in there if self._just_came(entry)]
         for entry in suspects:
             if entry.place is not Place.HERE:
                 entry.note_crash()
@@ -181,6 +189,11 @@ class Journal:
                 error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
                 ended.append(terminal(entry.request.request_id, "error", error))
         return ended
+
+    def _just_came(self, entry: Entry) -> bool:
+        """Whether the core may have died of taking it in: what waited while steps went on is in nobody's way."""
+        is_new = entry.steps_at_start >= self._num_steps - 1 or entry.request.sampling_params.grammar is not None
+        return is_new and len(entry.token_ids) == entry.tokens_at_start
 
     def end_all(self, error: str) -> list[RequestOutput]:
         """The last outputs of all live requests, which end with `error`."""

@@ -1,4 +1,4 @@
-"""`RestartPolicy`: whether an engine core that died is started again, and when. Asked by `CoreManager`."""
+"""`RestartPolicy`: whether an engine core that died is started again, and when. Asked by `Supervisor`."""
 
 import math
 import time

@@ -34,7 +34,7 @@ class Keeper(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether the core has anything to compute."""
+        """Whether the core owes anything."""
 
     def on_step(self, step: StepOutputs, /) -> None:
         """The core tells of a step."""
@@ -42,8 +42,11 @@ class Keeper(Protocol):
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
         """A core serves; `again` for all but the first."""
 
-    def on_core_death(self, in_step: Collection[int], /, *, killed: bool) -> None:
-        """The core that served is gone, in a step of these requests; `killed` by another process."""
+    def on_core_death(self, in_step: Collection[int], /, *, killed: bool) -> bool:
+        """The core that served is gone, in a step of these requests; `killed` by another process.
+
+        Whether a request was found to be at fault, and is gone too.
+        """
 
     def on_end(self, failure: Failed, /) -> None:
         """There is no core, and will be none."""
@@ -66,6 +69,8 @@ class Supervisor:
         self._watchdog = Watchdog(config.stall_timeout)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._served = False
+        self._started = time.monotonic()
+        self._first_start_seconds = 0.0
         self._stalled: str | None = None
         self._start_at: float | None = None
         self._closing = False
@@ -159,34 +164,47 @@ class Supervisor:
     def _take_in(self, message: Outbound) -> None:
         match message:
             case StepOutputs():
-                self._watchdog.note_progress()
+                # Without these it is the input thread's, which goes on when the loop is stuck.
+                if message.stats is not None:
+                    self._watchdog.note_progress()
                 self._keeper.on_step(message)
             case Ready():
                 self.is_serving = True
                 self._watchdog.note_progress()
+                # What requests were checked against holds for every core that serves them.
+                self._config = self._config.model_copy(update={"num_kvcache_blocks": message.model.num_kvcache_blocks})
                 again, self._served = self._served, True
+                if not again:
+                    self._first_start_seconds = time.monotonic() - self._started
                 self._keeper.on_core_ready(message, again=again)
 
     # -- a core that hangs --------------------------------------------------------------------------------------
 
     @property
     def _watches(self) -> bool:
-        return self.is_serving and self._keeper.has_work
+        return (self.is_serving and self._keeper.has_work) or self._starts_again
+
+    @property
+    def _starts_again(self) -> bool:
+        """Whether a core that takes another's place is starting; the first one may take as long as it likes."""
+        return self._served and self._stalled is None and bool(self._links) and not self._links[0].is_connected
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.failure is not None:
             return
+        # Before anything that may raise: nobody else would look again.
+        loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
         if self._watches:
             self._check_progress()
         else:
             self._watchdog.note_progress()
-        loop.call_later(self._watchdog.interval, self._watch, loop)
 
     def _check_progress(self) -> None:
         """Kill a core that has stalled, once it has written what its threads do."""
         link = self._links[0]
-        self._stalled = self._watchdog.why_stalled(link.pid)
+        more = 2 * self._first_start_seconds if self._starts_again else 0.0
+        self._stalled = self._watchdog.why_stalled(link.pid, more)
         if self._stalled is None:
             return
         self.is_serving = False
@@ -204,6 +222,8 @@ class Supervisor:
         link = CoreLink(self._config, self._context)
         self._links.append(link)
         self.pid = link.pid
+        self._started = time.monotonic()
+        self._watchdog.note_progress()
         if self._loop is not None:
             self._listen(self._loop, link)
 
@@ -212,7 +232,7 @@ class Supervisor:
         if self.failure is None:
             try:
                 self._start()
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, zmq.ZMQError) as error:
                 self._lost(Failed(f"no engine core can be started: {error}"), futile=True)
 
     def _on_gone(self) -> None:
@@ -227,10 +247,12 @@ class Supervisor:
             failure, killed = Failed(f"the engine core stalled: {self._stalled}"), False
         in_step = link.running_step()
         self._unlink(link)
-        if link.is_connected:
-            self._keeper.on_core_death(in_step, killed=killed)
-        # One that died in its first step, or before any, would do no better the next time.
-        self._lost(failure, futile=not link.is_connected or (bool(in_step) and not link.completed_steps))
+        found = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
+        # One that died in its first step, or before any, would do no better the next time: unless it was a request's
+        # doing, which will not be tried again.
+        died_at_once = not link.is_connected or (bool(in_step) and not link.completed_steps)
+        # One that was killed may be as good as the next.
+        self._lost(failure, futile=died_at_once and not found and not killed)
 
     def _lost(self, failure: Failed, *, futile: bool) -> None:
         """Start another core, now or later, or end for good."""

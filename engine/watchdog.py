@@ -1,4 +1,4 @@
-"""`Watchdog`: notices an engine core that has work and completes no step. Asked by `CoreManager` again and again."""
+"""`Watchdog`: notices an engine core that has work and completes no step. Asked by `Supervisor` again and again."""
 
 import time
 
@@ -22,15 +22,18 @@ class Watchdog:
         """A step was completed, or the core was idle until now."""
         self._last = time.monotonic()
 
-    def why_stalled(self, pid: int) -> str | None:
-        """Why the core of that process, which has work, counts as stalled; None: it does not."""
+    def why_stalled(self, pid: int, more: float = 0.0) -> str | None:
+        """Why the core of that process, which has work, counts as stalled; None: it does not.
+
+        It may take `more` seconds than a step may.
+        """
         now = time.monotonic()
         late, self._looked = now - self._looked > 2 * self.interval, now
         silent = now - self._last
         if late:
             # This process was held up itself, and what the core said meanwhile may still be unread.
             return None
-        if silent > self._timeout:
+        if silent > self._timeout + more:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
         if silent > _STOPPED_SECONDS and is_stopped(pid):
             return "its process was stopped by a signal"

@@ -95,7 +95,11 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._frontend.close()
-        patience = _HURRIED_SECONDS if self._hurries else _SHUTDOWN_SECONDS
+        patience = float(_HURRIED_SECONDS if self._hurries else _SHUTDOWN_SECONDS)
+        if not self._hurries and self._drain_until < math.inf:
+            # What has been generated may yet be on its way to who reads it.
+            patience = max(patience, self._drain_until - time.monotonic())
+        self.config.timeout_graceful_shutdown = math.ceil(patience) + _SHUTDOWN_SECONDS
         asyncio.get_running_loop().call_later(patience, self._hang_up)
         await super().shutdown(sockets)
 

@@ -336,3 +336,56 @@ def test_each_request_ends_once_whatever_happens_to_it() -> None:
         run.until_ended(*range(300))
         assert set(Counter(output.finish_reason for output in run.ends.values())) <= {"abort", "max_tokens"}
         assert not run.manager.live
+
+
+def test_several_requests_that_kill_the_core_end_nobody_else(run: Run) -> None:
+    run.add(*range(4), max_tokens=1000)
+    run.until_begun(*range(4))
+    run.add(*range(10, 18), prompt=[DEADLY])
+    run.until_ended(*range(4), *range(10, 18))
+    run.assert_complete(*range(4), max_tokens=1000)
+
+
+def test_a_killer_that_is_faster_than_the_start_ends_nothing_by_itself(run: Run) -> None:
+    run.add(0)
+    run.until_begun(0)
+    for _ in range(7):
+        pid = run.manager.pid
+        run.kill()
+        run.until(lambda pid=pid: run.manager.pid != pid)  # type: ignore[misc]
+    run.until_ended(0)
+    run.assert_complete(0)
+
+
+def test_a_core_that_is_stopped_while_it_takes_another_s_place_is_noticed(run: Run) -> None:
+    run.add(0)
+    run.until_begun(0)
+    pid = run.manager.pid
+    run.kill()
+    run.until(lambda: run.manager.pid != pid)
+    os.kill(run.manager.pid, signal.SIGSTOP)
+    run.until_ended(0)
+    run.assert_complete(0)
+
+
+def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_request(run: Run) -> None:
+    run.add(0)
+    run.until_begun(0)
+    os.kill(run.manager.pid, signal.SIGSTOP)
+    run.manager.pause([0])
+    run.manager.resume([0])
+    run.until_ended(0)
+    run.assert_complete(0)
+
+
+def test_a_long_prompt_that_is_computed_alone_does_not_count_as_a_stall() -> None:
+    run = Run(stall_timeout=0.4, max_num_batched_tokens=8, max_num_seqs=8)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        run.add(0, max_tokens=20, prompt=[7] * 7600)
+        begun = time.monotonic()
+        run.until(lambda: time.monotonic() > begun + 0.2)
+        assert not run.tokens[0]
+        run.kill()
+        run.until_ended(0)
+        assert run.ends[0].finish_reason == "max_tokens", run.ends[0].error

@@ -4,6 +4,8 @@ import pytest
 
 from engine.batch import ScheduledBatch
 from engine.messages import Shutdown, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, ends, outputs_of
 
 
@@ -58,6 +60,26 @@ def test_a_fault_that_does_not_come_again_fails_nobody() -> None:
     assert all(tokens_of(messages, seq_id) == [5] * 4 for seq_id in range(4))
 
 
+def test_a_fault_of_one_step_does_not_fail_who_is_alone_in_it() -> None:
+    bench = Bench()
+
+    def fail_once(step: int, batch: ScheduledBatch) -> None:
+        if step == 1:
+            raise MemoryError
+
+    bench.core.input_queue.put(Sequence([7] * 3, BLOCK_SIZE, SamplingParams(max_tokens=4), id=0))
+    bench.runner.on_step = fail_once
+    inner = bench.runner.on_step
+
+    def stop_at_last(step: int, batch: ScheduledBatch) -> None:
+        inner(step, batch)
+        if step == 5:
+            bench.send(Shutdown())
+
+    bench.runner.on_step = stop_at_last
+    assert ends(bench.run()) == {0: "max_tokens"}
+
+
 def test_a_step_that_is_too_large_only_together_fails_nobody() -> None:
     bench = Bench()
 
@@ -99,7 +121,8 @@ def test_a_model_that_fails_whatever_it_computes_ends_the_core_and_tells_of_the_
     with pytest.raises(RuntimeError, match="fail whatever they compute: the device is gone"):
         bench.core.busy_loop()
     assert sorted(bench.record.read()) == [0, 1, 2]
-    assert bench.core.output_queue.empty()
+    while not bench.core.output_queue.empty():
+        assert bench.core.output_queue.get().outputs == []
 
 
 def test_the_record_names_the_running_step_and_nothing_between_steps() -> None:
