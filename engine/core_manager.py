@@ -205,7 +205,7 @@ class CoreManager:
         """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
         ended = self._journal.core_died(in_step, killed=killed)
         self._tell(ended)
-        return any(output.error is not None for output in ended)
+        return any(output.is_poison for output in ended)
 
     def on_end(self, failure: Failed) -> None:
         """What follows from the last core's end: every live request ends with an error."""

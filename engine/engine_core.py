@@ -204,7 +204,10 @@ class EngineCore:
                 self._record.begin([each.id for each in failed.seqs])
                 raise RuntimeError(f"steps fail whatever they compute: {canary_error}") from error
             sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
-            self._outputs.put_nowait(self.scheduler.fail([seq], sentence))
+            outputs = self.scheduler.fail([seq], sentence)
+            for output in outputs:
+                output.is_poison = True
+            self._outputs.put_nowait(outputs)
 
     def _try_canary(self) -> str | None:
         """Compute a request of one token, which nobody made; what went wrong."""

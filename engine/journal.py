@@ -188,6 +188,7 @@ class Journal:
             elif entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES):
                 error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
                 ended.append(terminal(entry.request.request_id, "error", error))
+                ended[-1].is_poison = True
         return ended
 
     def _just_came(self, entry: Entry) -> bool:

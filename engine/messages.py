@@ -43,6 +43,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """Of the prompt's tokens behind the first; on the first output of a request that asked for them."""
     bad_request: bool = False
     """With `error`: the request asked for what cannot be; nothing is wrong with the engine."""
+    is_poison: bool = False
+    """With `error`: computing the request broke the engine, and would again."""
 
 
 def openai_finish_reason(leave_reason: str | None) -> str | None:

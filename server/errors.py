@@ -151,6 +151,12 @@ class EngineError(ApiError):
     code = "engine_error"
 
 
+class PoisonousRequest(EngineError):
+    """Computing the request broke the engine. Clients repeat a 500 unless they are told not to."""
+
+    headers = {"x-should-retry": "false"}  # noqa: RUF012
+
+
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 _ELSEWHERE = {

@@ -12,7 +12,7 @@ from engine.core_manager import EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.request_state import RequestDelta, RequestState
 from server.admission import Admission, Limits
-from server.errors import ApiError, BadRequest, EngineError
+from server.errors import ApiError, BadRequest, EngineError, PoisonousRequest
 from server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -169,4 +169,6 @@ class Hub:
 def _why_failed(output: RequestOutput) -> ApiError:
     if output.bad_request and output.error is not None:
         return BadRequest(output.error)
+    if output.is_poison and output.error is not None:
+        return PoisonousRequest(output.error)
     return EngineError(output.error or "the engine aborted this request")

@@ -183,6 +183,7 @@ def test_the_request_that_kills_the_core_is_given_up_and_nobody_else(run: Run) -
     assert run.ends[9].finish_reason == "error"
     assert run.ends[9].error is not None
     assert "the engine died 2 times in a row computing it" in run.ends[9].error
+    assert run.ends[9].is_poison
 
 
 def test_a_request_that_kills_the_core_before_its_step_is_given_up_too(run: Run) -> None:
@@ -203,6 +204,7 @@ def test_the_request_that_makes_a_step_raise_fails_alone_and_the_core_stays(run:
     run.until_ended(*range(4), 9, *range(10, 14))
     run.assert_complete(*range(4), *range(10, 14))
     assert run.ends[9].error == "the step that computed this request failed: division by cucumber"
+    assert run.ends[9].is_poison
     assert run.manager.pid == pid
 
 

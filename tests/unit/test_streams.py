@@ -144,6 +144,19 @@ async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, 
     assert (await other.take())[0].text == "fine"
 
 
+@pytest.mark.parametrize(("is_poison", "headers"), [(True, {"x-should-retry": "false"}), (False, {})])
+async def test_who_broke_the_engine_is_told_not_to_come_again(
+    hub: Hub, tokenizer: Tokenizer, is_poison: bool, headers: dict[str, str]
+) -> None:
+    requests, states = sequences(hub, tokenizer, 1)
+    results = Results(1)
+    hub.submit(requests, states, results)
+    step(hub, RequestOutput(0, [], finished=True, finish_reason="error", error="it died", is_poison=is_poison))
+    with pytest.raises(EngineError, match="it died") as raised:
+        await results.wait()
+    assert (raised.value.status, raised.value.headers) == (500, headers)
+
+
 async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer: Tokenizer) -> None:
     requests, states = sequences(hub, tokenizer, 1)
     stream = DeltaStream()
