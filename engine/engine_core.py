@@ -9,13 +9,12 @@ import gc
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -249,8 +248,8 @@ class _Outputs:
         return taken
 
 
-def main() -> int:
-    """Run one engine core for the parent that holds the other end of standard input; the exit code."""
+def main() -> NoReturn:
+    """Run one engine core for the parent that holds the other end of standard input, and end the process."""
     # Signals to a whole group or container reach this process too: when it ends is for its parent to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -270,7 +269,9 @@ def main() -> int:
     if failure is not None:
         sockets.output_queue.put(failure)
     sockets.close()
-    return 0 if failure is None else 1
+    logging.shutdown()
+    # The interpreter would take apart what native threads may still look at, and give gigabytes back one by one.
+    os._exit(0 if failure is None else 1)
 
 
 def _end_process(end: threading.ExceptHookArgs) -> None:
@@ -318,4 +319,4 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,6 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KaonServer]:
     yield running
     assert running.stop() == 0
     assert "Traceback" not in running.stderr
+    assert "Fatal" not in running.stderr
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Run in place of `engine.engine_core`; the tests choose a way to fail by `STUB_CO
 """
 
 import os
-import sys
 import threading
 import time
 
@@ -88,4 +87,4 @@ _add = Scheduler.add
 if __name__ == "__main__":
     Scheduler.add = add  # type: ignore[method-assign]
     engine_core.load_model = load_model
-    sys.exit(engine_core.main())
+    engine_core.main()
