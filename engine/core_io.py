@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import msgspec
 import zmq
 
-from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, RequestOutput, Shutdown, StepOutputs
+from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, Shutdown, StepOutputs, terminal_output
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class CoreSockets:
         if isinstance(message, AbortRequests) and self._grammars is not None:
             taken_back = self._grammars.take_back(message.request_ids)
             if taken_back:
-                outputs = [RequestOutput(id, [], finished=True, finish_reason="abort") for id in taken_back]
+                outputs = [terminal_output(id, "abort") for id in taken_back]
                 self.output_queue.put(StepOutputs(outputs))
                 # Told of their end, whoever sent them may send them again, before the loop reads this.
                 message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
@@ -133,7 +133,7 @@ class CoreSockets:
 
     def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:
         """Answer a sequence that cannot be queued."""
-        self.output_queue.put(StepOutputs([error_output(seq.id, error, bad_request)]))
+        self.output_queue.put(StepOutputs([terminal_output(seq.id, "error", error, bad_request=bad_request)]))
 
     def _refuse(self, frame: bytes, error: BaseException) -> None:
         """Log a message that cannot be taken in; answer it where it names the request that it was to add."""
@@ -141,12 +141,9 @@ class CoreSockets:
         logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
         request_id = _request_id(frame)
         if request_id is not None:
-            self.output_queue.put(StepOutputs([error_output(request_id, str(error) or type(error).__name__)]))
-
-
-def error_output(request_id: int, error: str, bad_request: bool = False) -> RequestOutput:
-    """The terminal output of a request that failed; `error` is the sentence its client gets."""
-    return RequestOutput(request_id, [], finished=True, finish_reason="error", error=error, bad_request=bad_request)
+            self.output_queue.put(
+                StepOutputs([terminal_output(request_id, "error", str(error) or type(error).__name__)])
+            )
 
 
 def _request_id(frame: bytes) -> int | None:

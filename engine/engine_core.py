@@ -20,13 +20,22 @@ import msgspec
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
-from engine.core_io import CoreSockets, InputQueue, OutputQueue, error_output
+from engine.core_io import CoreSockets, InputQueue, OutputQueue
 from engine.core_process import Launch
 from engine.core_startup import PhaseClock, load_model
 from engine.flight_record import FlightRecord
 from engine.isolation import FailedStep, Isolation
 from engine.lifetime import end_with_parent, name_process, take_lifeline
-from engine.messages import AbortRequests, Failed, Ready, RequestOutput, Shutdown, StepOutputs, Stopped
+from engine.messages import (
+    AbortRequests,
+    Failed,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    Stopped,
+    terminal_output,
+)
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -139,7 +148,7 @@ class EngineCore:
                     try:
                         self.scheduler.add(message)
                     except ValueError as error:
-                        self._outputs.put_nowait([error_output(message.id, str(error))])
+                        self._outputs.put_nowait([terminal_output(message.id, "error", str(error))])
                         continue
                     if message.is_suspect:
                         self._suspects.append(message)

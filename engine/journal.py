@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.messages import AddRequest, RequestOutput, StepOutputs, terminal_output
 
 _MOST_CRASHES = 2
 """Successive ones that a request may have been in; then it is not tried again."""
@@ -142,7 +142,7 @@ class Journal:
             if entry.place is Place.CORE:
                 there.append(request_id)
             elif entry.place is Place.HERE:
-                here.append(terminal(request_id, "abort"))
+                here.append(terminal_output(request_id, "abort"))
         return there, here
 
     def record(self, step: StepOutputs) -> list[Entry]:
@@ -184,11 +184,10 @@ class Journal:
         for entry in there:
             entry.place = Place.HERE
             if entry.aborted:
-                ended.append(terminal(entry.request.request_id, "abort"))
+                ended.append(terminal_output(entry.request.request_id, "abort"))
             elif entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES):
                 error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
-                ended.append(terminal(entry.request.request_id, "error", error))
-                ended[-1].is_poison = True
+                ended.append(terminal_output(entry.request.request_id, "error", error, is_poison=True))
         return ended
 
     def _just_came(self, entry: Entry) -> bool:
@@ -198,9 +197,4 @@ class Journal:
 
     def end_all(self, error: str) -> list[RequestOutput]:
         """The last outputs of all live requests, which end with `error`."""
-        return [terminal(id, "error", error) for id in self._entries]
-
-
-def terminal(request_id: int, reason: str, error: str | None = None) -> RequestOutput:
-    """The last output of a request that the core does not end."""
-    return RequestOutput(request_id, [], finished=True, finish_reason=reason, error=error)
+        return [terminal_output(id, "error", error) for id in self._entries]

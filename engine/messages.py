@@ -47,6 +47,21 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """With `error`: computing the request broke the engine, and would again."""
 
 
+def terminal_output(
+    request_id: int, reason: str, error: str | None = None, *, bad_request: bool = False, is_poison: bool = False
+) -> RequestOutput:
+    """The last output of a request that ends without another token; `error` is the sentence its client gets."""
+    return RequestOutput(
+        request_id,
+        [],
+        finished=True,
+        finish_reason=reason,
+        error=error,
+        bad_request=bad_request,
+        is_poison=is_poison,
+    )
+
+
 def openai_finish_reason(leave_reason: str | None) -> str | None:
     """OpenAI's name for an engine finish reason: `length` for `max_tokens`, `stop` for every kind of stop."""
     if leave_reason is None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
-from engine.messages import RequestOutput, SchedulerStats, TokenLogprobs
+from engine.messages import RequestOutput, SchedulerStats, TokenLogprobs, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.step_builder import DecodeRows, StepBuilder
 from engine.stops import StopConditions
@@ -445,10 +445,7 @@ class Scheduler:
         if seqs:
             self.running = deque(seq for seq in self.running if seq.status is SequenceStatus.RUNNING)
             self.waiting.keep(lambda seq: seq.status is SequenceStatus.WAITING)
-        return [
-            RequestOutput(seq.id, [], finished=True, finish_reason=reason, error=error, bad_request=bad_request)
-            for seq in seqs
-        ]
+        return [terminal_output(seq.id, reason, error, bad_request=bad_request) for seq in seqs]
 
     def _release(self, seq: Sequence, status: SequenceStatus) -> None:
         """Free blocks and slot of a sequence that stops running."""
