@@ -86,6 +86,11 @@ class ScheduledBatch:
         return np.array(self._slots, dtype=np.int64)
 
     @property
+    def slot_list(self) -> list[int]:
+        """`slots` as a list."""
+        return self._slots
+
+    @property
     def scheduled_tokens(self) -> list[list[int]]:
         """The token ids that each row computes, drafts included."""
         tokens = []

@@ -5,7 +5,7 @@ across sections; `server.settings` checks that when it builds the command line.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
@@ -21,18 +21,24 @@ class Section(BaseModel):
 class ParallelConfig(Section):
     """How the model is spread over processes and devices."""
 
-    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Ranks that each layer is sharded over."""
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that each layer is shared out over: one a GPU, or a part of the CPU's cores each."""
 
     data_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Engine cores that each hold the whole model."""
 
+    cpu_collectives: Literal["shared_memory", "gloo"] = "shared_memory"
+    """How ranks on the CPU add up: by the compiled operators in memory they share, or by torch, which is slower."""
+
+    rank_start_timeout: Annotated[float, Field(gt=0.0)] = 300.0
+    """Seconds that each rank may take longer than the first to load, and to meet the others."""
+
     @model_validator(mode="after")
-    def _one_rank(self) -> Self:
-        for field in ("tensor_parallel_size", "data_parallel_size"):
-            value = getattr(self, field)
-            if value != 1:
-                raise ValueError(f"{field} is {value}, but this release runs one rank; set it to 1")
+    def _one_replica(self) -> Self:
+        if self.data_parallel_size != 1:
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}, but this release runs one replica; set it to 1"
+            )
         return self
 
 
@@ -294,6 +300,24 @@ class Config(Section):
     quantization_config: QuantizationConfig = QuantizationConfig()
     server_config: ServerConfig = ServerConfig()
 
+    @classmethod
+    def from_fields(cls, **fields: Any) -> Self:
+        """A configuration whose sections' fields may stand beside its own: `tensor_parallel_size=2`.
+
+        Raises `ValueError` for a wrong value, and where a section and one of its fields are both given.
+        """
+        own = {name: value for name, value in fields.items() if name in cls.model_fields}
+        sections: dict[str, dict[str, Any]] = {}
+        for name in fields.keys() - own.keys():
+            section = _SECTION_OF.get(name)
+            if section is None:
+                own[name] = fields[name]  # Refused with all other unknown ones.
+            elif section in fields:
+                raise ValueError(f"{section} and its field {name} are both given; give one of them")
+            else:
+                sections.setdefault(section, {})[name] = fields[name]
+        return cls(**own, **sections)
+
     @field_validator("kv_cache_block_size")
     @classmethod
     def _block_size_fits_kernels(cls, value: int) -> int:
@@ -329,3 +353,13 @@ class Config(Section):
         """Directory of each adapter by its name; adapters are numbered from 1 in this order."""
         parts = (item.partition("=") for item in self.lora)
         return {name: Path(path) for name, _, path in parts}
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    "parallel_config": ParallelConfig,
+    "compilation_config": CompilationConfig,
+    "speculative_config": SpeculativeConfig,
+    "quantization_config": QuantizationConfig,
+    "server_config": ServerConfig,
+}
+_SECTION_OF = {field: name for name, section in _SECTIONS.items() for field in section.model_fields}

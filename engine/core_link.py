@@ -3,6 +3,8 @@
 Made by `Supervisor`, a new one for each core that it starts.
 """
 
+import contextlib
+import os
 import signal
 from collections.abc import Sequence
 from typing import cast
@@ -12,6 +14,7 @@ import zmq
 
 from engine.config import Config
 from engine.core_process import CoreProcess
+from engine.lifetime import family
 from engine.messages import Failed, Inbound, Outbound, Ready, Stopped
 
 _LAST_WORDS_MS = 1000
@@ -113,9 +116,14 @@ class CoreLink:
         return self._core.flight_record.read()
 
     def dump_stacks(self) -> None:
-        """Have the core write what each of its threads does to its log, even if it is stuck, or was stopped."""
-        self._core.signal(signal.SIGUSR2)
-        self._core.signal(signal.SIGCONT)
+        """Have the core and its ranks write what each of their threads does to the log, even stuck or stopped ones."""
+        ranks = family(self.pid)[1:]
+        for number in (signal.SIGUSR2, signal.SIGCONT):
+            self._core.signal(number)
+            for rank in ranks:
+                # They end with the core.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, number)
 
     def kill(self) -> None:
         """End the process now. Nothing happens if it is gone."""

@@ -4,9 +4,10 @@ Imports torch inside `load_model`, so that the core's loop and its tests do with
 """
 
 import logging
-import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
@@ -16,16 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from pathlib import Path
 
-    import torch
-
     from engine.tokenizer import Tokenizer
+    from engine.worker.async_proc import AsyncIOProcManager
     from engine.worker.memory import KVCacheSize
     from engine.worker.model_runner import ModelRunner
     from models.checkpoint_config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
-_ROUNDINGS = ("int8", "int4")
-"""Values of `quantization` that say what to do, not what the checkpoint must be."""
 
 
 class PhaseClock:
@@ -55,43 +53,29 @@ class LoadedModel(NamedTuple):
     """Of a KV cache that grows with its use; None: all."""
 
 
-def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
-    """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served."""
-    _refuse_unsupported(config)
-    import torch
+def load_model(
+    config: Config, phases: PhaseClock, start_ranks: "Callable[[Path], AsyncIOProcManager] | None" = None
+) -> LoadedModel:
+    """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served.
 
-    from engine.worker.model_runner import ModelRunner
-    from engine.worker.threads import choose_threads, pin, settle
-    from models.kernels.cpu.library import INSTRUCTION_SETS
-    from models.model_config import read_checkpoint_config
+    `start_ranks` starts the processes that hold the other shards of the checkpoint at that path; None: there are none.
+    """
+    _refuse_unsupported(config)
+    path = resolve_checkpoint(config.model)
+    ranks = None if start_ranks is None else start_ranks(path)
+    from engine.worker.build import build_runner
+    from engine.worker.shard_runner import ShardRunner
 
     phases.end("import")
-    path = resolve_checkpoint(config.model)
-    _require_quantization(config.quantization_config.quantization, path)
-    model_config = read_checkpoint_config(path, config.model_impl)
-    config = _with_checkpoint(config, model_config)
-    device = _resolve_device(config.device)
-    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
-    type_name = str(dtype).removeprefix("torch.")
-    _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
-    logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
-    plan = choose_threads(config) if device.type == "cpu" else None
-    if plan is not None:
-        settle(plan)
-        if plan.node is not None:
-            _bind_memory(plan.node, path, config)
-    runner = ModelRunner(config, path, model_config, device, dtype)
-    own_cpus: frozenset[int] = frozenset()
-    if plan is not None:
-        own_cpus = pin(plan, runner.operators)
-        by = "torch" if runner.operators is None else f"the {INSTRUCTION_SETS[runner.operators.isa]} operators"
-        logger.info("%s, by %s", plan, by)
-    runner.load(progress=sys.stderr.isatty())
+    runner, config, model_config, own_cpus, group = build_runner(config, path, None if ranks is None else ranks.shard)
+    if ranks is not None:
+        assert group is not None
+        others_cpus, others_parameters = ranks.wait_loaded()
+        ranks.join(group)
     phases.end("load")
-    if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
-        logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
-    config = runner.config
     size = runner.kv_cache_size()
+    if ranks is not None:
+        size = ranks.agree(size)
     logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
     if size.num_slots < config.max_num_seqs:
         logger.warning(
@@ -106,6 +90,15 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
     phases.end("kv-cache")
     runner.warm_up()
     info = _model_info(config, model_config, runner, own_cpus)
+    if ranks is not None:
+        assert isinstance(runner, ShardRunner)
+        assert group is not None
+        ranks.serve(runner, group)
+        info = msgspec.structs.replace(
+            info,
+            own_cpus=sorted(own_cpus | others_cpus),
+            num_parameters=info.num_parameters + others_parameters,
+        )
     return LoadedModel(
         runner,
         config,
@@ -114,18 +107,6 @@ def load_model(config: Config, phases: PhaseClock) -> LoadedModel:
         window=runner.window,
         blocks_at_first=runner.blocks_at_first,
     )
-
-
-def _bind_memory(node: int, path: "Path", config: Config) -> None:
-    """Keep weights and cache on a NUMA node that has room for both, with room to spare."""
-    from engine.worker.memory import GIB, MAX_CPU_BYTES
-    from engine.worker.threads import bind_memory
-
-    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
-    # Weights may be widened.
-    bound = config.num_kvcache_blocks is None and bind_memory(node, 2 * weights + cache)
-    logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":
@@ -137,81 +118,6 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 def _refuse_unsupported(config: Config) -> None:
     if config.speculative_config is not None:
         raise ValueError("num_speculative_tokens is set, but this release has no draft proposer; leave it out")
-
-
-def _require_quantization(wanted: str, path: "Path") -> None:
-    """Raise `ValueError` where the checkpoint is not quantised as the user says."""
-    from models.config_fields import Fields
-    from models.quantization import parse_quantization
-
-    if wanted in ("auto", *_ROUNDINGS):
-        return
-    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
-    found = "none" if quantization is None else quantization.quant_method
-    if wanted != found:
-        raise ValueError(
-            f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"
-        )
-
-
-def _require_rounding(
-    wanted: str, model_config: "CheckpointConfig", device: "torch.device", dtype: "torch.dtype"
-) -> None:
-    """Raise `ValueError` where weights cannot be rounded as they are read."""
-    from models.kernels.cpu.library import load_library
-    from models.model_config import ModelConfig
-
-    if wanted not in _ROUNDINGS:
-        return
-    type_name = str(dtype).removeprefix("torch.")
-    if device.type != "cpu":
-        found = f"the device is {device.type}; set device to cpu"
-    elif type_name != "bfloat16":
-        found = f"dtype is {type_name}; set it to bfloat16"
-    elif not isinstance(model_config, ModelConfig):
-        found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
-    elif load_library() is None:
-        found = "Kaon was installed without a C compiler; install one, then Kaon again"
-    else:
-        return
-    raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
-
-
-def _resolve_device(wanted: str) -> "torch.device":
-    """The device to run on; its attention backend must exist. Raises `ValueError` where it does not."""
-    import torch
-
-    from models.attention import select_backend
-
-    if wanted == "auto" and torch.cuda.is_available():
-        try:
-            select_backend(torch.device("cuda"))
-        except ValueError as error:
-            logger.warning("the model runs on the CPU: %s", error)
-            wanted = "cpu"
-    device = torch.device("cpu" if wanted == "auto" else wanted)
-    select_backend(device)
-    return device
-
-
-def _with_checkpoint(config: Config, model: "CheckpointConfig") -> Config:
-    """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
-            f"set it to at most {model.max_model_len}"
-        )
-    eos = config.eos_token_id
-    if eos is None and model.eos_token_ids:
-        eos = model.eos_token_ids[0]
-    return config.model_copy(
-        update={
-            "max_model_len": config.max_model_len or model.max_model_len,
-            "bos_token_id": model.bos_token_id if config.bos_token_id is None else config.bos_token_id,
-            "eos_token_id": eos,
-            "stop_token_ids": config.stop_token_ids or tuple(token for token in model.eos_token_ids if token != eos),
-        }
-    )
 
 
 def _with_cache(config: Config, size: "KVCacheSize") -> Config:

@@ -13,6 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from queue import Empty
 from typing import NoReturn, Protocol
 
@@ -40,6 +43,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.structured.matchers import Matchers
+from engine.worker.async_proc import AsyncIOProcManager, RankError
 
 logger = logging.getLogger("engine.engine_core")
 
@@ -290,13 +294,35 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
+def _fail(sockets: CoreSockets, sentence: str, killed: bool = False) -> None:
+    """End this process from any thread, whatever the others do, and say why."""
+    logger.critical("the engine core ends: %s", sentence)
+    sockets.output_queue.put(Failed(sentence, killed=killed))
+    sockets.close()
+    os._exit(1)
+
+
 def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     """Load the model and serve it until told to stop; what went wrong, if anything did."""
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)
     os.close(launch.flight_record)
+    with ExitStack() as ends:
+        return _load_and_serve(config, launch, sockets, phases, record, ends)
+
+
+def _load_and_serve(
+    config: Config, launch: Launch, sockets: CoreSockets, phases: PhaseClock, record: FlightRecord, ends: ExitStack
+) -> Failed | None:
+    """See `_run`; what is to be ended behind it goes into `ends`."""
+
+    def start_ranks(path: Path) -> AsyncIOProcManager:
+        ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path)
+        ends.callback(ranks.close)
+        return ranks
+
     try:
-        loaded = load_model(config, phases)
+        loaded = load_model(config, phases, start_ranks if config.parallel_config.tensor_parallel_size > 1 else None)
         core = EngineCore(
             loaded.config,
             loaded.runner,
@@ -308,7 +334,7 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
             record=record,
         )
         core.produce_token()
-    except (ValueError, MemoryError) as error:
+    except (ValueError, MemoryError, RankError) as error:
         logger.debug("start-up failed", exc_info=True)
         return Failed(str(error) or "memory ran out while the model was loaded; use a smaller one", usage=True)
     except Exception as error:

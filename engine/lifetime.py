@@ -1,5 +1,6 @@
-"""How a child process is named, outlives Ctrl-C, and ends with its parent; whether one is stopped."""
+"""How a child process is named, outlives Ctrl-C, and ends with its parent; which ones there are, and are stopped."""
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -48,6 +49,16 @@ def end_with_parent(lifeline: socket.socket, directory: str) -> None:
 def end_with_parent_even_if_stuck() -> None:
     """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def family(pid: int) -> list[int]:
+    """That process and those that it started and that are there, itself first."""
+    children: list[str] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread may end while they are read.
+        with contextlib.suppress(OSError):
+            children += listing.read_text().split()
+    return [pid, *map(int, children)]
 
 
 def is_stopped(pid: int) -> bool:

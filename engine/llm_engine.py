@@ -34,11 +34,11 @@ class LLMEngine:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
         """Load `model` (a checkpoint directory or hub id; none: the embedded one) and wait until it serves.
 
-        Takes `Config`'s fields by name, or a whole `config`. Raises `ValueError` for a field or a checkpoint that
-        is wrong, and `EngineDeadError` when the core cannot start.
+        Takes `Config`'s fields and those of its sections by name, or a whole `config`. Raises `ValueError` for a
+        field or a checkpoint that is wrong, and `EngineDeadError` when the core cannot start.
         """
         if config is None:
-            config = Config(model=model, **config_fields)
+            config = Config.from_fields(model=model, **config_fields)
         elif model is not None or config_fields:
             raise ValueError("give LLMEngine either a config or single fields, not both")
         checkpoint = resolve_checkpoint(config.model)

@@ -129,10 +129,14 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core cannot go on; `error` is a sentence for a person. `usage` marks the user's mistake, not a fault."""
+    """The core cannot go on; `error` is a sentence for a person. `usage` marks the user's mistake, not a fault.
+
+    `killed`: whether a rank of it was, by another process.
+    """
 
     error: str
     usage: bool = False
+    killed: bool = False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

@@ -242,7 +242,8 @@ class Supervisor:
         self._receive()
         while link.hears_more(exit_code):
             self._receive()
-        failure, killed = link.why_ended(exit_code), exit_code == -signal.SIGKILL
+        failure = link.why_ended(exit_code)
+        killed = exit_code == -signal.SIGKILL or failure.killed
         if self._stalled is not None:
             failure, killed = Failed(f"the engine core stalled: {self._stalled}"), False
         in_step = link.running_step()

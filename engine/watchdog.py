@@ -2,7 +2,7 @@
 
 import time
 
-from engine.lifetime import is_stopped
+from engine.lifetime import family, is_stopped
 
 _STOPPED_SECONDS = 2.0
 """Without a step, before a process that the system holds stopped counts as stalled: no waiting will move it."""
@@ -35,6 +35,8 @@ class Watchdog:
             return None
         if silent > self._timeout + more:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
-        if silent > _STOPPED_SECONDS and is_stopped(pid):
-            return "its process was stopped by a signal"
+        if silent > _STOPPED_SECONDS:
+            stopped = next((each for each in family(pid) if is_stopped(each)), None)
+            if stopped is not None:
+                return f"its process {stopped} was stopped by a signal"
         return None

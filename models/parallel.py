@@ -6,14 +6,18 @@ from typing import Protocol
 import torch
 
 
+class CollectiveAborted(RuntimeError):
+    """Another rank has left the step in which this one waited for it."""
+
+
 class Collectives(Protocol):
-    """Communication among the ranks of one tensor-parallel group."""
+    """Communication among the ranks of one tensor-parallel group. All ranks make the same calls in the same order."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' `x` side by side along the last dimension, in rank order, on every rank."""
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """On rank 0 all ranks' `x` side by side along the last dimension, in rank order; elsewhere `x` as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,8 @@ class TensorParallel:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.collectives is None else self.collectives.all_reduce(x)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.collectives is None else self.collectives.all_gather(x)
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.collectives is None else self.collectives.gather(x)
 
     def share(self, total: int, what: str) -> int:
         """A rank's part of `total`. Raises `ValueError` where the group's size does not divide it."""

@@ -36,16 +36,17 @@ class CorePlan:
         return words
 
 
-def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/")) -> CorePlan:
+def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/"), *, ranks: int = 1) -> CorePlan:
     """One thread a physical core of one NUMA node, or `asked`, on the CPUs that the process is `allowed`.
 
     Of four cores or more, one is left to the API process, and then threads are pinned. They are not where a control
-    group's quota, or `asked`, leaves cores to others: which these are is the system's choice. Raises `ValueError` for
-    more threads than CPUs.
+    group's quota, which `ranks` share, or `asked`, leaves cores to others: which these are is the system's choice.
+    Raises `ValueError` for more threads than CPUs.
     """
     if asked is not None and asked > len(allowed):
+        who = "this process" if ranks == 1 else f"each of {ranks} tensor-parallel ranks"
         raise ValueError(
-            f"cpu_threads is {asked}, but this process may use {len(allowed)} CPUs; set it to at most {len(allowed)}"
+            f"cpu_threads is {asked}, but {who} may use {len(allowed)} CPUs; set it to at most {len(allowed)}"
         )
     cores = physical_cores(allowed, root)
     quota = cpu_quota(root)
@@ -54,7 +55,7 @@ def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/
         # What one node, or one thread a core, cannot give.
         return CorePlan(asked, frozenset(allowed))
     # A thread beyond the quota would be held up for tens of milliseconds, and each operator waits for all threads.
-    room = len(local) if quota is None else max(1, min(len(local), int(quota)))
+    room = len(local) if quota is None else max(1, min(len(local), int(quota) // ranks))
     threads = asked or (room - 1 if room >= SPARE_FROM else room)
     cpus = frozenset(cpu for core in local for cpu in core)
     if quota is not None or threads < room - 1 or threads == len(cores) or room < SPARE_FROM:

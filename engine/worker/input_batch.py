@@ -4,14 +4,37 @@ Owned by the model runner. A step brings new rows whole and, of running ones, on
 they sampled were appended here.
 """
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.batch import ScheduledBatch
+from engine.batch import AppendedBlocks, PromptSpan
 from engine.sequence import Sequence
 from engine.worker.sampling_columns import SamplingColumns, SamplingRows
+
+
+class StepRows(Protocol):
+    """What is needed of a step: of a `ScheduledBatch`, or of what another rank is told of one."""
+
+    @property
+    def slots(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def num_scheduled_tokens(self) -> list[int]: ...
+    @property
+    def context_lens(self) -> list[int]: ...
+    @property
+    def total_tokens_num(self) -> int: ...
+    @property
+    def total_seqs_num_decode(self) -> int: ...
+    @property
+    def new_seqs(self) -> Rows[Sequence]: ...
+    @property
+    def appended_blocks(self) -> Rows[AppendedBlocks]: ...
+    @property
+    def prompt_spans(self) -> list[PromptSpan]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +78,7 @@ class InputBatch:
         self._adapters: npt.NDArray[np.int32] | None = None
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
-    def apply(self, batch: ScheduledBatch) -> None:
+    def apply(self, batch: StepRows) -> None:
         """Take in what a step changes. Rows that gained blocks go first: a slot may change hands within a step."""
         for gained in batch.appended_blocks:
             end = gained.start + len(gained.block_ids)
@@ -63,7 +86,7 @@ class InputBatch:
         for seq in batch.new_seqs:
             self._write(seq)
 
-    def step_inputs(self, batch: ScheduledBatch) -> StepInputs:
+    def step_inputs(self, batch: StepRows) -> StepInputs:
         """The arrays of a step whose changes have been applied."""
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
@@ -100,6 +123,10 @@ class InputBatch:
             return None
         adapters = self._adapters[slots]
         return adapters if adapters.any() else None
+
+    def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether each of these slots takes its likeliest token, and asks nothing else of the logits."""
+        return self._sampling.are_greedy(slots)
 
     def append(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
         """Add the token that each of these slots sampled."""

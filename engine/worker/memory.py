@@ -121,26 +121,27 @@ def gpu_budget(config: Config, memory: DeviceMemory, worst_case_step: Callable[[
     )
 
 
-def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0) -> MemoryBudget:
+def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, ranks: int = 1) -> MemoryBudget:
     """`cpu_kvcache_gib`, else a quarter of what `activations` leave of what is available, at most 4 GiB.
 
-    `activations`: bytes that the largest step takes. `root` holds `proc` and `sys`. Raises `ValueError` where these
-    and the cache cannot both be had.
+    Of this a rank's share, where there are several. `activations`: bytes that the largest step takes on each. `root`
+    holds `proc` and `sys`. Raises `ValueError` where these and the cache cannot both be had.
     """
     if config.cpu_kvcache_gib is not None:
         num_bytes = int(config.cpu_kvcache_gib * GIB)
+        activations *= ranks
         if activations and num_bytes + activations > (available := available_host_memory(root)):
             raise ValueError(
                 f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g} and a step of max_num_batched_tokens "
                 f"{config.max_num_batched_tokens} takes {_gib(activations)}, but {_gib(available)} are available; "
                 "lower one of the two"
             )
-        return MemoryBudget(num_bytes, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
-    available = max(0, available_host_memory(root) - activations)
+        return MemoryBudget(num_bytes // ranks, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
+    available = max(0, available_host_memory(root) - ranks * activations)
     num_bytes = min(available // 4, MAX_CPU_BYTES)
     beside = f" beside {_gib(activations)} of the largest step's" if activations else ""
     return MemoryBudget(
-        num_bytes,
+        num_bytes // ranks,
         f"a quarter of {_gib(available)} available{beside}, at most {_gib(MAX_CPU_BYTES)}",
         "cpu_kvcache_gib",
         MAX_CPU_TOKENS,

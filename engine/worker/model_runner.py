@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
@@ -16,7 +17,7 @@ from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from engine.worker.committed import CommittedBlocks
-from engine.worker.input_batch import InputBatch, StepInputs
+from engine.worker.input_batch import InputBatch, StepInputs, StepRows
 from engine.worker.kv_memory import TorchDeviceMemory
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import (
@@ -43,6 +44,7 @@ from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 from models.model_config import ModelConfig
+from models.parallel import SINGLE_RANK, TensorParallel
 
 _log = logging.getLogger(__name__)
 _WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
@@ -66,8 +68,15 @@ class ModelRunner:
         model_config: CheckpointConfig,
         device: torch.device,
         dtype: torch.dtype,
+        parallel: TensorParallel = SINGLE_RANK,
+        available_bytes: int | None = None,
     ) -> None:
-        """The CPU's operators run on as many threads as torch does."""
+        """The CPU's operators run on as many threads as torch does.
+
+        `available_bytes`: of the host's memory, for the weights; None: what is available when they are loaded.
+        """
+        self.parallel = parallel
+        self.available_bytes = available_bytes
         self.operators = None
         if device.type == "cpu" and dtype is torch.bfloat16 and config.cpu_operators:
             self.operators = runtime.start(torch.get_num_threads())
@@ -89,6 +98,7 @@ class ModelRunner:
 
     def load(self, *, progress: bool = False) -> None:
         """Read the checkpoint. Raises `CheckpointError` for a bad one."""
+        available = available_host_memory() if self.available_bytes is None else self.available_bytes
         # Rope types that depend on the context's length depend on the length that is served.
         served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
         self.model = load_model(
@@ -97,7 +107,8 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             progress=progress,
-            available_bytes=available_host_memory() if self.device.type == "cpu" else None,
+            parallel=self.parallel,
+            available_bytes=available if self.device.type == "cpu" else None,
             weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
         )
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
@@ -124,7 +135,7 @@ class ModelRunner:
         """Blocks of the cache that are used before cached ones are given out; None: all of them."""
         if self.device.type != "cpu" or self.caches.block_bytes == 0:
             return None
-        return -(-CPU_BYTES_AT_FIRST // self.caches.block_bytes)
+        return -(-CPU_BYTES_AT_FIRST // (self.parallel.size * self.caches.block_bytes))
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
@@ -134,7 +145,7 @@ class ModelRunner:
             slot_bytes=self.caches.slot_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
-                cpu_budget(self.config, activations=self._activation_bytes())
+                cpu_budget(self.config, activations=self._activation_bytes(), ranks=self.parallel.size)
                 if self.device.type == "cpu"
                 else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step)
             ),
@@ -156,7 +167,7 @@ class ModelRunner:
                 _log.info("Steps run operator by operator: %s", reason)
             if isinstance(self.model_config, ModelConfig):
                 hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
-                self.greedy_head = GreedyHead.of(self.operators, self.model.compute_logits, hidden_size, max_rows)
+                self.greedy_head = GreedyHead.of(self.operators, self._own_logits, hidden_size, max_rows)
 
     def _activation_bytes(self) -> int:
         """What the largest step may commit beside weights and cache, as far as it is known before one has run."""
@@ -194,7 +205,7 @@ class ModelRunner:
         # Before a step, the outputs of the last one have been sent.
         self.committed.after_step(self._step_seconds)
         start = time.perf_counter()
-        output = self._forward(batch)
+        output = self._compute(batch)
         self._step_seconds = time.perf_counter() - start
         return output
 
@@ -202,7 +213,7 @@ class ModelRunner:
         """Do a little of what makes later steps quicker; whether there is more of it."""
         return self.committed.at_rest()
 
-    def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+    def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode():
             inputs, metadata = self.prepare_model(batch)
             logits, prompt_logprobs = self.run_model(inputs, metadata, batch.prompt_spans)
@@ -210,9 +221,12 @@ class ModelRunner:
             output.prompt_logprobs = prompt_logprobs
             return output
 
-    def prepare_model(self, batch: ScheduledBatch) -> tuple[StepInputs, AttentionMetaData]:
+    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
         """Bring the rows up to date, and build the step's arrays and the attention backend's metadata."""
         self.input_batch.apply(batch)
+        return self._step_inputs(batch)
+
+    def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
         inputs = self.input_batch.step_inputs(batch)
         self.committed.use(int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size)
         metadata = self.backend.build_metadata(
@@ -243,14 +257,34 @@ class ModelRunner:
             hidden = self._hidden_states(input_ids, positions, metadata, has_adapters=lora is not None)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
-                vocab_size = self.model_config.vocab_size
-                prompt_logprobs = read_prompt_logprobs(hidden, self.model.compute_logits, prompt_spans, vocab_size)
+                prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
             if len(inputs.last_tokens) < len(hidden):
                 hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
-            head = self.greedy_head
-            if head is not None and lora is None and inputs.sampling.is_greedy and len(hidden) <= head.max_rows:
-                return _likeliest(head, hidden), prompt_logprobs
-            return self.model.compute_logits(hidden), prompt_logprobs
+            return self._choices(hidden, inputs), prompt_logprobs
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
+        """By sequence. # hidden [T, H]"""
+        return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
+
+    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+        """See `run_model`. # [S, H]"""
+        head = self._greedy_head_for(hidden, inputs)
+        if head is not None and inputs.sampling.is_greedy:
+            token_ids, peaks = head.choose(hidden)
+            return SampledTokens(token_ids, {}, np.flatnonzero(~np.isfinite(peaks)).tolist(), {})
+        return self.model.compute_logits(hidden)
+
+    def _greedy_head_for(self, hidden: torch.Tensor, inputs: StepInputs) -> GreedyHead | None:
+        head = self.greedy_head
+        return head if head is not None and inputs.adapters is None and len(hidden) <= head.max_rows else None
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the tokens whose rows of the head are here. # [S, H] -> [S, tokens] float32"""
+        return self.model.compute_logits(hidden)
+
+    def _keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
+        """Remember what the step's rows sampled, for the next step."""
+        self.input_batch.append(inputs.sampled_slots, token_ids)
 
     def _hidden_states(
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
@@ -269,7 +303,7 @@ class ModelRunner:
         sampled = logits
         if isinstance(sampled, torch.Tensor):
             sampled = self.sampler.sample(sampled, inputs.sampling)
-        self.input_batch.append(inputs.sampled_slots, sampled.token_ids)
+        self._keep(inputs, sampled.token_ids)
         token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
         errors = {}
         for row in sampled.broken:
@@ -302,7 +336,7 @@ class ModelRunner:
         for slot, seq in enumerate(seqs):
             seq.slot, seq.block_table = slot, [0] * seq.num_blocks
         num_tokens = sum(lengths)
-        self.forward(
+        self._compute(
             ScheduledBatch(
                 {seq.id: seq for seq in seqs},
                 lengths,
@@ -314,9 +348,3 @@ class ModelRunner:
                 new_seqs=seqs,
             )
         )
-
-
-def _likeliest(head: GreedyHead, hidden: torch.Tensor) -> SampledTokens:
-    """# [S, H]"""
-    token_ids, peaks = head.choose(hidden)
-    return SampledTokens(token_ids, {}, np.flatnonzero(~np.isfinite(peaks)).tolist(), {})

@@ -145,6 +145,10 @@ class SamplingColumns:
         self._num_prompt_tokens[slot] = seq.num_prompt_tokens
         self._needs[slot] = needs
 
+    def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether all these slots take their likeliest token, and nothing else is asked of the logits."""
+        return not self._needs[slots].any()
+
     def rows(
         self,
         slots: npt.NDArray[np.int64],

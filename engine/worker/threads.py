@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -25,17 +26,23 @@ _MPOL_BIND = 2
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def choose_threads(config: Config) -> CorePlan:
-    """`cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` finds. Raises `ValueError` for too many."""
-    allowed = os.sched_getaffinity(0)
+def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks: int = 1) -> CorePlan:
+    """`cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` finds. Raises `ValueError` for too many.
+
+    `cpus`: that this rank of `ranks` may use; None: those of the process.
+    """
+    allowed = os.sched_getaffinity(0) if cpus is None else cpus
     asked = config.cpu_threads
     if asked is None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         asked = max(1, min(int(os.environ["OMP_NUM_THREADS"]), len(allowed)))
-    return plan_cores(asked, allowed)
+    return plan_cores(asked, allowed, ranks=ranks)
 
 
-def settle(plan: CorePlan) -> None:
-    """Before there are operators or weights: torch's threads, and the NUMA node."""
+def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
+    """Before there are operators or weights: torch's threads, and the NUMA node.
+
+    One of several ranks computes on the CPUs of its plan alone: the system would let two share one for a while.
+    """
     torch.set_num_threads(plan.threads)
     caller = threading.get_native_id()
     try:
@@ -44,6 +51,8 @@ def settle(plan: CorePlan) -> None:
             os.sched_setaffinity(caller, plan.cpus)
         elif plan.node is not None:
             keep_threads_on(plan.cpus)
+        elif is_rank:
+            os.sched_setaffinity(caller, plan.cpus)
     except OSError as error:
         _log.warning("threads run on any core: the system refused to keep them on some (%s)", error)
     if plan.pins:

@@ -30,10 +30,7 @@ class VocabParallelEmbedding(nn.Module):
         """# [tokens] int64 -> [tokens, hidden_size]"""
         if self.parallel.size == 1:
             return rows_of(self.weight, input_ids, self.scale)
-        rows = input_ids - self.first_row
-        elsewhere = (rows < 0) | (rows >= self.num_rows)
-        hidden = rows_of(self.weight, rows.masked_fill(elsewhere, 0), self.scale)
-        return self.parallel.all_reduce(hidden.masked_fill_(elsewhere[:, None], 0.0))
+        return self.parallel.all_reduce(rows_of(self.weight, input_ids, self.scale, first_row=self.first_row))
 
     def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         require_shape(loaded, (self.vocab_size, parameter.shape[1]))
@@ -45,10 +42,16 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Scores of the vocabulary's tokens; may share its weight with the embedding."""
 
+    gives_parts = False
+    """Whether each rank is given its own tokens' logits, and not rank 0 those of all."""
+
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight from here on."""
         self.weight = embedding.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
-        return self.parallel.all_gather(logits(hidden, self.weight))[:, : self.vocab_size]
+        """# [rows, hidden_size] -> [rows, vocab_size] float32; on ranks behind the first, and in parts, their own"""
+        own = logits(hidden, self.weight)
+        if self.gives_parts:
+            return own[:, : max(0, self.vocab_size - self.first_row)]
+        return self.parallel.gather(own)[:, : self.vocab_size]

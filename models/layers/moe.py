@@ -113,7 +113,7 @@ class FusedMoE(nn.Module):
 
         `gate` [tokens, 1] float32: logits of the share of `beside` that a token takes; None: all of it.
         """
-        if self._is_packed and self.expert_map is None and self.parallel.size == 1:
+        if self._is_packed and self.expert_map is None:
             return self._by_operators(hidden, weights, ids, beside, gate)
         top_k = ids.shape[1]
         experts = ids.flatten()
@@ -149,8 +149,13 @@ class FusedMoE(nn.Module):
         """`forward` without anything of torch's, so that it may be recorded."""
         counts, tokens, places = expert_ops.sort_pairs(ids, self.num_experts)
         inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens)
-        products = grouped_linear(self.activation(inner), self.w2, self.w2_bias, counts)
-        return expert_ops.combine(products, weights, places, beside, gate)
+        # One rank alone adds what all have, or the sum would hold it once a rank.
+        is_first = self.parallel.rank == 0
+        outer_bias = self.w2_bias if is_first else None
+        products = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
+        if is_first:
+            return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
+        return self.parallel.all_reduce(expert_ops.combine(products, weights, places, None, None))
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""

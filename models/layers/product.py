@@ -42,10 +42,19 @@ def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return expert_ops.float_linear(x, weight) if runtime.runs(x) else F.linear(x.float(), weight)
 
 
-def rows_of(weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """A weight's rows by number, scaled. # [tokens] int64 -> [tokens, in_features]"""
+def rows_of(
+    weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0, *, first_row: int | None = None
+) -> torch.Tensor:
+    """A weight's rows by number, scaled. # [tokens] int64 -> [tokens, in_features]
+
+    `first_row`: that the weight begins with, where it has some of the rows only; the others are 0.
+    """
     packed = packed_of(weight)
     if packed is not None:
-        return ops.embed(ids, packed, scale)
+        return ops.embed(ids, packed, scale, first_row or 0)
+    if first_row is not None:
+        ids = ids - first_row
+        elsewhere = (ids < 0) | (ids >= len(weight))
+        return rows_of(weight, ids.masked_fill(elsewhere, 0), scale).masked_fill_(elsewhere[:, None], 0.0)
     rows = F.embedding(ids, weight)
     return rows if scale == 1.0 else rows * scale

@@ -9,6 +9,7 @@ import pytest
 
 from engine.worker.control_groups import cpu_quota
 from engine.worker.cores import CorePlan, physical_cores, plan_cores
+from engine.worker.shard import own_cpus
 
 
 def machine(
@@ -39,6 +40,31 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path):
     root = machine(tmp_path, cores=2, siblings=2)
     assert physical_cores(range(4), root) == [(0, 2), (1, 3)]
     assert physical_cores([1, 2, 3], root) == [(1, 3), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (2, [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (3, [{0, 4}, {1, 5}, {2, 3, 6, 7}]),
+        (4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        (5, [{0, 1, 2, 3, 4, 5, 6, 7}] * 5),
+    ],
+)
+def test_each_rank_has_neighbouring_cores_of_its_own(
+    size: int, expected: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On two nodes of two cores, two ranks have one node each."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    root = machine(tmp_path, nodes=2, cores=2, siblings=2)
+    assert [set(own_cpus(rank, size, root)) for rank in range(size)] == expected
+
+
+def test_ranks_share_a_control_groups_quota(tmp_path: Path):
+    files = {"proc/self/cgroup": "0::/pod", "sys/fs/cgroup/pod/cpu.max": "800000 100000"}
+    root = machine(tmp_path, cores=16, files=files)
+    assert plan_cores(None, range(16), root).threads == 7
+    assert plan_cores(None, range(8), root, ranks=4).threads == 2
 
 
 def test_cpus_without_a_topology_are_cores(tmp_path: Path):

@@ -121,6 +121,16 @@ def test_what_the_largest_step_takes_is_left_to_it(tmp_path: Path):
         cpu_budget(Config(cpu_kvcache_gib=5), root, activations=4 * GIB)
 
 
+def test_ranks_share_what_one_would_take(tmp_path: Path):
+    root = host(tmp_path, 8 * 2**20)
+    assert cpu_budget(Config(), root, ranks=2).num_bytes == GIB
+    assert cpu_budget(Config(cpu_kvcache_gib=3), root, ranks=4).num_bytes == 3 * GIB // 4
+    # Each takes that much for its steps.
+    assert cpu_budget(Config(), root, activations=2 * GIB, ranks=2).num_bytes == GIB // 2
+    with pytest.raises(ValueError, match=r"takes 6.00 GiB, but 8.00 GiB are available"):
+        cpu_budget(Config(cpu_kvcache_gib=3), root, activations=3 * GIB, ranks=2)
+
+
 def test_a_control_group_v2_limit_nearer_than_the_systems_memory_counts(tmp_path: Path):
     files = {
         "pods/kaon/memory.max": 3 * GIB,

@@ -86,7 +86,7 @@ def test_a_stopped_process_is_stalled_sooner(clock: Clock, monkeypatch: pytest.M
     dog = Watchdog(stall_timeout=100)
     assert look(dog, clock, 50, pid=76) == []
     dog.note_progress()
-    assert look(dog, clock, 3, pid=77) == ["its process was stopped by a signal"]
+    assert look(dog, clock, 3, pid=77) == ["its process 77 was stopped by a signal"]
 
 
 def test_a_watchdog_that_was_held_up_itself_blames_nobody(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

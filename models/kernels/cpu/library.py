@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -36,6 +36,29 @@ class Operations:
         return len(self._kept)
 
 
+class GroupFunctions:
+    """Those of group.c. The first argument of all but `bytes` is the address of a `group_structures.Group`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        integer, pointer = ctypes.c_int64, ctypes.c_void_p
+        for name, result, *arguments in (
+            ("bytes", integer, integer),
+            ("begin", None, pointer, integer),
+            ("leave", None, pointer),
+            ("all_reduce", ctypes.c_int, pointer, pointer, integer, integer),
+            ("gather", ctypes.c_int, pointer, pointer, integer, integer, pointer),
+        ):
+            function = getattr(library, f"kaon_group_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    bytes: Callable[[int], int]
+    begin: Callable[[int, int], None]
+    leave: Callable[[int], None]
+    all_reduce: Callable[[int, int, int, bool], int]
+    gather: Callable[[int, int, int, int, int | None], int]
+
+
 class Library:
     """The operators on their own threads."""
 
@@ -53,6 +76,8 @@ class Library:
         self._library.kaon_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
+        self.group_functions = GroupFunctions(self._library)
+        """What ranks on one host call between them."""
 
     def start(self, threads: int, isa: int = AMX) -> None:
         """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.

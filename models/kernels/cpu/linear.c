@@ -272,7 +272,11 @@ void embed(const void *arguments, const struct step *step, struct worker *worker
     const struct embed *op = arguments;
     int64_t steps = parts(op->in_features, DEPTH);
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
-        int64_t row = step->input_ids[token];
+        int64_t row = step->input_ids[token] - op->first_row;
+        if (row < 0 || row >= op->num_rows) {
+            memset(op->out + token * op->out_stride, 0, op->in_features * sizeof(bf16));
+            continue;
+        }
         const bf16 *column = op->weight + row / PANEL * steps * STEP + row % PANEL / LANES * TILE + row % LANES * 2;
         bf16 *to = op->out + token * op->out_stride;
         for (int64_t i = 0; i + 1 < op->in_features; i += 2)

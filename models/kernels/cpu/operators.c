@@ -13,6 +13,7 @@ operator *const operators[OPERATORS] = {
     [LATENT_STORE] = latent_store, [LATENT_ATTENTION] = latent_attention, [GATE_HEADS] = gate_heads,
     [DELTA_NET] = delta_net, [GATED_LINEAR] = gated_linear,
     [LARGEST] = largest, [DRAW] = draw,
+    [ALL_REDUCE] = all_reduce,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -43,6 +44,7 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [GATED_LINEAR] = sizeof(struct gated_linear),
     [LARGEST] = sizeof(struct largest),
     [DRAW] = sizeof(struct draw),
+    [ALL_REDUCE] = sizeof(struct all_reduce),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

@@ -15,6 +15,7 @@ enum {
     QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
     GATED_LINEAR,
     LARGEST, DRAW,
+    ALL_REDUCE,
     OPERATORS
 };
 
@@ -44,13 +45,14 @@ struct pack {
     bf16 *weight;
 };
 
-/* Rows of a packed weight, by token. */
+/* Rows of a packed weight, by token; 0 for tokens whose rows are not among its own. */
 struct embed {
     const bf16 *weight;
     bf16 *out; /* [tokens, in_features] */
     int64_t out_stride;
     int64_t in_features;
     double scale; /* of the rows */
+    int64_t first_row, num_rows; /* that the weight has, of a larger one that ranks share */
 };
 
 /* The norm of a row. With `residual`, that is added to the row first, and then holds the sum; or with `is_added` the
@@ -323,6 +325,22 @@ struct draw {
 #define LOOKED_AT 64
 #define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
 
+/* A rank's place among those that share memory; see group.c. */
+struct group {
+    char *memory;
+    int64_t rank, size;
+    int64_t next;     /* the number of the next collective */
+    int64_t has_left; /* whether some rank has left the step, and this one with it */
+};
+
+/* The sum of all ranks' rows, in place. */
+struct all_reduce {
+    void *x; /* [tokens, columns] without gaps, bf16 or float32 */
+    int64_t columns, is_float;
+    struct group *group;
+};
+
+operator all_reduce;
 operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
 operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;

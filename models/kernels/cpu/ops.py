@@ -157,12 +157,22 @@ def grouped_linear(
     return out
 
 
-def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0) -> torch.Tensor:
-    """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]"""
+def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, first_row: int = 0) -> torch.Tensor:
+    """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]
+
+    `first_row`: that the weight begins with, of one that ranks share; rows that it does not have are 0.
+    """
     runtime = current()
     out = runtime.rows(len(input_ids), weight.in_features)
     arguments = weight.operators.embed(
-        weight.memory.data_ptr(), out.data_ptr(), out.stride(0), weight.in_features, scale, *weight.options
+        weight.memory.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        weight.in_features,
+        scale,
+        first_row,
+        weight.out_features,
+        *weight.options,
     )
     step = Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
     runtime.run(arguments, step, (input_ids, weight.memory, out))

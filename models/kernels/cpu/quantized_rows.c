@@ -132,7 +132,11 @@ void quantized_embed(const void *arguments, const struct step *step, struct work
     const struct embed *op = &quantized->embed;
     int64_t bits = quantized->bits, bytes = parts(op->in_features, BLOCK) * bytes_of_block(bits);
     for (int64_t token; (token = take_task(worker)) < step->num_tokens;) {
-        int64_t row = step->input_ids[token], output = row % PANEL;
+        int64_t row = step->input_ids[token] - op->first_row, output = row % PANEL;
+        if (row < 0 || row >= op->num_rows) {
+            memset(op->out + token * op->out_stride, 0, op->in_features * sizeof(bf16));
+            continue;
+        }
         const char *panel = (const char *)op->weight + row / PANEL * bytes;
         bf16 *to = op->out + token * op->out_stride;
         for (int64_t i = 0; i < op->in_features; i++) {

@@ -87,6 +87,8 @@ class Embed(Arguments):
         ("out_stride", _INTEGER),
         ("in_features", _INTEGER),
         ("scale", _REAL),
+        ("first_row", _INTEGER),
+        ("num_rows", _INTEGER),
     ]
 
 

@@ -1,0 +1,205 @@
+"""`AsyncIOProcManager`: the processes of the ranks behind the first, from their start to their end.
+
+Owned by the engine core, in which rank 0 runs. A thread of its own hears what they say, and notices at once when one
+is gone: there is no step without it, so that the core ends, in a sentence that names the rank.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.config import Config
+from engine.worker.memory import KVCacheSize, available_host_memory
+from engine.worker.rank_messages import (
+    Allocate,
+    FromRank,
+    Join,
+    RankFailed,
+    RankLaunch,
+    RankLoaded,
+    RankRaised,
+    RankServes,
+    RankSized,
+)
+from engine.worker.rank_proc import RankProc, wait_readable
+from engine.worker.rank_steps import RankSteps
+from engine.worker.shard import Shard
+from engine.worker.step_ends import StepEnds
+from engine.worker.step_ring import StepRing
+
+if TYPE_CHECKING:
+    from engine.worker.build import RankGroup
+    from engine.worker.shard_runner import ShardRunner
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 2.0
+_LEAVE_SECONDS = 2.0
+"""For rank 0 to leave a step or a start that another rank failed in, before the core ends."""
+_Message = TypeVar("_Message", bound=FromRank)
+
+
+class RankError(RuntimeError):
+    """A rank cannot start, or the ranks cannot meet; one sentence for the user."""
+
+
+class AsyncIOProcManager:
+    """Ranks 1 to N - 1. All methods are called by the thread that runs the steps."""
+
+    def __init__(self, config: Config, directory: str, fail: Callable[..., object], path: Path) -> None:
+        """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
+
+        `directory` is the caller's own, private to its user. `fail` ends this process with a sentence, and
+        whether a rank was killed, from any thread. Raises `OSError` where a process cannot be started.
+        """
+        size = config.parallel_config.tensor_parallel_size
+        self._timeout = config.parallel_config.rank_start_timeout
+        self._fail = fail
+        self._said: dict[int, SimpleQueue[FromRank | None]] = {rank: SimpleQueue() for rank in range(1, size)}
+        self._steps: RankSteps | None = None
+        self._group: RankGroup | None = None
+        self._procs: list[RankProc] = []
+        self._failed: set[RankProc] = set()
+        ring_descriptor, self._ring = StepRing.create(size - 1)
+        ends_descriptor, self._ends = StepEnds.create(size - 1)
+        memory = os.memfd_create("kaon-collectives")
+        self.shard = Shard(0, size, Path(directory) / "ranks", memory, available_host_memory() // size)
+        """What the caller itself is."""
+        self._closing, self._wake = os.pipe()
+        with ExitStack() as stack:
+            stack.callback(os.close, ring_descriptor)
+            stack.callback(os.close, ends_descriptor)
+            for rank in self._said:
+                launch = RankLaunch(
+                    f"kaon-worker-0.{rank}",
+                    rank,
+                    size,
+                    config.model_dump_json(),
+                    str(path),
+                    str(self.shard.store),
+                    self.shard.available_bytes,
+                    ring_descriptor,
+                    ends_descriptor,
+                    memory,
+                )
+                self._procs.append(RankProc(launch, (ring_descriptor, ends_descriptor, memory)))
+        self._thread = Thread(target=self._hear, name="ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [proc.pid for proc in self._procs]
+
+    def wait_loaded(self) -> tuple[frozenset[int], int]:
+        """Wait until every rank has its shard; the CPUs that they keep for themselves, and their parameters.
+
+        Raises `RankError` with a rank's reason, or when it takes too long.
+        """
+        loaded = self._expect_all(RankLoaded, "load its part of the model")
+        cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
+        return cpus, sum(each.num_parameters for each in loaded)
+
+    def join(self, group: "RankGroup") -> None:
+        """Have all ranks meet, this one too. Raises `RankError` where they do not."""
+        self._group = group
+        self._send_all(Join())
+        try:
+            group.join()
+        except RuntimeError as error:
+            raise RankError(f"the tensor-parallel ranks did not meet: {str(error).partition(chr(10))[0]}") from error
+
+    def agree(self, size: KVCacheSize) -> KVCacheSize:
+        """The KV cache that every rank has room for, with this rank's own `size`; the others make theirs."""
+        found = self._expect_all(RankSized, "meet the others")
+        num_blocks = min(size.num_blocks, *(each.num_blocks for each in found))
+        num_slots = min(size.num_slots, *(each.num_slots for each in found))
+        self._send_all(Allocate(num_blocks, num_slots))
+        num_bytes = size.num_bytes * self.shard.size
+        reason = f"{size.reason}, on {self.shard.size} ranks"
+        return KVCacheSize(num_blocks, num_slots, num_bytes * num_blocks // max(1, size.num_blocks), reason)
+
+    def serve(self, runner: "ShardRunner", group: "RankGroup") -> None:
+        """From now on the other ranks compute each of the runner's steps too."""
+        self._expect_all(RankServes, "warm up")
+        runner.other_ranks = self._steps = RankSteps(
+            self._ring, self._ends, len(self._procs), group, self._fail, lambda trace: logger.error("%s", trace)
+        )
+
+    def close(self) -> None:
+        """End the processes, within seconds."""
+        os.close(self._wake)
+        self._thread.join()
+        for proc in self._procs:
+            proc.close(_END_SECONDS)
+        if self._group is not None:
+            self._group.close()
+        os.close(self._closing)
+        os.close(self.shard.memory)
+
+    def _send_all(self, message: Join | Allocate) -> None:
+        for proc in self._procs:
+            proc.send(message)
+
+    def _expect_all(self, kind: type[_Message], what: str) -> list[_Message]:
+        """The next message of every rank, each of that kind; `what` they have to do until then."""
+        deadline = time.monotonic() + self._timeout
+        return [self._expect(rank, kind, what, deadline) for rank in self._said]
+
+    def _expect(self, rank: int, kind: type[_Message], what: str, deadline: float) -> _Message:
+        try:
+            message = self._said[rank].get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise RankError(
+                f"tensor-parallel rank {rank} did not {what} within rank_start_timeout {self._timeout:g} s of the "
+                "first"
+            ) from None
+        if isinstance(message, RankFailed):
+            raise RankError(f"tensor-parallel rank {rank}: {message.error}")
+        assert isinstance(message, kind), message
+        return message
+
+    # -- the thread that hears them -----------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Take in what the ranks say, until `close`, or until one is gone."""
+        due: tuple[float, str, int] | None = None
+        while True:
+            timeout = None if due is None else due[0] - time.monotonic()
+            heard = [proc for proc in self._procs if proc not in self._failed]
+            readable = wait_readable(heard, self._closing, timeout)
+            if self._closing in readable:
+                return
+            if due is not None and time.monotonic() >= due[0]:
+                if self._is_stuck(due[2]):
+                    self._fail(due[1])
+                due = None
+            for proc in heard:
+                if proc.descriptor in readable:
+                    due = self._take_in(proc, proc.receive()) or due
+
+    def _take_in(self, proc: RankProc, message: FromRank | None) -> tuple[float, str, int] | None:
+        """What a rank says, None where it is gone; from when on, why, and in which step the core is to end for it."""
+        if message is None:
+            self._fail(*proc.why_gone())
+        elif isinstance(message, RankRaised):
+            sentence = f"tensor-parallel rank {proc.rank} failed alone in a step: {message.error}"
+            return time.monotonic() + _LEAVE_SECONDS, sentence, message.number
+        else:
+            self._said[proc.rank].put(message)
+            if isinstance(message, RankFailed):
+                self._failed.add(proc)
+                if self._group is not None:
+                    sentence = f"tensor-parallel rank {proc.rank}: {message.error}"
+                    return time.monotonic() + _LEAVE_SECONDS, sentence, -1
+        return None
+
+    def _is_stuck(self, step: int) -> bool:
+        """Whether this process is still where it waits for a rank that failed in that step, or before any."""
+        return step < 0 or (self._steps is not None and self._steps.number == step)

@@ -1,0 +1,180 @@
+"""`build_runner`: from a configuration and a checkpoint to a loaded `ModelRunner`, on every rank alike.
+
+Called by the engine core's start-up, and by the processes of further ranks.
+"""
+
+import logging
+import sys
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.config import Config
+from engine.worker.memory import GIB, MAX_CPU_BYTES
+from engine.worker.model_runner import ModelRunner
+from engine.worker.rank_steps import Group
+from engine.worker.shard import Shard, own_cpus
+from engine.worker.shard_runner import ShardRunner
+from engine.worker.threads import bind_memory, choose_threads, pin, settle
+from models.attention import select_backend
+from models.checkpoint_config import CheckpointConfig
+from models.config_fields import Fields
+from models.kernels.cpu import library
+from models.kernels.cpu.group import SharedMemoryCollectives
+from models.model_config import ModelConfig, read_checkpoint_config
+from models.parallel import Collectives, TensorParallel
+from models.process_group import ProcessGroupCollectives
+from models.quantization import parse_quantization
+
+logger = logging.getLogger(__name__)
+_ROUNDINGS = ("int8", "int4")
+"""Values of `quantization` that say what to do, not what the checkpoint must be."""
+
+
+class RankGroup(Collectives, Group, Protocol):
+    """A rank's end of its group."""
+
+    def join(self) -> None:
+        """Meet the other ranks."""
+
+    def close(self) -> None:
+        """Leave them, before this process ends."""
+
+
+class BuiltRunner(NamedTuple):
+    """A loaded model, without a KV cache. `config` has filled in what the checkpoint decides."""
+
+    runner: ModelRunner
+    config: Config
+    model_config: CheckpointConfig
+    own_cpus: frozenset[int]
+    """CPUs that other processes keep off."""
+    group: RankGroup | None
+    """Of the ranks, where there are several; to be joined."""
+
+
+def build_runner(config: Config, path: Path, shard: Shard | None = None) -> BuiltRunner:
+    """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served."""
+    _require_quantization(config.quantization_config.quantization, path)
+    model_config = read_checkpoint_config(path, config.model_impl)
+    config = _with_checkpoint(config, model_config)
+    device = _resolve_device(config.device, shard)
+    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    type_name = str(dtype).removeprefix("torch.")
+    _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
+    logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
+    plan = None
+    if device.type == "cpu":
+        size = 1 if shard is None else shard.size
+        plan = choose_threads(config, None if shard is None else own_cpus(shard.rank, size), ranks=size)
+        settle(plan, is_rank=shard is not None)
+        if plan.node is not None:
+            _bind_memory(plan.node, path, config, ranks=size)
+    group = None
+    if shard is None:
+        runner = ModelRunner(config, path, model_config, device, dtype)
+    else:
+        group = _collectives(config, shard, device)
+        parallel = TensorParallel(shard.rank, shard.size, group)
+        runner = ShardRunner(config, path, model_config, device, dtype, parallel, shard.available_bytes)
+    pinned: frozenset[int] = frozenset()
+    if plan is not None:
+        pinned = pin(plan, runner.operators)
+        by = "torch" if runner.operators is None else f"the {library.INSTRUCTION_SETS[runner.operators.isa]} operators"
+        logger.info("%s, by %s", plan, by)
+    runner.load(progress=sys.stderr.isatty() and (shard is None or shard.rank == 0))
+    if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
+        logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
+    return BuiltRunner(runner, runner.config, model_config, pinned, group)
+
+
+def _collectives(config: Config, shard: Shard, device: torch.device) -> RankGroup:
+    """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
+    operators = library.load_library()
+    if device.type == "cpu" and operators is not None and config.parallel_config.cpu_collectives == "shared_memory":
+        return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
+    return ProcessGroupCollectives(
+        shard.rank, shard.size, device, shard.store, config.parallel_config.rank_start_timeout
+    )
+
+
+def _bind_memory(node: int, path: Path, config: Config, ranks: int) -> None:
+    """Keep a rank's weights and cache on a NUMA node that has room for both, with room to spare."""
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
+    # Weights may be widened.
+    bound = config.num_kvcache_blocks is None and bind_memory(node, (2 * weights + cache) // ranks)
+    logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
+
+
+def _require_quantization(wanted: str, path: Path) -> None:
+    """Raise `ValueError` where the checkpoint is not quantised as the user says."""
+    if wanted in ("auto", *_ROUNDINGS):
+        return
+    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
+    found = "none" if quantization is None else quantization.quant_method
+    if wanted != found:
+        raise ValueError(
+            f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"
+        )
+
+
+def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `ValueError` where weights cannot be rounded as they are read."""
+    if wanted not in _ROUNDINGS:
+        return
+    type_name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        found = f"the device is {device.type}; set device to cpu"
+    elif type_name != "bfloat16":
+        found = f"dtype is {type_name}; set it to bfloat16"
+    elif not isinstance(model_config, ModelConfig):
+        found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
+    elif library.load_library() is None:
+        found = "Kaon was installed without a C compiler; install one, then Kaon again"
+    else:
+        return
+    raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
+
+
+def _resolve_device(wanted: str, shard: Shard | None) -> torch.device:
+    """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
+    if wanted == "auto" and torch.cuda.is_available():
+        try:
+            select_backend(torch.device("cuda"))
+        except ValueError as error:
+            logger.warning("the model runs on the CPU: %s", error)
+            wanted = "cpu"
+    device = torch.device("cpu" if wanted == "auto" else wanted)
+    select_backend(device)
+    if device.type == "cpu" or shard is None:
+        return device
+    count = torch.cuda.device_count()
+    if shard.size > count:
+        raise ValueError(
+            f"tensor_parallel_size is {shard.size}, but this machine has {count} GPUs; set it to at most {count}"
+        )
+    device = torch.device(device.type, shard.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _with_checkpoint(config: Config, model: CheckpointConfig) -> Config:
+    """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
+            f"set it to at most {model.max_model_len}"
+        )
+    eos = config.eos_token_id
+    if eos is None and model.eos_token_ids:
+        eos = model.eos_token_ids[0]
+    return config.model_copy(
+        update={
+            "max_model_len": config.max_model_len or model.max_model_len,
+            "bos_token_id": model.bos_token_id if config.bos_token_id is None else config.bos_token_id,
+            "eos_token_id": eos,
+            "stop_token_ids": config.stop_token_ids or tuple(token for token in model.eos_token_ids if token != eos),
+        }
+    )

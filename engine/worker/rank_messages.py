@@ -1,0 +1,75 @@
+"""What the engine core and the process of a further rank say to each other while it starts, and when it fails."""
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
+    """What the process is to be. `config` is `Config.model_dump_json()`; numbers are descriptors."""
+
+    name: str
+    rank: int
+    size: int
+    config: str
+    path: str
+    """Of the checkpoint."""
+    store: str
+    """File by which torch.distributed's process groups meet."""
+    available_bytes: int
+    """Of the host's memory, for this rank's weights."""
+    ring: int
+    ends: int
+    memory: int
+    """Of the collectives on the CPU."""
+
+
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """All ranks have loaded: meet them."""
+
+
+class Allocate(msgspec.Struct, tag="allocate", frozen=True):
+    """Make a KV cache of so many blocks, for so many sequences; then follow the steps."""
+
+    num_blocks: int
+    num_slots: int
+
+
+class RankLoaded(msgspec.Struct, tag="loaded", frozen=True):
+    """The shard is in memory."""
+
+    own_cpus: list[int]
+    """CPUs that other processes keep off."""
+    num_parameters: int
+
+
+class RankSized(msgspec.Struct, tag="sized", frozen=True):
+    """The largest KV cache that this rank has room for."""
+
+    num_blocks: int
+    num_slots: int
+
+
+class RankServes(msgspec.Struct, tag="serves", frozen=True):
+    """The rank has warmed up, and waits for steps."""
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """The rank ends, as `error` says in a sentence. `usage` marks the user's mistake, not a fault."""
+
+    error: str
+    usage: bool
+
+
+class RankRaised(msgspec.Struct, tag="raised", frozen=True):
+    """The rank could not compute this step, and may have left the others in it."""
+
+    number: int
+    error: str
+
+
+ToRank: TypeAlias = RankLaunch | Join | Allocate
+FromRank: TypeAlias = RankLoaded | RankSized | RankServes | RankFailed | RankRaised
+
+MAX_BYTES = 1 << 20
+"""Of a message, which is one packet of a socket."""

@@ -1,0 +1,92 @@
+"""`RankProc`: the process of one rank behind the first, as the engine core sees it. Made by `AsyncIOProcManager`."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.worker.rank_messages import MAX_BYTES, FromRank, RankLaunch, ToRank
+
+RANK_MODULE = "engine.worker.rank_process"
+"""What the process runs."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FromRank)
+
+
+class RankProc:
+    """A process, and the socket by which it hears and is heard; the socket's end tells either side of the other's."""
+
+    def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
+        """Start it; it inherits `descriptors`. Raises `OSError` when it cannot be started."""
+        self.rank = launch.rank
+        self.name = launch.name
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(__file__).parent.parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            # As the engine core itself is started: a name for `ps`, the parent's own code, and no Ctrl-C.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
+                stdin=theirs.fileno(),
+                pass_fds=descriptors,
+                env={**os.environ, "PYTHONPATH": path},
+                process_group=0,
+            )
+        self.send(launch)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when the process has said something, or is gone."""
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: ToRank) -> None:
+        """Tell the process something. One that is gone is told of by the socket's end."""
+        try:
+            self._socket.send(_encoder.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def receive(self) -> FromRank | None:
+        """What it says next; None when it is gone."""
+        try:
+            packet = self._socket.recv(MAX_BYTES)
+        except ConnectionResetError:
+            return None
+        return _decoder.decode(packet) if packet else None
+
+    def why_gone(self) -> tuple[str, bool]:
+        """How the process, which is gone, ended; whether another process killed it."""
+        code = self._process.wait()
+        rank = f"tensor-parallel rank {self.rank}"
+        if code < 0:
+            return f"{rank} was killed by {signal.Signals(-code).name}", code == -signal.SIGKILL
+        return f"{rank} exited with code {code}; its log says why", False
+
+    def close(self, timeout: float) -> None:
+        """End the process, by its socket and after `timeout` seconds by SIGKILL."""
+        self._socket.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def wait_readable(procs: Sequence[RankProc], wake: int, timeout: float | None) -> list[int]:
+    """Block until some of these descriptors are readable, or for so many seconds; which are."""
+    poller = select.poll()
+    for descriptor in (wake, *(proc.descriptor for proc in procs)):
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if timeout is None else max(0.0, 1e3 * timeout))]

@@ -1,0 +1,112 @@
+"""`ShardRunner`: a `ModelRunner` that holds one rank's shard of the model. Rank 0 schedules and samples for all."""
+
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
+from engine.messages import TokenLogprobs
+from engine.worker.input_batch import StepInputs, StepRows
+from engine.worker.model_runner import ModelRunner
+from engine.worker.prompt_logprobs import compute_prompt_logits
+from engine.worker.rank_logits import best_of_part, likeliest_of_ranks
+from engine.worker.rank_steps import RankSteps
+from engine.worker.sampler import SampledTokens
+from engine.worker.step_message import StepMessage, rank_batch
+from models.forward_context import AttentionMetaData
+from models.kernels.cpu.group import SharedMemoryCollectives
+from models.layers.embedding import ParallelLMHead
+from models.llama import LlamaForCausalLM
+
+
+class ShardRunner(ModelRunner):
+    """On rank 0 used as any `ModelRunner`; on the others `follow` takes the place of `forward`.
+
+    Start-up steps (profiling, warm-up) are run by each rank of itself, in the same order.
+    """
+
+    other_ranks: RankSteps | None = None
+    """Who is told of each step; set on rank 0 once all have loaded."""
+    _moves_no_logits = False
+    """Whether the ranks choose among their likeliest tokens in the running step."""
+    _sampled_slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+    """Of the last step that was followed."""
+
+    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
+        """See `ModelRunner`; on rank 0 the others are told as soon as the rows are known."""
+        self.input_batch.apply(batch)
+        if isinstance(batch, ScheduledBatch) and self.other_ranks is not None:
+            self._moves_no_logits = self.input_batch.are_greedy(batch.slots)
+            self.other_ranks.begin(batch, is_greedy=self._moves_no_logits)
+        return self._step_inputs(batch)
+
+    def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        if self.parallel.rank:
+            with torch.inference_mode():
+                self.run_model(*self.prepare_model(batch), batch.prompt_spans)
+            return ScheduledBatchOutput({})
+        try:
+            return super()._compute(batch)
+        except BaseException as error:
+            if self.other_ranks is not None:
+                self.other_ranks.abandon(error)
+            raise
+
+    def _keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
+        super()._keep(inputs, token_ids)
+        if self.other_ranks is not None:
+            self.other_ranks.end(token_ids.tolist())
+
+    def follow(self, message: StepMessage) -> None:
+        """Compute this rank's part of a step that rank 0 tells of."""
+        self.committed.after_step(self._step_seconds)
+        if message.sampled:
+            self.input_batch.append(self._sampled_slots, np.array(message.sampled, dtype=np.int64))
+        self._sampled_slots = self._sampled_slots[:0]
+        batch = rank_batch(message, self.config.kv_cache_block_size)
+        self._moves_no_logits = message.is_greedy
+        with torch.inference_mode():
+            inputs, metadata = self.prepare_model(batch)
+            # What a step that fails here samples on rank 0 is never sent.
+            self._sampled_slots = inputs.sampled_slots
+            self.run_model(inputs, metadata, batch.prompt_spans)
+
+    def _hidden_states(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
+    ) -> torch.Tensor:
+        hidden = super()._hidden_states(input_ids, positions, metadata, has_adapters=has_adapters)
+        if isinstance(self.parallel.collectives, SharedMemoryCollectives):
+            self.parallel.collectives.check()
+        return hidden
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
+        if self.parallel.rank == 0:
+            return super()._prompt_logprobs(hidden, spans)
+        compute_prompt_logits(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
+        return {}
+
+    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+        if not self._moves_no_logits:
+            return self.model.compute_logits(hidden)
+        first_token = self._head.first_row
+        head = self._greedy_head_for(hidden, inputs)
+        # A vocabulary may end before the last ranks' shares begin.
+        if head is None or first_token >= self._head.vocab_size:
+            peaks, token_ids = best_of_part(self._own_logits(hidden), first_token)
+        else:
+            chosen, values = head.choose(hidden)
+            peaks, token_ids = torch.from_numpy(values), torch.from_numpy(chosen) + first_token
+        return likeliest_of_ranks(peaks, token_ids, self.parallel)
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._head.gives_parts = True
+        try:
+            return self.model.compute_logits(hidden)
+        finally:
+            self._head.gives_parts = False
+
+    @property
+    def _head(self) -> ParallelLMHead:
+        return cast(LlamaForCausalLM, self.model).lm_head

@@ -1,0 +1,76 @@
+"""An engine core, and ranks of it, with faults that the tests choose: real processes, a real model.
+
+Run in place of `engine.engine_core`, and by that in place of `engine.worker.rank_process`. `FAULTY_RANK` says which
+rank does what.
+"""
+
+import os
+import sys
+import time
+
+import torch
+
+from engine import engine_core
+from engine.worker import rank_proc, rank_process
+from engine.worker.shard_runner import ShardRunner
+
+FAULT = os.environ.get("FAULTY_RANK", "")
+"""`RANK:FAULT`."""
+RAISING = 301
+"""Prompt token that a rank cannot compute."""
+
+
+def _raise_on_token(rank: int) -> None:
+    """Raise in the middle of a step, behind its first collective."""
+    forward = ShardRunner.run_model
+
+    def run_model(self, inputs, metadata, spans):  # type: ignore[no-untyped-def]
+        if self.parallel.rank == rank and RAISING in inputs.input_ids:
+            hidden = self.model.model.embed_tokens(torch.from_numpy(inputs.input_ids))
+            raise RuntimeError(f"division by cucumber of {len(hidden)} tokens")
+        return forward(self, inputs, metadata, spans)
+
+    ShardRunner.run_model = run_model  # type: ignore[method-assign]
+
+
+def _prepare(fault: str, rank: int) -> None:
+    match fault:
+        case "step":
+            _raise_on_token(rank)
+        case "load":
+
+            def load(self, *, progress: bool = False) -> None:  # type: ignore[no-untyped-def]
+                raise ValueError("the shard is damaged")
+
+            ShardRunner.load = load  # type: ignore[method-assign]
+        case "late":
+
+            def wait(self, *, progress: bool = False) -> None:  # type: ignore[no-untyped-def]
+                time.sleep(3600)
+
+            ShardRunner.load = wait  # type: ignore[method-assign]
+        case "exit":
+            os._exit(7)
+        case "bug":
+
+            def warm_up(self) -> None:  # type: ignore[no-untyped-def]
+                raise ZeroDivisionError("division by cucumber")
+
+            ShardRunner.warm_up = warm_up  # type: ignore[method-assign]
+
+
+def main() -> int:
+    name = sys.argv[1]
+    number, _, fault = FAULT.partition(":")
+    if name.startswith("kaon-worker"):
+        if name.rpartition(".")[2] == number:
+            _prepare(fault, int(number))
+        return rank_process.main()
+    rank_proc.RANK_MODULE = "faulty_ranks"
+    if number == "0":
+        _prepare(fault, 0)
+    return engine_core.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

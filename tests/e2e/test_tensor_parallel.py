@@ -1,0 +1,287 @@
+"""Tensor parallel through real processes: the same answers, and what becomes of the ranks when one fails or dies."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine import core_process
+from engine.config import Config, ParallelConfig
+from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.sampling_params import SamplingParams
+from models.kernels.cpu.library import load_library
+from tests.e2e.faulty_ranks import RAISING
+from tests.e2e.kaon_server import KaonServer
+
+WAIT_SECONDS = 60
+PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9, max_tokens=16, ignore_eos=True)
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=2, logprobs=3, prompt_logprobs=2)
+needs_operators = pytest.mark.skipif(load_library() is None, reason="the operators were not built")
+
+
+def engine_of(size: int, *, collectives: str = "shared_memory", dtype: str = "float32", **fields: Any) -> LLMEngine:
+    parallel = ParallelConfig.model_validate(
+        {"tensor_parallel_size": size, "cpu_collectives": collectives, **fields.pop("parallel", {})}
+    )
+    fields = {"num_kvcache_blocks": 128, "max_num_seqs": 32, "cpu_threads": 1, "device": "cpu", **fields}
+    return LLMEngine(parallel_config=parallel, dtype=dtype, **fields)
+
+
+def answers(engine: LLMEngine) -> list[object]:
+    """Greedy, seeded, a mixture of both, and log probabilities to three digits."""
+    told: list[object] = []
+    mixed = [GREEDY, SEEDED, GREEDY, SEEDED]
+    for params in (GREEDY, SEEDED, mixed):
+        results = engine.generate(PROMPTS, params, use_tqdm=False)
+        told.append([result["token_ids"] for result in results])
+    for result in engine.generate(PROMPTS, LOGPROBS, use_tqdm=False):
+        for entries in (result["logprobs"], result["prompt_logprobs"]):
+            told.append([(each.token_id, each.top_ids, round(each.logprob, 3)) for each in entries or ()])
+    return told
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[object]:
+    """One rank's answers."""
+    with engine_of(1) as engine:
+        return answers(engine)
+
+
+@pytest.mark.parametrize(
+    ("size", "collectives"),
+    [
+        pytest.param(2, "shared_memory", marks=needs_operators),
+        (2, "gloo"),
+        pytest.param(4, "shared_memory", marks=[needs_operators, pytest.mark.slow]),
+        pytest.param(4, "gloo", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_answer_what_one_alone_does(
+    size: int, collectives: str, alone: list[object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with engine_of(size, collectives=collectives) as engine:
+        assert answers(engine) == alone
+    assert "terminate" not in capfd.readouterr().err
+
+
+@needs_operators
+def test_in_bfloat16_ranks_agree_with_one_alone_on_what_is_clear() -> None:
+    """Sums are rounded elsewhere, so only the embedded model's sure answers are compared."""
+    chats = [[{"role": "user", "content": text}] for text in ("What is 3+4?", "What is the capital of France?")]
+    texts = []
+    for size in (1, 2):
+        with engine_of(size, dtype="bfloat16") as engine:
+            prompts = [engine.io_processor.render_chat(chat) for chat in chats]
+            params = SamplingParams(temperature=0.0, max_tokens=24)
+            texts.append([result["text"] for result in engine.generate(prompts, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------
+
+
+def ranks_of(core: psutil.Process) -> list[psutil.Process]:
+    return [child for child in core.children() if "rank_process" in " ".join(child.cmdline())]
+
+
+def wait_gone(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([pidfd], [], [], WAIT_SECONDS)[0], f"process {pid} lives on"
+        finally:
+            os.close(pidfd)
+
+
+def test_requests_go_on_when_a_rank_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    with engine_of(2) as engine:
+        [expected] = engine.generate(["Hello"], params, use_tqdm=False)
+        core = psutil.Process(engine._core.pid)
+        [rank] = ranks_of(core)
+        assert rank.cmdline()[-1] == "kaon-worker-0.1"
+        ids = engine.add_request(["Hello"], params)
+        rank.kill()
+        [result] = engine.collect(ids)
+        assert result["token_ids"] == expected["token_ids"]
+        assert engine._core.pid != core.pid
+        wait_gone([core.pid, rank.pid])
+        pids = [each.pid for each in ranks_of(psutil.Process(engine._core.pid))]
+        assert len(pids) == 1
+    wait_gone(pids)
+    assert "tensor-parallel rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_requests_go_on_when_a_rank_is_stopped(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    with engine_of(2) as engine:
+        [expected] = engine.generate(["Hello"], params, use_tqdm=False)
+        core = psutil.Process(engine._core.pid)
+        [rank] = ranks_of(core)
+        ids = engine.add_request(["Hello"], params)
+        rank.suspend()
+        [result] = engine.collect(ids)
+        assert result["token_ids"] == expected["token_ids"]
+        wait_gone([core.pid, rank.pid])
+    assert f"its process {rank.pid} was stopped by a signal" in caplog.text
+    stacks = capfd.readouterr().err
+    assert "engine/engine_core.py" in stacks
+    assert "engine/worker/rank_process.py" in stacks
+
+
+def test_ranks_end_with_a_core_that_is_killed() -> None:
+    with engine_of(2, max_core_restarts=0) as engine:
+        core = psutil.Process(engine._core.pid)
+        pids = [each.pid for each in ranks_of(core)]
+        core.kill()
+        wait_gone(pids)
+
+
+def test_ranks_end_with_a_parent_that_is_killed() -> None:
+    code = (
+        "from tests.e2e.test_tensor_parallel import engine_of\n"
+        "engine = engine_of(2)\nprint(engine._core.pid, flush=True)\ninput()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+    assert parent.stdout is not None
+    core = psutil.Process(int(parent.stdout.readline()))
+    pids = [core.pid, *(each.pid for each in ranks_of(core))]
+    assert len(pids) == 2
+    parent.kill()
+    parent.communicate()
+    wait_gone(pids)
+
+
+def test_idle_ranks_use_no_processor() -> None:
+    with engine_of(2) as engine:
+        engine.generate(["Hello"], GREEDY, use_tqdm=False)
+        processes = [psutil.Process(engine._core.pid), *ranks_of(psutil.Process(engine._core.pid))]
+        time.sleep(2.0)  # Past what an idle core does once.
+        before = [sum(each.cpu_times()[:2]) for each in processes]
+        time.sleep(2.0)
+        spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
+    assert max(spent) < 0.1
+
+
+# -- faults -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a rank fail; call it with `RANK:FAULT`."""
+    monkeypatch.setattr(core_process, "CORE_MODULE", "faulty_ranks")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    return lambda fault: monkeypatch.setenv("FAULTY_RANK", fault)
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+@needs_operators
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_raises_on_one_rank_fails_its_request_alone(
+    rank: int, faulty: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    faulty(f"{rank}:step")
+    with engine_of(2) as engine:
+        pid = engine._core.pid
+        expected = engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0]["token_ids"]
+        results = engine.generate([[5, 6, 7], [8, RAISING, 9], [5, 6, 7]], GREEDY, use_tqdm=False)
+        assert [result["finish_reason"] for result in results] == ["length", "error", "length"]
+        assert results[0]["token_ids"] == results[2]["token_ids"] == expected
+        named = "tensor-parallel rank 1: " if rank else ""
+        assert f"failed: {named}division by cucumber" in str(results[1]["error"])
+        assert engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
+        assert engine._core.pid == pid
+    assert "in run_model" in capfd.readouterr().err
+
+
+def test_where_ranks_cannot_leave_a_step_the_core_ends_and_names_the_rank(
+    faulty: Callable[[str], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    faulty("1:step")
+    before = children()
+    with engine_of(2, collectives="gloo", max_core_restarts=0) as engine:
+        pids = [pid for pid in children() if pid not in before]
+        with pytest.raises(EngineDeadError, match="rank 1 failed alone in a step: division by cucumber"):
+            engine.generate([[8, RAISING, 9]], GREEDY, use_tqdm=False)
+    wait_gone(pids)
+    capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("1:load", "tensor-parallel rank 1: the shard is damaged"),
+        ("1:exit", "tensor-parallel rank 1 exited with code 7"),
+        ("1:late", "tensor-parallel rank 1 did not load its part of the model within rank_start_timeout 1 s"),
+        ("1:bug", "tensor-parallel rank 1: ZeroDivisionError: division by cucumber"),
+    ],
+)
+def test_a_rank_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
+    fault: str, sentence: str, faulty: Callable[[str], None]
+) -> None:
+    faulty(fault)
+    before = children()
+    with pytest.raises(EngineDeadError, match=sentence):
+        engine_of(2, parallel={"rank_start_timeout": 1.0 if "late" in fault else 60.0})
+    wait_gone([pid for pid in children() if pid not in before])
+
+
+@pytest.mark.parametrize(
+    ("size", "fields", "sentence"),
+    [
+        (3, {}, "which 3 tensor-parallel ranks (do not divide|cannot share)"),
+        (2, {"cpu_threads": 1000}, "cpu_threads is 1000, but each of 2 tensor-parallel ranks may use"),
+    ],
+)
+def test_sizes_that_cannot_be_served_are_refused_in_a_sentence(
+    size: int, fields: dict[str, Any], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = children()
+    with pytest.raises(EngineDeadError, match=sentence) as raised:
+        engine_of(size, **fields)
+    assert raised.value.usage
+    wait_gone([pid for pid in children() if pid not in before])
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_server_ends_with_that_sentence_and_exit_code_1(start_server: Callable[..., KaonServer]) -> None:
+    server = start_server(parallel_config={"tensor_parallel_size": 3})
+    assert server.wait() == 1
+    assert "3 tensor-parallel ranks" in server.stderr
+    assert "Traceback" not in server.stderr
+
+
+def test_ranks_have_a_number_within_reason() -> None:
+    for size in (0, 65):
+        with pytest.raises(ValueError, match="tensor_parallel_size"):
+            Config(parallel_config=ParallelConfig(tensor_parallel_size=size))
+
+
+def test_signals_to_the_whole_group_end_nothing_by_themselves() -> None:
+    with engine_of(2) as engine:
+        core = psutil.Process(engine._core.pid)
+        for process in (core, *ranks_of(core)):
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+        [result] = engine.generate(["Hello"], GREEDY, use_tqdm=False)
+        assert len(result["token_ids"]) == 16

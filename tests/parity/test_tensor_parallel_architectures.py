@@ -1,0 +1,62 @@
+"""Every architecture over several ranks, as real processes, gives the tokens that transformers does."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import Reference, prompt
+from tests.parity.variants import Variant, all_variants
+
+VARIANTS = all_variants()
+NUM_TOKENS = 12
+PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
+
+
+def divides(size: int, variant: Variant) -> bool:
+    """Whether so many ranks can share the heads out, those of recurrent layers too."""
+    fields = {"num_attention_heads": 4, **variant.family.defaults, **variant.overrides}
+    return all(fields.get(name, size) % size == 0 for name in ("num_attention_heads", "linear_num_key_heads"))
+
+
+def first_of_each() -> list[Variant]:
+    """One variant an architecture: the first."""
+    return list({variant.architecture: variant for variant in reversed(VARIANTS)}.values())[::-1]
+
+
+def cases() -> list[object]:
+    """Two ranks over each architecture; in the long form, over all variants, and four."""
+    short = first_of_each()
+    made: list[object] = []
+    for variant in VARIANTS:
+        for size in (2, 4):
+            if not divides(size, variant):
+                continue
+            marks = () if size == 2 and variant in short else (pytest.mark.slow,)
+            name = f"{size} ranks, {variant.architecture}, {variant.name}"
+            made.append(pytest.param(variant, size, marks=marks, id=name))
+    return made
+
+
+@pytest.mark.parametrize(("variant", "size"), cases())
+def test_ranks_give_the_tokens_of_transformers(variant: Variant, size: int, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    reference = Reference(checkpoint)
+    expected = [reference.greedy(tokens, NUM_TOKENS) for tokens in PROMPTS]
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    with LLMEngine(
+        str(checkpoint),
+        tensor_parallel_size=size,
+        dtype="float32",
+        device="cpu",
+        cpu_threads=1,
+        num_kvcache_blocks=64,
+        max_num_seqs=8,
+        scheduling_policy="mixed",
+        max_num_batched_tokens=32,
+        generation_config="none",
+    ) as engine:
+        found = engine.generate(PROMPTS, params, use_tqdm=False)
+    assert [result["token_ids"] for result in found] == expected

@@ -1,0 +1,125 @@
+"""`RankSteps`: a step of several ranks ends for all of them, and its error names the rank whose it is."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from engine.batch import ScheduledBatch
+from engine.sequence import Sequence
+from engine.worker import rank_steps
+from engine.worker.rank_steps import ABORTED, RankStepError, RankSteps
+from engine.worker.step_ends import StepEnds
+from engine.worker.step_message import StepMessage, decode_step, encode_step
+from engine.worker.step_ring import StepRing
+
+
+class Recorded:
+    """The group, and where sentences go, of one test."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.failures: list[str] = []
+        self.traces: list[str] = []
+
+    def begin_step(self, number: int) -> None:
+        self.calls.append(number)
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+class Ranks:
+    """Two ranks behind the first, played by the test."""
+
+    def __init__(self) -> None:
+        self.recorded = Recorded()
+        ring_descriptor, ring = StepRing.create(2)
+        ends_descriptor, ends = StepEnds.create(2)
+        self.rings = [StepRing(ring_descriptor, 2) for _ in range(2)]
+        self.ends = StepEnds(ends_descriptor, 2)
+        os.close(ring_descriptor)
+        os.close(ends_descriptor)
+        failures, traces = self.recorded.failures, self.recorded.traces
+        self.steps = RankSteps(ring, ends, 2, self.recorded, failures.append, traces.append)
+
+    def begin(self) -> list[StepMessage]:
+        """A step of one row; what each rank is told."""
+        self.steps.begin(batch(), is_greedy=True)
+        return [decode_step(ring.read(number)) for number, ring in enumerate(self.rings)]
+
+
+def batch() -> ScheduledBatch:
+    seq = Sequence([5, 6, 7], 16, id=3)
+    seq.slot, seq.block_table = 2, [9]
+    return ScheduledBatch({3: seq}, [3], 3, 3, total_seqs_num=1, total_seqs_num_prefill=1, new_seqs=[seq])
+
+
+def test_a_rank_is_told_of_new_rows_whole_and_of_the_tokens_of_the_step_before() -> None:
+    ranks = Ranks()
+    first = ranks.begin()
+    assert first[0] == first[1]
+    assert (first[0].slots, first[0].context_lens, first[0].sampled) == ([2], [3], [])
+    [row] = first[0].new_rows
+    assert (row.slot, row.token_ids, row.block_table, row.adapter) == (2, [5, 6, 7], [9], 0)
+    for rank in range(2):
+        ranks.ends.tell(rank)
+    ranks.steps.end([42])
+    assert [message.sampled for message in ranks.begin()] == [[42], [42]]
+    assert ranks.recorded.calls == [1, 2]
+
+
+def test_a_rank_that_raised_fails_the_step_by_its_number_and_tells_its_traceback() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    ranks.ends.tell(0)
+    ranks.ends.tell(1, "no memory\nTraceback ...\nMemoryError")
+    with pytest.raises(RankStepError, match=r"^tensor-parallel rank 2: no memory$"):
+        ranks.steps.end([1])
+    assert "MemoryError" in ranks.recorded.traces[0]
+    # What the step sampled here was never used.
+    assert ranks.begin()[0].sampled == []
+
+
+def test_a_rank_that_only_followed_is_not_blamed() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    ranks.ends.tell(0, ABORTED)
+    ranks.ends.tell(1, "damaged\ntrace")
+    with pytest.raises(RankStepError, match="rank 2: damaged"):
+        ranks.steps.abandon(RuntimeError("another rank has left this step"))
+
+
+def test_where_rank_0_raises_all_leave_and_its_own_error_stays() -> None:
+    ranks = Ranks()
+    ranks.begin()
+    ranks.ends.tell(0, ABORTED)
+    ranks.ends.tell(1)
+    ranks.steps.abandon(ValueError("mine"))
+    assert ranks.recorded.calls == [1, "abort"]
+    # Once only, and between steps there is nothing to leave.
+    ranks.steps.abandon(ValueError("mine"))
+    assert ranks.recorded.calls == [1, "abort"]
+    assert ranks.recorded.failures == []
+
+
+def test_a_rank_that_does_not_leave_ends_the_process_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_steps, "_LEAVE_SECONDS", 0.05)
+    ranks = Ranks()
+    ranks.begin()
+    ranks.ends.tell(0)
+    ranks.steps.abandon(ValueError("mine"))
+    [sentence] = ranks.recorded.failures
+    assert "rank 0 (mine)" in sentence
+    assert "rank 2 did not leave" in sentence
+
+
+@pytest.mark.parametrize("change", [lambda seq: None, lambda seq: seq.token_ids.extend(range(100_000))])
+def test_the_message_holds_what_the_batch_does(change: Callable[[Sequence], None]) -> None:
+    one = batch()
+    [seq] = one.new_seqs
+    change(seq)
+    message = decode_step(encode_step(one, 7, [1, 2], is_greedy=False))
+    assert (message.number, message.sampled, message.is_greedy) == (7, [1, 2], False)
+    assert message.new_rows[0].token_ids == seq.token_ids
+    assert message.slots == one.slots.tolist()
