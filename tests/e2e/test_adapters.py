@@ -95,10 +95,15 @@ def test_chats_and_responses_choose_an_adapter_too(served: KaonServer) -> None:
     assert len({text for _, text in chats}) == len(MODELS)
 
 
-def test_the_offline_engine_takes_adapters_by_name(directory: Path, expected: dict[str, list[list[int]]]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_offline_engine_takes_adapters_by_name(
+    ranks: int, directory: Path, expected: dict[str, list[list[int]]]
+) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     adapters = tuple(f"{name}={directory / name}" for name in MODELS[1:])
-    with LLMEngine(str(directory / "base"), lora=adapters, dtype="float32", num_kvcache_blocks=64) as engine:
+    with LLMEngine(
+        str(directory / "base"), lora=adapters, dtype="float32", num_kvcache_blocks=64, tensor_parallel_size=ranks
+    ) as engine:
         requests = {name: engine.add_request(PROMPTS, params, lora=name) for name in MODELS[1:]}
         found = {name: [result["token_ids"] for result in engine.collect(ids)] for name, ids in requests.items()}
         found["base"] = [result["token_ids"] for result in engine.generate(PROMPTS, params, use_tqdm=False)]
