@@ -13,6 +13,7 @@ import httpx
 import psutil
 
 from engine.core_process import CORE_MODULE
+from engine.worker.rank_proc import RANK_MODULE
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
@@ -116,6 +117,16 @@ class ChaosServer(KaonServer):
         with self._replaced():
             self._running_core().suspend()
 
+    def kill_rank(self) -> None:
+        """SIGKILL a tensor-parallel rank of the core behind the first; return when another core serves."""
+        with self._replaced():
+            self._running_rank().kill()
+
+    def stop_rank(self) -> None:
+        """SIGSTOP such a rank; return when another core serves."""
+        with self._replaced():
+            self._running_rank().suspend()
+
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
         """Injure the core within; then wait until another one serves."""
@@ -126,6 +137,9 @@ class ChaosServer(KaonServer):
     def _running_core(self) -> psutil.Process:
         self.until(lambda: len(self.cores()) == 1)
         return self.cores()[0]
+
+    def _running_rank(self) -> psutil.Process:
+        return random.choice([each for each in self._running_core().children() if RANK_MODULE in each.cmdline()])
 
 
 def _is_core(process: psutil.Process) -> bool:

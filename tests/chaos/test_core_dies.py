@@ -5,7 +5,6 @@ import functools
 import random
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -14,6 +13,7 @@ import pytest
 
 from tests.chaos.conftest import StartServer
 from tests.chaos.faults import ChaosServer
+from tests.chaos.injuries import injured
 from tests.chaos.outcomes import Outcome
 from tests.chaos.workload import WORKLOAD, Ask, perform_all
 from tests.e2e.kaon_server import MODEL
@@ -38,17 +38,6 @@ def kill_at_random(server: ChaosServer, count: int, moments: random.Random) -> N
         # A request on which two cores die without a token between them is not tried again; time for one is left.
         time.sleep(moments.uniform(0.4, 0.8))
         server.kill_core()
-
-
-async def injured(server: ChaosServer, fault: Callable[[], object]) -> dict[str, Outcome]:
-    """The outcomes of the whole load, during which the fault happens; and nothing is left behind."""
-    happening = asyncio.create_task(asyncio.to_thread(fault))
-    outcomes = await perform_all(server.url, WORKLOAD)
-    await happening
-    await asyncio.to_thread(server.until, server.is_idle)
-    received, ended = server.balance()
-    assert received == ended
-    return outcomes
 
 
 @pytest.mark.parametrize(
