@@ -43,15 +43,17 @@ lint: $(VENV)/.installed-dev ## Check style, types, import contracts and generat
 	$(VENV)/bin/python -m server.config_docs --check
 	$(VENV)/bin/python -m server.api_docs --check
 	$(VENV)/bin/python -m tests.parity.models_docs --check
+	$(VENV)/bin/python -m models.kernels.triton.report --check
 
 format: $(VENV)/.installed-dev ## Format the code
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API's fields and the models again
+docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API's fields, models and kernels again
 	$(VENV)/bin/python -m server.config_docs
 	$(VENV)/bin/python -m server.api_docs
 	$(VENV)/bin/python -m tests.parity.models_docs
+	$(VENV)/bin/python -m models.kernels.triton.report
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)

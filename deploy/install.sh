@@ -3,7 +3,7 @@
 # PYTHON or the best one found. Called by the Makefile.
 #
 # A torch that this Python has (a ROCm or CUDA container's) is used, not replaced: VENV sees the folder it lies in, and
-# its exact version takes the place of the pin in constraints.txt, so that pip would rather fail than bring another.
+# its exact version takes the place of the pins in constraints.txt, so that pip would rather fail than bring another.
 set -eu
 
 venv=$1 extras=$2 candidates=${3:-python3 python3.13 python3.12 python3.11}
@@ -61,9 +61,18 @@ END
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
 
 if [ -f "$present_torch" ]; then
-    { cat "$present_torch"; grep -v '^torch==' constraints.txt || true; } >"$venv/constraints.txt"
+    { cat "$present_torch"; grep -v -e '^torch==' -e '^triton==' -e '^#' constraints.txt || true; } >"$venv/constraints.txt"
 else
     cp constraints.txt "$venv/constraints.txt"
 fi
 say "installing Kaon into $venv (some minutes the first time, most of them for PyTorch)"
-"$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" -e ".$extras"
+install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" -e "$1"
+}
+install ".$extras"
+case $extras in
+*test*)
+    has_triton=$("$venv/bin/python" -c 'import importlib.util; print(importlib.util.find_spec("triton") is not None)')
+    [ "$has_triton" = True ] || install '.[interpreter]'
+    ;;
+esac

@@ -226,6 +226,9 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
 
+    kernel_backend: tuple[Annotated[str, Field(min_length=1)], ...] = ("auto",)
+    """What computes on a GPU: `auto`, `triton`, `torch` or `aiter`, for all or for one operator, as `norm=torch`."""
+
     generation_config: Annotated[str, Field(min_length=1)] = "auto"
     """Sampling defaults: `auto` is the checkpoint's generation_config.json, `none` OpenAI's; or a directory of one."""
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from models.kernels import triton
 from models.kernels.cpu import expert_ops, runtime, structures
 from models.layers.activation import clamped_swiglu
 from models.layers.moe import FusedMoE
@@ -45,9 +46,13 @@ class GptOssRouter(nn.Module):
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = logits(hidden, self.weight, self.bias)
+        # The softmax over some of them is that over all, made to add up to 1.
         if runtime.runs(hidden):
-            # The softmax over some of them is that over all, made to add up to 1.
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
+        if triton.runs(scores, operator="moe"):
+            from models.kernels.triton.moe_route import moe_route
+
+            return moe_route(scores, self.top_k, sigmoid=False, renormalize=True)
         best = scores.topk(self.top_k, dim=-1)
         return best.values.softmax(-1, dtype=torch.float32), best.indices
 

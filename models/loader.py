@@ -5,7 +5,7 @@ Every parameter must be filled and every tensor used, or a `CheckpointError` nam
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -18,6 +18,7 @@ from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
+from models.kernels import triton
 from models.kernels.cpu import runtime
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
@@ -27,13 +28,18 @@ from models.layers.parameter import (
     Spelling,
     WeightBits,
     WeightShapeError,
+    is_product,
     pack_products,
+    products_without_memory,
     sources_of,
+    take_memory,
     weight_bytes,
     weight_loader_of,
 )
+from models.layers.quantized_product import can_stay, can_stay_stacked, keep_quantized
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
+from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
 from models.quantization.stacked_experts import ExpertNames
 from models.registry import ARCHITECTURES, resolve_model_class
@@ -73,8 +79,9 @@ def load_model(
     assert isinstance(config, ModelConfig)
     files = weight_files(path)
     model_class = resolve_model_class(config.architecture)
+    may_stay = config.quantization is not None and triton.takes("linear")
     try:
-        with _default_dtype(dtype), device:
+        with _default_dtype(dtype), device, products_without_memory() if may_stay else nullcontext():
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
@@ -84,9 +91,13 @@ def load_model(
     if is_packed:
         pack_products(model, weight_bits)
     missing = _wanted_tensors(model)
+    stays = _staying_quantized(missing, config.quantization, device) if may_stay else frozenset()
+    take_memory(model.parameters())
     ignored = _prediction_layers(config)
     left_over: list[str] = []
-    dequantizer = Dequantizer(config.quantization, dtype, missing.__contains__, partial(_expert_names, missing))
+    dequantizer = Dequantizer(
+        config.quantization, dtype, missing.__contains__, partial(_expert_names, missing), stays.__contains__
+    )
     bar = tqdm(
         files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
     )
@@ -159,6 +170,28 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
         else:
             wanted[f"{module}.{leaf}"] = _Target(parameter, None)
     return wanted
+
+
+def _staying_quantized(
+    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, device: torch.device
+) -> frozenset[str]:
+    """The names of weights that a GPU's kernels take as they are stored; the parameters are made ready for them."""
+    assert quantization is not None
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, target in wanted.items():
+        if is_product(target.parameter):
+            names.setdefault(target.parameter, []).append(name)
+    staying: list[str] = []
+    for parameter, sources in names.items():
+        layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
+        if parameter.dim() == 3:
+            # The name of the stack is the last.
+            if layers[-1] is not None and can_stay_stacked(parameter, layers[-1]) and triton.takes("moe"):
+                keep_quantized(parameter)
+        elif all(layer is not None and can_stay(layer, device) for layer in layers):
+            keep_quantized(parameter)
+            staying += sources
+    return frozenset(staying)
 
 
 def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spelling, ...]) -> dict[str, _Target]:

@@ -1,4 +1,4 @@
-"""The `kaon` command: `serve`, `chat`, `--version`. Imports only what the command at hand needs, when it needs it."""
+"""The `kaon` command: `serve`, `chat`, `doctor`, `--version`. Imports what the command at hand needs, and no more."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ Kaon, an OpenAI-compatible LLM inference server
 
 usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; without MODEL the embedded model
        kaon chat [MODEL] [flags]    chat in the terminal with a running server, or with one of its own
+       kaon doctor [--json]         what models run on here, and what is wrong
        kaon --version
 
 `kaon serve --help` and `kaon chat --help` list the flags.
@@ -51,6 +52,12 @@ def _chat(arguments: list[str], command: str) -> int:
         return _complain(f"kaon chat: {error}", error.exit_code)
 
 
+def _doctor(arguments: list[str], command: str) -> int:
+    from server.doctor import run
+
+    return run(arguments)
+
+
 def _version(arguments: list[str], command: str) -> int:
     from importlib.metadata import version
 
@@ -78,6 +85,7 @@ def _complain(sentence: str, exit_code: int) -> int:
 _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
+    "doctor": _doctor,
     "--version": _version,
     "-V": _version,
     "--help": _help,

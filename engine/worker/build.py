@@ -5,6 +5,7 @@ Called by the engine core's start-up, and by the processes of further ranks.
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from engine.worker.threads import bind_memory, choose_threads, pin, settle
 from models.attention import select_backend
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
+from models.kernels import backends
 from models.kernels.cpu import library
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.model_config import ModelConfig, read_checkpoint_config
@@ -60,6 +62,7 @@ def build_runner(config: Config, path: Path, shard: Shard | None = None) -> Buil
     model_config = read_checkpoint_config(path, config.model_impl)
     config = _with_checkpoint(config, model_config)
     device = _resolve_device(config.device, shard)
+    _choose_kernels(device, config.kernel_backend)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     type_name = str(dtype).removeprefix("torch.")
     _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
@@ -158,6 +161,15 @@ def _resolve_device(wanted: str, shard: Shard | None) -> torch.device:
     device = torch.device(device.type, shard.rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _choose_kernels(device: torch.device, wanted: Sequence[str]) -> None:
+    """Say what computes each operator, and have it do so. Raises `ValueError` for a backend that there is not."""
+    if device.type == "cpu":
+        backends.parse(wanted)
+        return
+    for choice in backends.start(device, wanted):
+        logger.log(logging.WARNING if choice.reason else logging.INFO, "%s", choice)
 
 
 def _with_checkpoint(config: Config, model: CheckpointConfig) -> Config:

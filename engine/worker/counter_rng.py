@@ -22,6 +22,11 @@ def server_key(server_seed: int, request_id: int) -> int:
     return _mix_int(_mix_int(~server_seed) + request_id)
 
 
+def acceptance_keys(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Keys of the numbers that decide on drafts, a stream beside the one that tokens are drawn by. # [num_rows]"""
+    return _mix(keys ^ _GOLDEN_GAMMA)
+
+
 def uniform(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """A double in [0, 1), with 53 random bits, for each (key, position). # all [num_rows]"""
     mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)

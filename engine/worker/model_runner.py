@@ -29,7 +29,8 @@ from engine.worker.memory import (
     kv_cache_size,
 )
 from engine.worker.prompt_logprobs import read_prompt_logprobs
-from engine.worker.sampler import SampledTokens, Sampler
+from engine.worker.sampled_tokens import SampledTokens
+from engine.worker.sampler import Sampler
 from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
@@ -198,6 +199,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
         self._dummy_step([1])
+        self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.committed.at_start()
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from engine.worker.likeliest import argmax
-from engine.worker.sampler import SampledTokens
+from engine.worker.sampled_tokens import SampledTokens
 from models.parallel import TensorParallel
 
 

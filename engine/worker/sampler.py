@@ -4,8 +4,6 @@ Called by the model runner with the rows that the input batch describes. What a 
 parameters and random number only, never on its neighbours.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,8 +11,10 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.structured.masks import MaskedRow, TokenMasks
 from engine.worker.likeliest import argmax, at_ranks, block_view, descending, likeliest
+from engine.worker.sampled_tokens import SampledTokens, exhausted
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.token_logprobs import token_logprobs
+from models.kernels import triton
 from models.kernels.cpu import sampling_ops
 
 _CDF_BLOCK = 256
@@ -30,27 +30,25 @@ _WIDTHS = (64, 1024)
 """Likeliest tokens looked at for the cut of top-k, top-p and min-p, before the whole vocabulary is sorted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """A token for each of N rows, except those that are `broken` or `refused`."""
-
-    token_ids: npt.NDArray[np.int64]  # [N]
-    logprobs: dict[int, TokenLogprobs]
-    """By row, for those that asked."""
-    broken: list[int]
-    """Rows whose logits hold no finite maximum."""
-    refused: dict[int, str]
-    """Rows whose request leaves no token to sample, and how that comes, as a sentence."""
-
-
 class Sampler:
     """Chooses tokens: penalties, bias and masks, then argmax, or temperature, top-k, top-p, min-p and one draw."""
 
     def __init__(self, masks: TokenMasks | None = None) -> None:
         self._masks = masks or TokenMasks()
 
+    def warm_up(self, vocab_size: int, device: torch.device) -> None:
+        """Has the kernels compiled, where they run."""
+        if device.type != "cpu" and triton.takes("sampling"):
+            from engine.worker.device_sampler import warm_up
+
+            warm_up(vocab_size, device)
+
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         """One token a row. `logits` are overwritten. # [N, V] float32"""
+        if triton.runs(logits, operator="sampling"):
+            from engine.worker.device_sampler import launch
+
+            return launch(logits, rows, self._masks).read()
         asked = rows.num_logprobs or {}
         unmodified = logits[list(asked)] if asked else None
         _adjust(logits, rows)
@@ -65,7 +63,7 @@ class Sampler:
         finite = peaks[:, 0].isfinite().cpu().numpy()
         broken = np.flatnonzero(~finite).tolist()
         if broken:
-            refused |= _exhausted(broken, peaks, rows)
+            refused |= exhausted(broken, peaks[:, 0].cpu().numpy(), rows)
             logits[broken] = peaks[broken] = 0.0
             broken = [row for row in broken if row not in refused]
         if rows.random is not None:
@@ -121,23 +119,6 @@ def _mask(logits: torch.Tensor, masked: list[MaskedRow], masks: npt.NDArray[np.i
     allowed_ids = (bits & 1).bool().flatten(1)[:, :vocab_size]
     rows = torch.tensor([each.row for each in masked], device=logits.device)
     logits[rows] = logits[rows].masked_fill(~allowed_ids, -torch.inf)
-
-
-def _exhausted(broken: list[int], peaks: torch.Tensor, rows: SamplingRows) -> dict[int, str]:
-    """Those of `broken` that have no maximum because their request forbids every token, and with what it does."""
-    exhausted = {}
-    masked = {each.row: each for each in rows.masked or ()}
-    forbidding = set[int]()
-    if rows.bias is not None:
-        forbidding.update(rows.bias.rows[np.isneginf(rows.bias.values)].tolist())
-    for row in broken:
-        fields = masked[row].fields if row in masked else []
-        if row in forbidding:
-            fields = [*fields, "bad_words or min_tokens"]
-        if fields and peaks[row, 0].item() == -torch.inf:
-            together = " together" if len(fields) > 1 else ""
-            exhausted[row] = f"no token is left to sample: {' and '.join(fields)}{together} forbid every one"
-    return exhausted
 
 
 def _index_and_values(

@@ -31,10 +31,16 @@ class RandomRows:
     """Tokens kept; the vocabulary's size keeps all."""
     top_p: npt.NDArray[np.float64]
     min_p: npt.NDArray[np.float64]
-    uniform: npt.NDArray[np.float64]
-    """The row's random number, in [0, 1)."""
+    key: npt.NDArray[np.uint64]
+    position: npt.NDArray[np.int64]
+    """What the row's random number is a function of."""
     filtered: npt.NDArray[np.bool_]
     """Whether top-k, top-p or min-p may drop a token."""
+
+    @property
+    def uniform(self) -> npt.NDArray[np.float64]:
+        """The random numbers, in [0, 1)."""
+        return uniform(self.key, self.position)
 
     def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
         """Some of the rows."""
@@ -199,7 +205,8 @@ class SamplingColumns:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            uniform=uniform(self._key[at], num_tokens[rows]),
+            key=self._key[at],
+            position=num_tokens[rows],
             filtered=(top_k < self._vocab_size) | (top_p < 1.0) | (min_p > 0.0),
         )
 

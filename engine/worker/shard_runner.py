@@ -13,7 +13,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.prompt_logprobs import compute_prompt_logits
 from engine.worker.rank_logits import best_of_part, likeliest_of_ranks
 from engine.worker.rank_steps import RankSteps
-from engine.worker.sampler import SampledTokens
+from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.step_message import StepMessage, rank_batch
 from models.forward_context import AttentionMetaData
 from models.kernels.cpu.group import SharedMemoryCollectives

@@ -1,12 +1,19 @@
 """`token_logprobs`: what logits say of given tokens and of the likeliest ones. Used for sampled and prompt tokens."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from engine.messages import TokenLogprobs
 from engine.worker.likeliest import likeliest
+from models.kernels import triton
+
+if TYPE_CHECKING:
+    from models.kernels.triton.logprobs import Logprobs
+
+_Columns: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
@@ -14,35 +21,50 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequen
 
     Of equally likely tokens the one with the lower id ranks first, as in the order of the likeliest.
     """
-    chosen = token_ids[:, None]
-    values = logits.gather(-1, chosen)  # [R, 1]
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    logprobs = (values - normaliser)[:, 0].tolist()
     most = min(max(counts), logits.shape[-1])
-    top_values, top_ids = likeliest(logits, most) if most else (logits[:, :0], chosen[:, :0])
+    columns = by_kernels(logits, token_ids, most) or _by_torch(logits, token_ids, most)
+    return as_messages(token_ids.tolist(), counts, columns)
+
+
+def by_kernels(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> "Logprobs | None":
+    """What the kernels find, without waiting for it; None where none run, or not for as many of the likeliest."""
+    if not triton.runs(logits, operator="sampling"):
+        return None
+    from models.kernels.triton.logprobs import MAX_LIKELIEST, logprobs
+
+    return logprobs(logits, token_ids, most) if most <= MAX_LIKELIEST else None
+
+
+def as_messages(
+    token_ids: Sequence[int], counts: Sequence[int], columns: "Logprobs | _Columns"
+) -> list[TokenLogprobs]:
+    """A message a row, from R rows of log probabilities, ranks, and the likeliest ids and their log probabilities."""
+    lists = (column.tolist() for column in columns)
     return [
         TokenLogprobs(token, logprob, likeliest_ids[:count], likeliest_logprobs[:count], rank)
-        for count, token, logprob, likeliest_ids, likeliest_logprobs, rank in zip(
-            counts,
-            token_ids.tolist(),
-            logprobs,
-            top_ids.tolist(),
-            (top_values - normaliser).tolist(),
-            _ranks(logits, token_ids, values),
-            strict=True,
+        for token, count, logprob, rank, likeliest_ids, likeliest_logprobs in zip(
+            token_ids, counts, *lists, strict=True
         )
     ]
 
 
-def _ranks(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> list[int]:
-    """Each token's place in its row, from 1. On CPU NumPy counts ten times faster. # values [R, 1]"""
+def _by_torch(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> _Columns:
+    chosen = token_ids[:, None]
+    values = logits.gather(-1, chosen)  # [R, 1]
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    top_values, top_ids = likeliest(logits, most) if most else (logits[:, :0], chosen[:, :0])
+    return (values - normaliser)[:, 0], _ranks(logits, token_ids, values), top_ids, top_values - normaliser
+
+
+def _ranks(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Each token's place in its row, from 1. On CPU NumPy counts ten times faster. # values [R, 1] -> [R] int64"""
     if logits.device.type == "cpu":
         rows, own = logits.numpy(), values[:, 0].numpy()
-        return [
+        ranks = [
             1 + int(np.count_nonzero(row[:token] >= value)) + int(np.count_nonzero(row[token + 1 :] > value))
             for row, token, value in zip(rows, token_ids.tolist(), own, strict=True)
         ]
+        return torch.tensor(ranks)
     ids = torch.arange(logits.shape[-1], device=logits.device)
     better = (logits > values) | ((logits == values) & (ids < token_ids[:, None]))
-    ranks: list[int] = (1 + better.sum(-1)).tolist()
-    return ranks
+    return 1 + better.sum(-1)

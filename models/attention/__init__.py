@@ -1,13 +1,20 @@
 """Attention backends, one a kind of device; `select_backend` chooses."""
 
+import logging
+
 import torch
 
 from models.attention.base import AttentionBackend
+from models.kernels import triton as kernels
 from models.kernels.cpu import runtime
+
+_log = logging.getLogger(__name__)
 
 
 def select_backend(device: torch.device) -> AttentionBackend:
-    """The backend for `device`. Raises `ValueError` where this release has none."""
+    """The backend for `device`, whose Triton kernels run from here on. Raises `ValueError` where there is no GPU."""
+    if device.type == "cuda":
+        return _gpu_backend(device)
     if device.type != "cpu":
         raise ValueError(f"device is {device.type}, for which this release has no attention backend; use device cpu")
     if runtime.active():
@@ -17,3 +24,18 @@ def select_backend(device: torch.device) -> AttentionBackend:
     from models.attention.cpu import CPUAttentionBackend
 
     return CPUAttentionBackend()
+
+
+def _gpu_backend(device: torch.device) -> AttentionBackend:
+    if not torch.cuda.is_available():
+        raise ValueError(f"device is {device.type}, but torch finds no GPU; `kaon doctor` says why; use device cpu")
+    reason = kernels.start(device)
+    if kernels.takes("attention"):
+        from models.attention.triton import TritonAttentionBackend
+
+        return TritonAttentionBackend(device)
+    from models.attention.torch_paged import TorchAttentionBackend
+
+    if reason is not None:
+        _log.warning("Plain torch computes everything, slowly: %s", reason)
+    return TorchAttentionBackend(device)

@@ -136,4 +136,7 @@ class AttentionBackend(Protocol):
         """Metadata over those buffers for a graph of `batch_size` rows; None where the device has no graphs."""
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
-        """Copy a step's metadata into the buffers of the graph of `batch_size` rows."""
+        """Copy a step's metadata into the buffers of the graph of `batch_size` rows; those after its own are empty.
+
+        An empty row is of length 0, with slots of -1: it writes nothing, attends to nothing, and comes out as zeros.
+        """

@@ -6,6 +6,7 @@ from torch import nn
 
 from models.base import StateCacheSpec
 from models.forward_context import AttentionMetaData, StateCache, get_forward_context
+from models.kernels import triton
 from models.kernels.cpu import delta_ops
 from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -79,9 +80,34 @@ class GatedDeltaNet(nn.Module):
                 metadata.step,
                 key_heads=self.num_key_heads,
             )
+        elif projected.dtype is inputs.dtype and triton.runs(projected, ba, inputs, states, operator="recurrent"):
+            gated = self._by_kernels(projected, ba, cache, metadata)
         else:
             gated = self._by_torch(projected, ba, cache, metadata)
         return self.out_proj(gated)  # type: ignore[no-any-return]
+
+    def _by_kernels(
+        self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """As `_by_torch`, where the host learns nothing of the states."""
+        from models.attention.triton_metadata import TritonMetaData
+        from models.kernels.triton.gated_delta_net import delta_net, plan_of
+
+        if not isinstance(metadata, TritonMetaData):
+            return self._by_torch(projected, ba, cache, metadata)
+        inputs, states = cache.tensors
+        return delta_net(
+            projected,
+            ba,
+            self.conv1d.weight,
+            self.A_log,
+            self.dt_bias,
+            (self.norm.weight, self.norm.eps),
+            inputs,
+            states,
+            plan_of(metadata),
+            key_heads=self.num_key_heads,
+        )
 
     def _by_torch(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData

@@ -4,16 +4,21 @@ The (token, expert) pairs are sorted by expert, so that each active expert multi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
+from models.kernels import triton
 from models.kernels.cpu import expert_ops
-from models.layers.activation import swiglu
+from models.layers.activation import Gating, gating_of, swiglu
 from models.layers.grouped_linear import grouped_linear
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
+from models.layers.quantized_product import stored_experts_of
 from models.parallel import SINGLE_RANK, TensorParallel
+
+if TYPE_CHECKING:
+    from models.kernels.triton.moe_sort import SortedPairs
 
 _STACKED = "stacked"
 _GATE, _UP, _DOWN = "gate", "up", "down"
@@ -115,6 +120,8 @@ class FusedMoE(nn.Module):
         """
         if self._is_packed and self.expert_map is None:
             return self._by_operators(hidden, weights, ids, beside, gate)
+        if hidden.dtype is self.w13.dtype and triton.runs(hidden, operator="moe") and self._are_for_kernels:
+            return self._by_kernels(hidden, weights, ids, beside, gate)
         top_k = ids.shape[1]
         experts = ids.flatten()
         if self.expert_map is not None:
@@ -129,10 +136,20 @@ class FusedMoE(nn.Module):
         products[order] = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
         by_token = products.view(len(hidden), top_k, -1)
         combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        routed = self.parallel.all_reduce(combined.to(hidden.dtype))
+        return self._add(self.parallel.all_reduce(combined.to(hidden.dtype)), beside, gate)
+
+    @staticmethod
+    def _add(routed: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None) -> torch.Tensor:
         if beside is None:
             return routed
         return routed + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
+
+    @property
+    def _are_for_kernels(self) -> bool:
+        return all(
+            stored_experts_of(weight) is not None or triton.runs(weight, operator="moe")
+            for weight in (self.w13, self.w2)
+        )
 
     @property
     def _is_packed(self) -> bool:
@@ -156,6 +173,32 @@ class FusedMoE(nn.Module):
         if is_first:
             return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
         return self.parallel.all_reduce(expert_ops.combine(products, weights, places, None, None))
+
+    def _by_kernels(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        beside: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` on a GPU, where the host learns nothing of who goes where."""
+        from models.kernels.triton.moe_combine import moe_combine
+        from models.kernels.triton.moe_gemm import block_of
+        from models.kernels.triton.moe_sort import moe_sort
+
+        experts = ids if self.expert_map is None else self.expert_map[ids]
+        num_pairs, held = ids.numel(), len(self.local_experts)
+        pairs = moe_sort(experts, held, block_of(num_pairs, self.num_experts))
+        gating = gating_of(self.activation)
+        inner = _multiply(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
+        if gating is None:
+            inner = self.activation(inner)
+        outer_bias = None if self.parallel.rank else self.w2_bias
+        products = _multiply(inner, self.w2, outer_bias, pairs, num_pairs)
+        if self.parallel.size == 1:
+            return moe_combine(products, weights, experts, held, beside, gate)
+        return self._add(self.parallel.all_reduce(moe_combine(products, weights, experts, held)), beside, gate)
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""
@@ -209,3 +252,22 @@ class FusedMoE(nn.Module):
             return loaded
         local = parameter.shape[2]
         return loaded.narrow(-1, self.parallel.rank * local, local)
+
+
+def _multiply(
+    rows: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    pairs: "SortedPairs",
+    num_pairs: int,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """Each pair's row by its expert's weight, on a GPU. # [tokens or num_pairs, inner] -> [num_pairs, out]"""
+    stored = stored_experts_of(weight)
+    if stored is not None:
+        from models.kernels.triton.moe_mxfp4_gemm import moe_mxfp4_gemm
+
+        return moe_mxfp4_gemm(rows, stored.weight, bias, pairs, num_pairs, gating=gating)
+    from models.kernels.triton.moe_gemm import moe_gemm
+
+    return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.kernels import aiter, triton
 from models.kernels.cpu import ops, runtime
 from models.layers.parameter import empty_parameter, load_whole
 
@@ -26,6 +27,12 @@ class RMSNorm(nn.Module):
         """# [..., size] -> [..., size]"""
         if x.dim() == 2 and runtime.runs(x, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
+        if self.offset == 0.0 and aiter.runs("norm", x, self.weight):
+            return aiter.rms_norm(x, self.weight, self.eps)
+        if triton.runs(x, self.weight, operator="norm"):
+            from models.kernels.triton.rms_norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, offset=self.offset)
         return self._compute(x)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,6 +42,13 @@ class RMSNorm(nn.Module):
         """
         if x.dim() == 2 and runtime.runs(x, residual, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual), residual
+        if self.offset == 0.0 and aiter.runs("norm", x, residual, self.weight):
+            return aiter.add_rms_norm(x, residual, self.weight, self.eps)
+        if x.dim() == 2 and triton.runs(x, residual, self.weight, operator="norm"):
+            from models.kernels.triton.rms_norm import ADD_NORM, rms_norm
+
+            normed = rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, mode=ADD_NORM)
+            return normed, residual
         residual = x + residual
         return self._compute(residual), residual
 
@@ -42,6 +56,10 @@ class RMSNorm(nn.Module):
         """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
         if x.dim() == 2 and runtime.runs(x, residual, self.weight):
             return ops.add_rms_norm(residual, x, self.weight, self.eps, offset=self.offset)
+        if x.dim() == 2 and triton.runs(x, residual, self.weight, operator="norm"):
+            from models.kernels.triton.rms_norm import NORM_ADD, rms_norm
+
+            return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, mode=NORM_ADD)
         return residual + self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:

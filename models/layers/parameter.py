@@ -1,6 +1,7 @@
 """Parameters that know how a checkpoint's tensor goes into them. Used by the layers and the loader."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from models.kernels.cpu.ops import PANEL, PackedWeight
 from models.kernels.cpu.quantized import QuantizedWeight, quantized_bytes
 from models.kernels.cpu.structures import MAX_IN_FEATURES
+from models.layers.quantized_product import fill_stored
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
@@ -42,13 +44,37 @@ def empty_parameter(
     checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.product` alone, and fills
     it by `fill_rows`, so that it may lie as products read it. `fewest_bits`: that such a weight may be rounded to.
     """
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    waits = is_product and _products_wait
+    memory = torch.empty(1, dtype=dtype).expand(shape) if waits else torch.empty(shape, dtype=dtype)
+    parameter = nn.Parameter(memory, requires_grad=False)
     # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
     parameter.sources = sources  # type: ignore[attr-defined]
     parameter.is_product = is_product  # type: ignore[attr-defined]
     parameter.fewest_bits = fewest_bits  # type: ignore[attr-defined]
     return parameter
+
+
+_products_wait = False
+
+
+@contextmanager
+def products_without_memory() -> Iterator[None]:
+    """Parameters of products made inside have memory only from `take_memory` on."""
+    global _products_wait
+    _products_wait = True
+    try:
+        yield
+    finally:
+        _products_wait = False
+
+
+def take_memory(parameters: Iterable[nn.Parameter]) -> None:
+    """Give memory to those that have none and do not lie elsewhere: in the form that products read, or quantised."""
+    for parameter in parameters:
+        is_bare = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
+        if is_bare and not any(hasattr(parameter, place) for place in ("packed", "stored", "stored_experts")):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def weight_loader_of(parameter: nn.Parameter) -> WeightLoader:
@@ -66,6 +92,12 @@ def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
 def read_whole(parameter: nn.Parameter) -> None:
     """Say that a layer reads the weight itself, not by products alone."""
     parameter.is_product = False  # type: ignore[attr-defined]
+
+
+def is_product(parameter: nn.Parameter) -> bool:
+    """Whether products alone read the weight."""
+    found: bool = parameter.is_product  # type: ignore[attr-defined]
+    return found
 
 
 def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
@@ -117,7 +149,7 @@ def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: in
     packed = packed_of(parameter)
     if packed is not None:
         packed.put(first + (place or 0) * parameter.shape[-2], rows)
-    else:
+    elif not fill_stored(parameter, first, rows, place):
         whole = parameter.data if place is None else parameter.data[place]
         whole[first : first + len(rows)].copy_(rows)
 

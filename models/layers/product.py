@@ -7,6 +7,7 @@ from torch import nn
 from models.kernels.cpu import expert_ops, ops, runtime
 from models.layers.activation import GatedActivation, operator_of
 from models.layers.parameter import onednn_of, packed_of
+from models.layers.quantized_product import stored_of
 
 
 def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -14,6 +15,9 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
     packed = packed_of(weight)
     if packed is not None:
         return ops.linear(x, packed, bias)
+    stored = stored_of(weight)
+    if stored is not None:
+        return stored.linear(x, bias)
     by_onednn = onednn_of(weight)
     if by_onednn is None:
         return F.linear(x, weight, bias)

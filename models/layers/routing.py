@@ -1,6 +1,6 @@
 """Which experts a token goes to, and their weights. Called by the models, before `FusedMoE`.
 
-Of experts that are equally good the CPU's operators take the first; torch leaves the choice open.
+Of experts that are equally good the operators and kernels take the first; torch leaves the choice open.
 """
 
 from typing import Literal, TypeAlias
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models.config_fields import Fields
+from models.kernels import triton
 from models.kernels.cpu import expert_ops, runtime, structures
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.product import float_logits, logits
@@ -120,6 +121,19 @@ class GroupedRouter(nn.Module):
                 top_groups=self.top_groups,
                 scaling_factor=self.scaling_factor,
             )
+        if triton.runs(scores, operator="moe"):
+            from models.kernels.triton.moe_route import moe_route
+
+            return moe_route(
+                scores,
+                self.top_k,
+                sigmoid=self.scoring == "sigmoid",
+                renormalize=self.renormalize,
+                correction=self.e_score_correction_bias,
+                num_groups=self.num_groups,
+                top_groups=self.top_groups,
+                scaling_factor=self.scaling_factor,
+            )
         return grouped_top_k(
             scores,
             self.top_k,
@@ -148,4 +162,8 @@ class SoftmaxRouter(nn.Module):
         scores = logits(hidden, self.weight)
         if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
+        if triton.runs(scores, operator="moe"):
+            from models.kernels.triton.moe_route import moe_route
+
+            return moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
         return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)

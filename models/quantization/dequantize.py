@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from models.errors import CheckpointError
 from models.quantization.config import LayerQuantConfig, QuantizationConfig, Storage
 from models.quantization.layouts import dequantize, required_parts
 from models.quantization.stacked_experts import SCALE_SUFFIX, ExpertNames, unstacked
+from models.quantization.stored import stored_rows
 
 _EXPERT_PARTS = ("_blocks", "_scales")
 _ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")
@@ -65,8 +67,10 @@ class Dequantizer:
         dtype: torch.dtype,
         is_wanted: Callable[[str], bool],
         expert_names: Callable[[str], ExpertNames] = lambda _name: {},
+        stays: Callable[[str], bool] = lambda _name: False,
     ) -> None:
-        """`is_wanted` tells whether the model still lacks the dense tensor of that name.
+        """`is_wanted` tells whether the model still lacks the dense tensor of that name, `stays` whether it may be
+        quantised still.
 
         `expert_names` gives the names that a dense tensor's parts have alone; none where it is no stack of experts.
         """
@@ -74,6 +78,7 @@ class Dequantizer:
         self._expert_names = expert_names
         self._dtype = dtype
         self._is_wanted = is_wanted
+        self._stays = stays
         self._gathered: dict[str, _Gathered] = {}
         self._layers: dict[str, LayerQuantConfig | None] = {}
         self.kv_scales: dict[str, KVScales] = {}
@@ -149,7 +154,15 @@ class Dequantizer:
         gathered.mapped.add(part)
         if needed <= gathered.parts.keys():
             del self._gathered[module]
-            yield result, dequantize(module, gathered.parts, layer, self._dtype)
+            yield result, self._weight(module, gathered)
+
+    def _weight(self, module: str, gathered: _Gathered) -> torch.Tensor:
+        """Dense, or as it is stored where it stays so and there is a kernel for it."""
+        dense = partial(dequantize, module, gathered.parts, gathered.layer, self._dtype)
+        rows = (
+            stored_rows(gathered.parts, gathered.layer, self._dtype, dense) if self._stays(gathered.result) else None
+        )
+        return dense() if rows is None else rows
 
     def _end_file(self) -> None:
         """Copy what waits for tensors of other files: a mapped tensor would keep its whole file in memory."""

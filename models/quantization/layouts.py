@@ -15,7 +15,7 @@ from models.quantization.config import Granularity, LayerQuantConfig, Storage
 
 _CHUNK_ELEMENTS = 1 << 17
 """Weights dequantised at a time: what is made of them on the way stays in the processor's cache."""
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """By column of a word, which of its eight nibbles holds it."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of a 4-bit float by code (OCP microscaling formats 1.0, section 5.3.3)."""
@@ -64,10 +64,10 @@ def _scaled(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dty
     if weight.ndim != 2:
         raise _misfit(module, "weight", weight, "[out_features, in_features]")
     rows, columns = weight.shape
-    block_rows, block_columns = _block_shape(layer, rows, columns, scale.numel())
+    block_rows, block_columns = block_shape(layer, rows, columns, scale.numel())
     grid = -(-rows // block_rows), -(-columns // block_columns)
-    scales = _on_grid(module, "weight_scale", scale, grid)
-    zeros = None if layer.symmetric else _on_grid(module, "weight_zero_point", parts["weight_zero_point"], grid)
+    scales = on_grid(module, "weight_scale", scale, grid)
+    zeros = None if layer.symmetric else on_grid(module, "weight_zero_point", parts["weight_zero_point"], grid)
 
     def part(some: slice) -> torch.Tensor:
         block = torch.arange(some.start, some.stop) // block_rows
@@ -93,7 +93,7 @@ def _fp8_pairs() -> torch.Tensor:
     return torch.stack((values.repeat(256), values.repeat_interleave(256)), dim=1)
 
 
-def _block_shape(layer: LayerQuantConfig, rows: int, columns: int, num_scales: int) -> tuple[int, int]:
+def block_shape(layer: LayerQuantConfig, rows: int, columns: int, num_scales: int) -> tuple[int, int]:
     """How many rows and columns share one scale."""
     match layer.quant_type:
         case Granularity.TENSOR:
@@ -110,7 +110,7 @@ def _block_shape(layer: LayerQuantConfig, rows: int, columns: int, num_scales: i
 
 def _mxfp4(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
     """# weight [O, I / 2] uint8, weight_scale [O, I / 32] uint8"""
-    codes, scale = parts["weight"], _exponents(parts["weight_scale"])
+    codes, scale = parts["weight"], exponents(parts["weight_scale"])
     _require_dtype(module, "weight", codes, torch.uint8)
     _require_dtype(module, "weight_scale", scale, torch.uint8)
     if codes.ndim != 2 or codes.shape[1] % 16:
@@ -123,7 +123,7 @@ def _mxfp4(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: torch.dty
 
 def _mxfp4_experts(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
     """# blocks [E, O, I / 32, 16] uint8, scales [E, O, I / 32] uint8 -> [E, I, O], as the dense checkpoint has it"""
-    blocks, scales = parts["blocks"], _exponents(parts["scales"])
+    blocks, scales = parts["blocks"], exponents(parts["scales"])
     _require_dtype(module, "blocks", blocks, torch.uint8, joint="_")
     _require_dtype(module, "scales", scales, torch.uint8, joint="_")
     if blocks.ndim != 4 or blocks.shape[-1] != 16:
@@ -135,7 +135,7 @@ def _mxfp4_experts(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: t
     return dense.view(experts, rows, groups * 32).transpose(1, 2)
 
 
-def _exponents(scale: torch.Tensor) -> torch.Tensor:
+def exponents(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
@@ -164,17 +164,17 @@ def _packed(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dty
     groups = 1
     if layer.quant_type is Granularity.GROUP and layer.group_size is not None:
         groups = -(-columns // layer.group_size)
-    scale = _on_grid(module, "weight_scale", scale, (1 if layer.quant_type is Granularity.TENSOR else rows, groups))
+    scale = on_grid(module, "weight_scale", scale, (1 if layer.quant_type is Granularity.TENSOR else rows, groups))
     scale = scale.expand(rows, groups)
     zeros = None
     if not layer.symmetric:
         stored = parts["weight_zero_point"]
         _require_shape(module, "weight_zero_point", stored, -(-rows // per_word), groups)
-        zeros = _unpacked(stored.t(), layer.bits).t()[:rows] - middle
+        zeros = unpacked(stored.t(), layer.bits).t()[:rows] - middle
     spread = _spread(module, "weight_g_idx", parts.get("weight_g_idx"), layer.group_size, columns, groups)
 
     def part(some: slice) -> torch.Tensor:
-        values = (_unpacked(words[some], layer.bits)[:, :columns] - middle).float()
+        values = (unpacked(words[some], layer.bits)[:, :columns] - middle).float()
         if zeros is not None:
             values -= spread(zeros[some].float())
         return values.mul_(spread(scale[some]))
@@ -192,11 +192,11 @@ def _awq(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype)
     groups = -(-columns // (layer.group_size or columns))
     _require_shape(module, "qzeros", parts["qzeros"], groups, row_words)
     _require_shape(module, "scales", scales, groups, row_words * 8)
-    zeros = _unpacked(parts["qzeros"], 4, _AWQ_NIBBLES)
+    zeros = unpacked(parts["qzeros"], 4, AWQ_NIBBLES)
     spread = _spread(module, "", None, layer.group_size, columns, groups)
 
     def part(some: slice) -> torch.Tensor:
-        values = _unpacked(words[:, some.start // 8 : -(-some.stop // 8)], 4, _AWQ_NIBBLES)
+        values = unpacked(words[:, some.start // 8 : -(-some.stop // 8)], 4, AWQ_NIBBLES)
         values = values.t().float() - spread(zeros[:, some].t().float())
         return values.mul_(spread(scales[:, some].t()))
 
@@ -215,11 +215,11 @@ def _gptq(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype
     _require_shape(module, "scales", scales, groups, rows)
     _require_shape(module, "qzeros", parts["qzeros"], groups, -(-rows // per_word))
     # A zero point of 0 is stored one less, round the end of its bits.
-    zeros = (_unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset) & ((1 << layer.bits) - 1)
+    zeros = (unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset) & ((1 << layer.bits) - 1)
     spread = _spread(module, "g_idx", parts.get("g_idx"), layer.group_size, columns, groups)
 
     def part(some: slice) -> torch.Tensor:
-        values = _unpacked(words[:, some].t(), layer.bits).float()
+        values = unpacked(words[:, some].t(), layer.bits).float()
         return values.sub_(spread(zeros[:, some].t().float())).mul_(spread(scales[:, some].t()))
 
     return _by_rows(rows, columns, dtype, part)
@@ -246,7 +246,7 @@ def _by_rows(rows: int, columns: int, dtype: torch.dtype, part: Callable[[slice]
     return dense
 
 
-def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """The fields of each word, the lowest first unless `order` names them. # [n, m] -> [n, m * 32 / bits] int32"""
     shifts = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
@@ -269,7 +269,7 @@ def _widened(blocks: torch.Tensor, width: int, columns: int) -> torch.Tensor:
     return blocks if blocks.shape[1] == 1 else blocks[..., None].expand(-1, -1, width).flatten(1)[:, :columns]
 
 
-def _on_grid(module: str, part: str, found: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+def on_grid(module: str, part: str, found: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
     """A tensor of one number a block as float32 on the blocks' grid, whose dimensions of 1 may be left out."""
     sizes = [size for size in found.shape if size != 1]
     if sizes != [size for size in grid if size != 1] or found.numel() != math.prod(grid):

@@ -108,7 +108,7 @@ def test_context_is_no_longer_than_the_cache() -> None:
     ("fields", "sentence"),
     [
         ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
-        ({"device": "cuda"}, "no attention backend"),
+        ({"device": "cuda"}, "torch finds no GPU"),
         ({"speculative_config": {}}, "no draft proposer"),
     ],
 )

@@ -1,13 +1,33 @@
 """Nothing of one test's operators is left for the next."""
 
+import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from models.kernels import triton
 from models.kernels.cpu import runtime
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]
+
+
+def pytest_report_header() -> str | None:
+    """Says what is left out."""
+    return None if _HAS_TRITON else "Triton is not installed: the tests of its kernels are left out"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where kernels are not interpreted, their tests are tests of the GPU."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        for item in items:
+            if item.path.name.startswith("test_triton_") and item.path.name != "test_triton_compiles.py":
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
 def _operators_end_with_their_test() -> Iterator[None]:
     yield
     runtime.stop()
+    triton.stop()

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.worker.layer_caches import LayerCaches
 from models.attention import select_backend
+from models.attention.base import AttentionBackend
 from models.forward_context import (
     Context,
     KVCacheTensor,
@@ -52,11 +53,12 @@ class PagedModel:
         model_impl: ModelImpl = "auto",
         kv_dtype: torch.dtype | None = None,
         weight_bits: WeightBits = 16,
+        backend: AttentionBackend | None = None,
     ) -> None:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
         self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False, weight_bits=weight_bits)
-        self.backend = select_backend(CPU)
+        self.backend = select_backend(CPU) if backend is None else backend
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         caches = LayerCaches(

@@ -150,6 +150,17 @@ FILTERS = [
 NUMBERS = (0.0, 0.1, 0.4999, 0.77, 0.999, 1 - 2**-53)
 
 
+def key_of(uniform: float) -> int:
+    """The key whose number at position 0 is `uniform`: the generator's steps, backwards."""
+    x, bits = int(uniform * 2.0**53) << 11, (1 << 64) - 1
+    x ^= (x >> 31) ^ (x >> 62)
+    x = x * pow(0x94D049BB133111EB, -1, 1 << 64) & bits
+    x ^= (x >> 27) ^ (x >> 54)
+    x = x * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & bits
+    x ^= (x >> 30) ^ (x >> 60)
+    return (x - 0x9E3779B97F4A7C15) & bits
+
+
 def random_rows(
     count: int, width: int, uniform: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature=0.8
 ) -> RandomRows:
@@ -161,7 +172,8 @@ def random_rows(
         top_k=np.full(count, top_k, np.int64),
         top_p=np.full(count, top_p),
         min_p=np.full(count, min_p),
-        uniform=np.full(count, uniform),
+        key=np.full(count, key_of(uniform), np.uint64),
+        position=np.zeros(count, np.int64),
         filtered=np.full(count, top_k < width or top_p < 1.0 or min_p > 0.0),
     )
 

@@ -135,6 +135,7 @@ def test_test_installs_what_tests_need_and_that_is_enough_to_serve(clone: Clone)
     assert clone.done() == [
         "-m venv --clear .venv",
         pip_install("[test]"),
+        pip_install("[interpreter]"),
         "-m pytest -n 2 -m not slow tests/unit",
     ]
     clone.make("serve")
@@ -149,7 +150,7 @@ def test_conformance_needs_no_more_than_serving_and_passes_its_suites_on(clone: 
 def test_the_chaos_tests_and_the_soak_pass_their_flags_on(clone: Clone) -> None:
     assert clone.make("chaos", "ARGS=-k kill").returncode == 0
     assert clone.make("soak", "ARGS=--minutes 1").returncode == 0
-    assert clone.done()[2:] == ["-m pytest tests/chaos -rP -k kill", "-m tests.chaos.soak --minutes 1"]
+    assert clone.done()[3:] == ["-m pytest tests/chaos -rP -k kill", "-m tests.chaos.soak --minutes 1"]
 
 
 def test_the_named_python_is_used(clone: Clone) -> None:
@@ -180,6 +181,12 @@ def test_a_torch_that_is_there_is_used_and_pinned_as_it_is(clone: Clone) -> None
     assert f"using torch 2.9.1+rocm7.0 in {folder}" in result.stderr
     assert (clone.venv / "constraints.txt").read_text() == "torch==2.9.1+rocm7.0\n"
     assert (clone.site / "present-torch.pth").read_text() == f"import site; site.addsitedir('{folder}')\n"
+
+
+def test_a_triton_that_came_with_torch_is_left_alone(clone: Clone) -> None:
+    (clone.add_torch("2.9.1+rocm7.0") / "triton").mkdir()
+    assert clone.make("test").returncode == 0
+    assert pip_install("[interpreter]") not in clone.done()
 
 
 def test_a_torch_that_is_too_old_is_left_alone_and_said_so(clone: Clone) -> None:

@@ -1,0 +1,146 @@
+"""What this machine has and what is wrong with it: `python -m engine.doctor` prints it as JSON for `kaon doctor`.
+
+A process of its own: a driver or a library that takes it down with it is one more thing to tell.
+"""
+
+import contextlib
+import getpass
+import grp
+import os
+import platform
+import sys
+from pathlib import Path
+
+import msgspec
+
+from engine.doctor_report import Facts, Gpu, Report, problems
+
+GIB = 2**30
+
+
+def gather() -> Facts:
+    """Look at everything. Takes seconds: kernels are compiled and run."""
+    closed, groups = _closed_devices()
+    facts = Facts(
+        user=_user(),
+        python=platform.python_version(),
+        has_kfd=Path("/dev/kfd").exists(),
+        has_nvidia=Path("/dev/nvidia0").exists(),
+        closed_devices=closed,
+        closed_groups=groups,
+    )
+    try:
+        import torch  # noqa: F401
+    # A broken installation may raise anything, of which each tells what is missing.
+    except Exception as error:  # noqa: BLE001
+        return msgspec.structs.replace(facts, torch_error=f"{type(error).__name__}: {error}")
+    return _with_torch(facts)
+
+
+def _with_torch(facts: Facts) -> Facts:
+    import importlib.metadata
+
+    import torch
+
+    from engine.worker.memory import available_host_memory
+    from models.kernels import backends
+    from models.kernels.cpu.library import INSTRUCTION_SETS, load_library
+
+    library = load_library()
+    versions: dict[str, str | None] = {}
+    for name in ("triton", "pytorch-triton-rocm", "aiter", "amd-aiter"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    facts = msgspec.structs.replace(
+        facts,
+        torch=str(torch.__version__),
+        build=_build(),
+        gpus=_gpus(),
+        gpu_error=_gpu_error(),
+        triton=versions.get("triton") or versions.get("pytorch-triton-rocm"),
+        aiter=versions.get("aiter") or versions.get("amd-aiter"),
+        cpu_library=None if library is None else INSTRUCTION_SETS[library.isa],
+        memory_gib=available_host_memory() / GIB,
+    )
+    if not facts.gpus:
+        by = "torch" if library is None else f"the {facts.cpu_library} operators"
+        named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
+        return msgspec.structs.replace(facts, operators=named)
+    from models.kernels import triton
+
+    device = torch.device("cuda", 0)
+    reason, reasons = triton.start(device), backends.aiter_reasons(device)
+    choices = backends.choose(backends.parse(()), reason, reasons)
+    return msgspec.structs.replace(
+        facts, triton_reason=reason, aiter_reasons=reasons, operators=tuple(str(choice) for choice in choices)
+    )
+
+
+def _build() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        arch = f"sm_{properties.major}{properties.minor}" if torch.version.hip is None else properties.gcnArchName
+        found.append(Gpu(name=properties.name, arch=arch, memory_gib=total / GIB, free_gib=free / GIB))
+    return tuple(found)
+
+
+def _gpu_error() -> str | None:
+    """What torch says of why there is no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.empty(0, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """AMD's device files that this user may not open, and the groups that may."""
+    nodes = [node for node in (root / "kfd", *sorted(root.glob("dri/renderD*"))) if node.exists()]
+    if not (root / "kfd").exists():
+        return (), ()
+    closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    return tuple(str(node) for node in closed), tuple(dict.fromkeys(_group(node) for node in closed))
+
+
+def _group(node: Path) -> str:
+    """Its name, or number where it has none, as in a container."""
+    number = node.stat().st_gid
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def main() -> None:
+    """Print the report as JSON, last of all that libraries may print."""
+    facts = gather()
+    sys.stdout.write("\n" + msgspec.json.encode(Report(facts=facts, problems=problems(facts))).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

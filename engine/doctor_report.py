@@ -1,0 +1,110 @@
+"""What `kaon doctor` found and what is wrong with it, a sentence each. Needs no torch: the API side prints it."""
+
+import msgspec
+
+_LITTLE_GIB = 2.0
+"""Of a host's memory, less than which serves only the smallest of models."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU that torch sees."""
+
+    name: str
+    arch: str
+    memory_gib: float
+    free_gib: float
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found."""
+
+    user: str = ""
+    python: str = ""
+    torch: str | None = None
+    """Its version; None: it could not be imported."""
+    torch_error: str | None = None
+    build: str = "CPU"
+    """What torch was built for: `CPU`, `ROCm 7.0`, `CUDA 13.0`."""
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error: str | None = None
+    """What torch says when it is asked for a GPU that it does not see."""
+    has_kfd: bool = False
+    """Whether the driver of AMD's GPUs is there: /dev/kfd."""
+    closed_devices: tuple[str, ...] = ()
+    """Device files of AMD's GPUs that the user may not open."""
+    closed_groups: tuple[str, ...] = ()
+    """The groups that may."""
+    has_nvidia: bool = False
+    """Whether the driver of NVIDIA's is there: /dev/nvidia0."""
+    triton: str | None = None
+    triton_reason: str | None = None
+    """Why its kernels do not run on the first GPU."""
+    aiter: str | None = None
+    """Its version; None: it is not installed."""
+    aiter_reasons: dict[str, str | None] = {}
+    """By operator, why it is not used; None where it is."""
+    operators: tuple[str, ...] = ()
+    """What computes each operator, `norm by triton`."""
+    cpu_library: str | None = None
+    """The instruction set of the CPU's compiled operators; None: they were not built."""
+    memory_gib: float = 0.0
+    """Of the host, that is available."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found, and what is wrong, a sentence each."""
+
+    facts: Facts
+    problems: list[str]
+
+
+def problems(facts: Facts) -> list[str]:
+    """What keeps a model from running, or from running where it should, in words."""
+    found: list[str] = []
+    if facts.torch is None:
+        return [f"torch cannot be imported: {facts.torch_error}; install it, then Kaon"]
+    is_rocm, is_cuda = facts.build.startswith("ROCm"), facts.build.startswith("CUDA")
+    if facts.has_kfd and not is_rocm and not facts.gpus:
+        found.append(
+            f"there is an AMD GPU (/dev/kfd), but torch {facts.torch} is built for {facts.build}; install a build for "
+            "ROCm, as pytorch.org/get-started says"
+        )
+    if facts.has_nvidia and not is_cuda and not facts.gpus:
+        found.append(
+            f"there is an NVIDIA GPU (/dev/nvidia0), but torch {facts.torch} is built for {facts.build}; install a "
+            "build for CUDA, as pytorch.org/get-started says"
+        )
+    if is_rocm and not facts.has_kfd:
+        found.append(
+            f"torch is built for {facts.build}, but there is no /dev/kfd: load the amdgpu driver, or start the "
+            "container with --device /dev/kfd --device /dev/dri"
+        )
+    if facts.closed_devices:
+        groups = ",".join(facts.closed_groups)
+        found.append(
+            f"{facts.user} may not open {' and '.join(facts.closed_devices)}: add the user to the groups that may "
+            f"(usermod -aG {groups} {facts.user}), or start the container with "
+            + " ".join(f"--group-add {group}" for group in facts.closed_groups)
+        )
+    has_driver = (is_rocm and facts.has_kfd) or (is_cuda and facts.has_nvidia)
+    if has_driver and not facts.gpus and not facts.closed_devices:
+        found.append(
+            f"torch, built for {facts.build}, finds no GPU though there is a driver: {facts.gpu_error or 'no word'}; "
+            "the driver may be older than the build needs"
+        )
+    if facts.gpus and facts.triton_reason is not None:
+        found.append(f"{facts.triton_reason}; plain torch computes instead, slowly")
+    if facts.aiter is not None and facts.gpus and is_rocm:
+        broken = {reason: name for name, reason in facts.aiter_reasons.items() if reason is not None}
+        found += [f"aiter is installed, but not used for {name}: {reason}" for reason, name in broken.items()]
+    if not facts.gpus and facts.cpu_library is None:
+        found.append(
+            "the CPU's compiled operators are missing: Kaon was installed without a C compiler; install gcc or clang, "
+            "then Kaon again; plain torch computes until then"
+        )
+    if facts.memory_gib < _LITTLE_GIB:
+        found.append(
+            f"{facts.memory_gib:.1f} GiB of memory are available; a model of half a billion parameters takes more: "
+            "end other programs, or raise the container's limit"
+        )
+    return found

@@ -1,0 +1,116 @@
+"""The attention backend of GPUs: Triton kernels over the paged cache, on ROCm and CUDA alike."""
+
+import torch
+
+from models.attention.base import AttentionOptions, LatentInputs, Rotation
+from models.attention.gpu import GPUAttentionBackend
+from models.attention.triton_metadata import TritonMetaData
+from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.kernels.triton.attention_decode import attention_decode
+from models.kernels.triton.attention_merge import attention_merge
+from models.kernels.triton.attention_prefill import attention_prefill, tokens_of_tile
+from models.kernels.triton.cache_view import as_hardware_reads
+from models.kernels.triton.store import store
+from models.layers.norm import HeadNorms
+
+_PROGRAMS_PER_PROCESSOR = 16
+"""Of a decode, where its items are more: enough that several are resident, and few enough to share them out evenly."""
+
+
+class TritonAttentionBackend(GPUAttentionBackend):
+    """Decodes by pieces of their rows, spans by tiles of their queries; any mix of them in a step."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+        self._max_programs = processors * _PROGRAMS_PER_PROCESSOR
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]
+
+        Raises `ValueError` for a cache in FP8 where the hardware has none.
+        """
+        assert isinstance(metadata, TritonMetaData)
+        q, k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (q, k, v))
+        cache, options = as_hardware_reads(cache, options, q.device)
+        q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decodes := metadata.num_decodes:
+            self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
+        if decodes < len(q):
+            tiles = metadata.tiles(tokens_of_tile(q, cache.k_cache.shape[1]))
+            starts, lengths = metadata.cu_seqlens_q, metadata.seq_lens
+            attention_prefill(q, out, cache, tiles, starts, lengths, metadata.block_tables, options, sinks)
+        return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: TritonMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """# [B, Hq, D] each"""
+        rows, heads, head_dim = q.shape
+        pieces = metadata.pieces(cache.k_cache.shape[2])
+        partial = torch.empty(rows, pieces, heads, head_dim, dtype=torch.float32, device=q.device)
+        weights = torch.empty(rows, pieces, heads, dtype=torch.float32, device=q.device)
+        lengths = metadata.seq_lens[:rows]
+        attention_decode(
+            q,
+            partial,
+            weights,
+            cache,
+            metadata.items,
+            metadata.num_items,
+            lengths,
+            metadata.block_tables,
+            options,
+            max_programs=self._max_programs,
+        )
+        attention_merge(partial, weights, out, lengths, options.v_scale, sinks)
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        selected: torch.Tensor | None = None,
+        inputs: LatentInputs | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
+        from models.attention import triton_latent
+
+        return triton_latent.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
+
+    def index_top_k(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        top_k: int,
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
+        from models.attention import triton_latent
+
+        return triton_latent.index_top_k(q, weights, k, cache, metadata, top_k)

@@ -1,0 +1,51 @@
+"""The door to the Triton kernels. Layers ask `runs`, and import a kernel's file only where it says yes.
+
+Triton is imported by `start`, never before: a server on a CPU has none of it in memory.
+"""
+
+import torch
+
+_device_type: str | None = None
+_left: frozenset[str] = frozenset()
+
+
+def start(device: torch.device) -> str | None:
+    """Have the kernels compute tensors of such a device from here on; None, or why they cannot, in words.
+
+    A small kernel is compiled, run and checked first. A CPU takes Triton's interpreter, as the tests set it up.
+    """
+    global _device_type
+    from models.kernels.triton.probe import probe
+
+    reason = probe(device)
+    _device_type = device.type if reason is None else None
+    return reason
+
+
+def stop() -> None:
+    """Have torch compute everything again."""
+    global _device_type, _left
+    _device_type, _left = None, frozenset()
+
+
+def leave_to_torch(operators: frozenset[str]) -> None:
+    """Have torch compute these of `models.kernels.backends.OPERATORS`, and the kernels the others."""
+    global _left
+    _left = operators
+
+
+def takes(operator: str) -> bool:
+    """Whether the kernels were started for an operator."""
+    return _device_type is not None and operator not in _left
+
+
+def active() -> bool:
+    """Whether the kernels were started."""
+    return _device_type is not None
+
+
+def runs(*tensors: torch.Tensor, operator: str = "") -> bool:
+    """Whether the kernels compute an operator of tensors such as these: on their device, rows without gaps."""
+    return takes(operator) and all(
+        tensor.device.type == _device_type and (tensor.dim() == 0 or tensor.stride(-1) == 1) for tensor in tensors
+    )

@@ -1,0 +1,90 @@
+"""A gated delta net between its projections: convolution, delta rule, gated norm. Called by `GatedDeltaNet`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from models.attention.triton_metadata import TritonMetaData, on_device
+from models.kernels.triton.delta_conv import delta_conv
+from models.kernels.triton.gated_delta import delta_step, gated_norm
+from models.kernels.triton.gated_delta_span import chunk_size, delta_spans
+
+
+class DeltaPlan(NamedTuple):
+    """A step's rows as the kernels read them; the same for all layers."""
+
+    num_decodes: int
+    slots: torch.Tensor  # [B] int64
+    spans: torch.Tensor | None = None
+    """[rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence; None where all decode"""
+    token_rows: torch.Tensor | None = None  # [T - num_decodes] int32
+    chunks: torch.Tensor | None = None  # [chunks, 2] int32: first token and tokens
+
+
+def plan_of(metadata: TritonMetaData) -> DeltaPlan:
+    """Of a step, made at its first layer; of a captured graph, which has decodes only."""
+    assert metadata.slots is not None
+    if metadata.lengths is None:
+        return DeltaPlan(metadata.num_decodes, metadata.slots)
+    if "delta" not in metadata.plans:
+        queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
+        metadata.plans["delta"] = make_plan(queries, contexts, metadata.slots, metadata.num_decodes)
+    plan: DeltaPlan = metadata.plans["delta"]
+    return plan
+
+
+def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.Tensor, num_decodes: int) -> DeltaPlan:
+    """Of a step whose first `num_decodes` rows have one token each. `slots` [B] int64 lies on the device."""
+    if num_decodes == len(query_lens):
+        return DeltaPlan(num_decodes, slots)
+    size = chunk_size(slots.device)
+    spans: list[tuple[int, int, int, bool]] = []
+    chunks: list[tuple[int, int]] = []
+    first = num_decodes
+    for count, length in zip(query_lens[num_decodes:], seq_lens[num_decodes:], strict=True):
+        spans.append((first, count, len(chunks), count == length))
+        chunks += [(first + start, min(size, count - start)) for start in range(0, count, size)]
+        first += count
+    token_rows = np.repeat(np.arange(len(spans)), [count for _, count, _, _ in spans])
+    tables = [np.array(table, np.int32) for table in (spans, token_rows, chunks)]
+    return DeltaPlan(num_decodes, slots, *on_device(tables, slots.device))
+
+
+def delta_net(
+    projected: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    plan: DeltaPlan,
+    *,
+    key_heads: int,
+) -> torch.Tensor:
+    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+
+    # projected [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group],
+    # conv [channels, 1, taps], a_log and dt_bias [value heads], inputs [slots, channels, taps - 1],
+    # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
+    """
+    _, heads, key_dim, value_dim = states.shape
+    convolved = projected.new_empty(len(projected), len(conv))
+    read = projected.new_empty(len(projected), heads, value_dim)
+    decodes, gates = plan.num_decodes, (ba, a_log, dt_bias)
+    shape = {"key_dim": key_dim, "key_heads": key_heads}
+    if decodes:
+        slots = plan.slots[:decodes]
+        delta_conv(projected, conv, inputs, slots, convolved, None, **shape)
+        delta_step(convolved, *gates, states, slots, read[:decodes])
+    if plan.spans is not None:
+        assert plan.token_rows is not None
+        assert plan.chunks is not None
+        slots = plan.slots[decodes:]
+        spans = plan.spans, plan.token_rows
+        delta_conv(projected, conv, inputs, slots, convolved, spans, first_token=decodes, **shape)
+        delta_spans(convolved, *gates, states, slots, plan.spans, plan.chunks, read)
+    return gated_norm(read, projected, *norm, key_dim=key_dim, group=heads // key_heads)

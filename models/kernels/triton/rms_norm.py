@@ -1,0 +1,121 @@
+"""Root-mean-square norm (Zhang and Sennrich, 2019) with what is added before it or after it. Called by `RMSNorm`."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from models.kernels.triton.compilation import Compilation
+from models.kernels.triton.configs import TARGETS, config_of
+from models.kernels.triton.configs_dense import launch_of
+
+PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
+"""What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""
+_ADD_NORM, _NORM_ADD = tl.constexpr(ADD_NORM), tl.constexpr(NORM_ADD)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x,  # [num_rows, SIZE]
+    residual,  # [num_rows, SIZE], the sum is written there where MODE is ADD_NORM; any pointer where it is PLAIN
+    weight,  # [SIZE]
+    out,  # [num_rows, SIZE]
+    x_stride,
+    residual_stride,
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,  # SIZE filled up to a power of two
+    OFFSET: tl.constexpr,  # Added to the weight
+    MODE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """ROWS whole rows, read once and kept in registers in float32. Grid: (tiles of rows,)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, TILE)[None, :]
+    inside = (rows < num_rows) & (columns < SIZE)
+    rows = rows.to(tl.int64)
+    values = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0)
+    if MODE == _ADD_NORM:
+        beside = residual + rows * residual_stride + columns
+        # The next residual is rounded, and the norm is of what was kept.
+        values = (values.to(tl.float32) + tl.load(beside, mask=inside, other=0.0).to(tl.float32)).to(values.dtype)
+        tl.store(beside, values, mask=inside)
+    exact = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(exact * exact, 1) / SIZE + eps)[:, None]
+    weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0).to(tl.float32) + OFFSET
+    normed = (exact * scale * weights).to(out.dtype.element_ty)
+    if MODE == _NORM_ADD:
+        kept = tl.load(residual + rows * residual_stride + columns, mask=inside, other=0.0)
+        normed = (kept.to(tl.float32) + normed.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + rows * SIZE + columns, normed, mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    mode: int = PLAIN,
+) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` in float32, rounded once. # [..., size], [size] -> [..., size]
+
+    `ADD_NORM`: of `x + residual`, rounded, which `residual` becomes. `NORM_ADD`: and `residual` added to it, rounded
+    again. The rows of `residual` must lie at one stride.
+    """
+    size = x.shape[-1]
+    rows = x.flatten(0, -2)
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    beside = rows if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
+    launch = launch_of("rms_norm", x.device, size=size)
+    rms_norm_kernel[(triton.cdiv(len(rows), launch.blocks["ROWS"]),)](
+        rows,
+        beside,
+        weight,
+        out,
+        rows.stride(0),
+        beside.stride(0),
+        len(rows),
+        eps,
+        SIZE=size,
+        TILE=triton.next_power_of_2(size),
+        OFFSET=offset,
+        MODE=mode,
+        **launch.keywords,
+    )
+    return out.view(x.shape)
+
+
+def _compilations() -> tuple[Compilation, ...]:
+    modes: dict[str, Any] = {"": PLAIN, " add": ADD_NORM, " after": NORM_ADD}
+    forms = [(dtype, 4096, mode) for dtype in ("bf16", "fp16") for mode in modes]
+    forms += [("bf16", size, " add") for size in (896, 2048, 8192, 16384)] + [("bf16", 128, "")]
+    return tuple(
+        Compilation(
+            kernel=rms_norm_kernel,
+            variant=f"{dtype} {size}{mode}",
+            target=target,
+            config=config_of("rms_norm", target, size=size),
+            signature={
+                **dict.fromkeys(("x", "residual", "weight", "out"), f"*{dtype}"),
+                **dict.fromkeys(("x_stride", "residual_stride", "num_rows"), "i32"),
+                "eps": "fp32",
+            },
+            constexprs={
+                "SIZE": size,
+                "TILE": triton.next_power_of_2(size),
+                "OFFSET": 0.0,
+                "MODE": modes[mode],
+            },
+            divisible=frozenset({"x_stride", "residual_stride"}),
+            narrow_loads=int(size < 256),  # A weight of few numbers is read by each thread once.
+        )
+        for target in TARGETS.values()
+        for dtype, size, mode in forms
+    )
+
+
+COMPILATIONS = _compilations()

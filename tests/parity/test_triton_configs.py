@@ -1,0 +1,55 @@
+"""Which row of the table a GPU gets, and in which FP8 its hardware reads the cache."""
+
+import pytest
+import torch
+
+from models.attention.base import AttentionOptions
+from models.forward_context import KVCacheTensor
+from models.kernels.triton import cache_view
+from models.kernels.triton.configs import TARGETS, config_of, nearest_target
+
+OPTIONS = AttentionOptions(1.0, k_scale=0.5, v_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "row"),
+    [("gfx942", "gfx942"), ("gfx1151", "gfx1100"), ("gfx1200", "gfx1201"), ("sm_89", "sm_90"), ("sm_100", "sm_90")],
+)
+def test_a_gpu_without_a_row_gets_the_nearest(arch: str, row: str) -> None:
+    assert nearest_target(arch).arch == row
+
+
+@pytest.mark.parametrize("arch", ["gfx1030", "gfx906", "sm_75"])
+def test_a_gpu_that_is_like_none_is_refused_in_words(arch: str) -> None:
+    with pytest.raises(ValueError, match=f"the GPU is {arch}, for which there are no kernel configurations"):
+        nearest_target(arch)
+
+
+def test_a_problem_gets_the_first_row_that_is_for_it() -> None:
+    target = TARGETS["gfx942"]
+    small = config_of("attention_prefill", target, head_dim=128, element=2)
+    large = config_of("attention_prefill", target, head_dim=256, element=2)
+    assert small.blocks["BLOCK_M"] > large.blocks["BLOCK_M"]
+    assert small.options(target)["matrix_instr_nonkdim"] == 16
+    assert "matrix_instr_nonkdim" not in small.options(TARGETS["sm_90"])
+    with pytest.raises(KeyError):
+        config_of("no such kernel", target)
+
+
+def test_gfx942_reads_the_cache_in_its_own_fp8_by_doubled_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_view, "target_of", lambda device: TARGETS["gfx942"])
+    cache, options = cache_view.as_hardware_reads(_cache(torch.float8_e4m3fn), OPTIONS, torch.device("cpu"))
+    assert cache.k_cache.dtype is cache.v_cache.dtype is torch.float8_e4m3fnuz
+    assert (options.k_scale, options.v_scale) == (1.0, 4.0)
+
+
+def test_a_gpu_without_fp8_refuses_it_and_takes_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_view, "target_of", lambda device: TARGETS["gfx90a"])
+    with pytest.raises(ValueError, match="kv_cache_dtype is fp8, which gfx90a does not compute; set it to auto"):
+        cache_view.as_hardware_reads(_cache(torch.float8_e4m3fn), OPTIONS, torch.device("cpu"))
+    cache = _cache(torch.bfloat16)
+    assert cache_view.as_hardware_reads(cache, OPTIONS, torch.device("cpu")) == (cache, OPTIONS)
+
+
+def _cache(dtype: torch.dtype) -> KVCacheTensor:
+    return KVCacheTensor(torch.zeros(1, 1, 16, 16, dtype=dtype), torch.zeros(1, 1, 16, 16, dtype=dtype))

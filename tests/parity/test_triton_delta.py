@@ -1,0 +1,73 @@
+"""The kernels of gated delta nets against their torch reference."""
+
+import pytest
+import torch
+
+from models.kernels.triton import gated_delta_net
+from models.kernels.triton.reference import gated_delta_net as reference
+from tests.parity.triton_interpreter import DEVICE
+
+# The norm behind it makes the rounding of what is nearly zero as large as anything: told by the sum of squares.
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SLOTS, TAPS = 5, 4
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("key_heads", "group", "key_dim", "value_dim"), [(2, 2, 16, 16), (3, 1, 6, 20)])
+@pytest.mark.parametrize(
+    ("counts", "lengths", "decodes"),
+    [([1, 1, 1], [9, 2, 30], 3), ([35, 2], [35, 40], 0), ([1, 1, 3, 16], [5, 8, 3, 20], 2), ([1, 17], [1, 50], 0)],
+    ids=["decodes", "prompts", "both", "a prompt of one token"],
+)
+def test_each_rows_tokens_pass_its_state(
+    counts: list[int],
+    lengths: list[int],
+    decodes: int,
+    key_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    tokens, heads = sum(counts), key_heads * group
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    # Rows of both lie apart, as parts of a wider product do.
+    projected = random(tokens, key_heads * 2 * (key_dim + group * value_dim) + 4, dtype=dtype)[:, :-4]
+    ba = random(tokens, key_heads * 2 * group + 2, dtype=dtype)[:, :-2]
+    weights = random(channels, 1, TAPS, dtype=dtype), random(heads, dtype=dtype), random(heads, dtype=dtype, seed=1)
+    inputs, states = random(SLOTS, channels, TAPS - 1, dtype=dtype), random(SLOTS, heads, key_dim, value_dim) * 0.3
+    slots = torch.tensor([3, 0, 4, 1][: len(counts)], device=DEVICE)
+    plan = gated_delta_net.make_plan(counts, lengths, slots, decodes)
+    norm = random(value_dim, dtype=dtype), 1e-6
+    results = []
+    for compute in (gated_delta_net.delta_net, reference.delta_net):
+        mine = inputs.clone(), states.clone()
+        out = compute(projected, ba, *weights, norm, *mine, plan, key_heads=key_heads)
+        results.append((out, *mine))
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).float().norm() <= CLOSE[dtype] * expected.float().norm()
+
+
+def test_chunks_of_a_prompt_leave_what_the_whole_leaves() -> None:
+    key_heads, dim, length = 1, 16, 50
+    projected, ba = random(length, 4 * dim), random(length, 2)
+    weights, norm = (random(3 * dim, 1, TAPS), random(1), random(1)), (random(dim), 1e-6)
+    slots = torch.tensor([0], device=DEVICE)
+
+    def run(ends: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, states = random(1, 3 * dim, TAPS - 1), random(1, 1, dim, dim)
+        parts, start = [], 0
+        for end in ends:
+            plan = gated_delta_net.make_plan([end - start], [end], slots, int(start > 0 and end - start == 1))
+            some = projected[start:end], ba[start:end]
+            parts.append(gated_delta_net.delta_net(*some, *weights, norm, inputs, states, plan, key_heads=key_heads))
+            start = end
+        return torch.cat(parts), states
+
+    for found, expected in zip(run([20, 21, 22, 49, 50]), run([50]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

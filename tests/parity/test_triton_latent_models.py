@@ -1,0 +1,85 @@
+"""Whole models of latent attention and of recurrent layers by the kernels equal the same by plain torch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.attention.base import AttentionBackend
+from models.attention.triton import TritonAttentionBackend
+from models.attention.triton_metadata import TritonMetaData
+from models.kernels import triton
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
+from tests.parity.variants import Variant
+from tests.parity.variants.deepseek import VARIANTS as DEEPSEEK
+from tests.parity.variants.qwen3_next import VARIANTS as QWEN
+
+pytestmark = [requires_interpreter, pytest.mark.usefixtures("triton_kernels")]
+MODELS = [
+    next(variant for variant in (*DEEPSEEK, *QWEN) if variant.architecture == name)
+    for name in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "Qwen3NextForCausalLM")
+]
+
+
+class CapturedDecodes(TritonAttentionBackend):
+    """Reads decodes from the buffers of captured graphs."""
+
+    def build_metadata(self, **arrays: Any) -> TritonMetaData:
+        metadata = super().build_metadata(**arrays)
+        rows = len(arrays["query_lens"])
+        if metadata.num_decodes < rows:
+            return metadata
+        self.prepare_for_replay(metadata, rows)
+        return self.prepare_for_capture(rows)
+
+
+def run(path: Path, backend: AttentionBackend | None = None, **options: Any) -> torch.Tensor:
+    """Logits of two sequences: prompts in chunks, one of them beside the other's decodes. # [tokens, V]"""
+    model = PagedModel(path, **options)
+    if backend is not None:
+        model.backend = backend
+    long, short = Row(prompt(35), slot=2), Row(prompt(20, seed=1), slot=5)
+    parts = model.step([(long, 25)])
+    parts += model.step([(long, 1), (short, 17)], num_decodes=1)
+    parts += model.step([(long, 1), (short, 1)], num_decodes=2)
+    parts += model.step([(short, 1), (long, 7)], num_decodes=1)
+    return torch.cat(parts)
+
+
+def by_torch(path: Path, **options: Any) -> torch.Tensor:
+    triton.stop()
+    return run(path, **options)
+
+
+@pytest.mark.parametrize("variant", MODELS[:2], ids=lambda variant: variant.architecture)
+def test_kernels_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    found = run(path, TritonAttentionBackend(DEVICE))
+    assert_same_distribution(found, by_torch(path), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("variant", MODELS[2:], ids=lambda variant: variant.architecture)
+def test_kernels_and_decodes_in_the_buffers_of_graphs_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    backend = CapturedDecodes(DEVICE)
+    backend.init_capture(4, 5)
+    assert_same_distribution(run(path, backend), by_torch(path), tolerance=1e-3)
+
+
+def test_bounds_on_memory_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts attend in pieces of ten latents, and are scored a token at a time."""
+    variant = MODELS[2]
+    path = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "index_topk": 30})
+    monkeypatch.setattr("models.attention.triton_latent.MAX_EXPANDED_ELEMENTS", 4 * 32 * 10)
+    monkeypatch.setattr("models.attention.triton_latent.MAX_INDEX_SCORES", 1)
+    assert_same_distribution(run(path, TritonAttentionBackend(DEVICE)), by_torch(path), tolerance=1e-3)
+
+
+def test_latents_in_8_bits(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, MODELS[1].family, **MODELS[1].overrides)
+    kept = {"kv_dtype": torch.float8_e4m3fn}
+    found = run(path, TritonAttentionBackend(DEVICE), **kept)
+    assert_same_distribution(found, by_torch(path, **kept), tolerance=0.1)

@@ -1,0 +1,115 @@
+"""Whole models with the GPU's attention backends, in Triton's interpreter, against the CPU backend."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.attention.base import AttentionBackend, AttentionOptions
+from models.attention.cpu import CPUAttentionBackend
+from models.attention.torch_paged import TorchAttentionBackend
+from models.attention.triton import TritonAttentionBackend
+from models.attention.triton_metadata import TritonMetaData
+from models.forward_context import KVCacheTensor
+from models.kernels import triton as kernels
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import CPU, PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.parity.variants import gemma3, gpt_oss
+
+__all__ = ["triton_kernels"]
+
+pytestmark = requires_interpreter
+
+GPT_OSS = gpt_oss.VARIANTS[0]
+GEMMA = gemma3.VARIANTS[0]
+
+
+@pytest.fixture(params=["llama", "qwen3", "gemma3", "gpt_oss"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Plain, with norms of heads, with windows, with windows and sinks."""
+    match request.param:
+        case "gemma3":
+            return make_checkpoint(tmp_path, GEMMA.family, **GEMMA.overrides)
+        case "gpt_oss":
+            return make_checkpoint(tmp_path, GPT_OSS.family, **GPT_OSS.overrides)
+        case name:
+            return make_checkpoint(tmp_path, name)
+
+
+@pytest.mark.parametrize("backend_class", [TritonAttentionBackend, TorchAttentionBackend])
+def test_mixed_steps_of_chunks_and_decodes_agree_with_the_cpu_backend(
+    checkpoint: Path, backend_class: type[TritonAttentionBackend]
+) -> None:
+    found = _run(PagedModel(checkpoint, backend=backend_class(CPU)))
+    for one, other in zip(found, _run(PagedModel(checkpoint, backend=CPUAttentionBackend())), strict=True):
+        assert_same_distribution(one, other)
+
+
+@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.parametrize("checkpoint", ["qwen3", "gpt_oss"], indirect=True)
+def test_kernels_compute_all_of_a_model(checkpoint: Path) -> None:
+    found = _run(PagedModel(checkpoint, backend=TritonAttentionBackend(CPU)))
+    kernels.stop()
+    for one, other in zip(found, _run(PagedModel(checkpoint, backend=CPUAttentionBackend())), strict=True):
+        assert_same_distribution(one, other)
+
+
+def test_a_cache_in_fp8_agrees_with_the_cpu_backend(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    models = [
+        PagedModel(path, backend=backend, kv_dtype=torch.float8_e4m3fn)
+        for backend in (TorchAttentionBackend(CPU), CPUAttentionBackend())
+    ]
+    for one, other in zip(_run(models[0]), _run(models[1]), strict=True):
+        assert_same_distribution(one, other, 1e-3)
+
+
+def test_a_replay_reads_its_step_from_the_buffers_that_were_captured() -> None:
+    """The graph of four rows replays three: the fourth writes nothing, attends to nothing, and comes out as zeros."""
+    torch.manual_seed(0)
+    backend = TritonAttentionBackend(CPU)
+    backend.init_capture(max_batch_size=8, max_blocks=40)
+    captured = backend.prepare_for_capture(4)
+    assert captured is not None
+    q, k, v = torch.randn(4, 8, 16).split([4, 2, 2], 1)
+    for lengths in ([5, 300, 17], [6, 301, 600]):
+        caches = [_cache(), _cache()]
+        tables = np.arange(3 * 40, dtype=np.int32).reshape(3, 40)
+        slots = np.array([tables[row, (n - 1) // 16] * 16 + (n - 1) % 16 for row, n in enumerate(lengths)])
+        step = backend.build_metadata(
+            query_lens=[1, 1, 1], seq_lens=lengths, block_tables=tables[:, :38], slot_mapping=slots, num_decodes=3
+        )
+        backend.prepare_for_replay(step, 4)
+        replayed = _forward(backend, q, k, v, caches[0], captured)
+        assert torch.equal(replayed[:3], _forward(backend, q[:3], k[:3], v[:3], caches[1], step))
+        assert not replayed[3].any()
+        assert torch.equal(caches[0].k_cache, caches[1].k_cache)
+
+
+def _cache() -> KVCacheTensor:
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(120, 2, 16, 16, generator=generator) for _ in range(2))
+    return KVCacheTensor(k, v)
+
+
+def _forward(
+    backend: AttentionBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCacheTensor,
+    metadata: TritonMetaData,
+) -> torch.Tensor:
+    return backend.forward(q, k, v, cache, metadata, AttentionOptions(scale=0.25))
+
+
+def _run(model: PagedModel) -> list[torch.Tensor]:
+    """Two prompts, one of them in chunks, and then decodes beside a third prompt. # each [n, V]"""
+    rows = [Row(prompt(length, seed=length)) for length in (30, 45, 9)]
+    return [
+        *model.step([(rows[0], 28), (rows[1], 30)]),
+        *model.step([(rows[0], 1), (rows[1], 14)], num_decodes=1),
+        *model.step([(rows[0], 1), (rows[1], 1), (rows[2], 9)], num_decodes=2),
+    ]

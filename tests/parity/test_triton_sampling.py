@@ -1,0 +1,279 @@
+"""The device's sampler gives the tokens, and the log probabilities, of the sampler in torch."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.structured.masks import MaskedRow, packed
+from engine.worker.counter_rng import request_key, uniform
+from engine.worker.device_sampler import columns_of, warm_up
+from engine.worker.sampled_tokens import SampledTokens
+from engine.worker.sampler import Sampler
+from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingColumns, SamplingRows
+from engine.worker.upload import upload
+from models.kernels import triton as kernels
+from models.kernels.cpu import runtime
+from models.kernels.triton import draw, logprobs, sampling
+from models.kernels.triton.reference import draw as draw_reference
+from models.kernels.triton.reference import logprobs as logprobs_reference
+from models.kernels.triton.reference import sampling as sampling_reference
+from tests.parity.test_cpu_sampling import key_of
+from tests.parity.test_sampler import SERVER_SEED, sequence
+from tests.parity.triton_interpreter import DEVICE
+
+NUMBERS = (0.0, 0.1, 0.4999, 0.77, 0.999, 1 - 2**-53)
+
+
+def logits_of(count: int, width: int, *, step: float = 0.0, spread: float = 3.0) -> torch.Tensor:
+    """`step` rounds them, so that many are equal."""
+    generator = torch.Generator().manual_seed(count * width)
+    logits = torch.randn(count, width, generator=generator) * spread
+    return (logits / step).round() * step if step else logits
+
+
+def both(logits: torch.Tensor, rows: SamplingRows) -> tuple[SampledTokens, SampledTokens]:
+    """By the kernels, and by torch."""
+    runtime.stop()
+    with torch.inference_mode():
+        by_torch = Sampler().sample(logits.clone(), rows)
+        reason = kernels.start(DEVICE)
+        assert reason is None, reason
+        by_kernels = Sampler().sample(logits.clone().to(DEVICE), rows)
+        kernels.stop()
+    return by_kernels, by_torch
+
+
+def random_rows(count: int, width: int, keys: list[int], **filters: float) -> RandomRows:
+    top_k = int(filters.get("top_k", 0)) or width
+    top_p, min_p = filters.get("top_p", 1.0), filters.get("min_p", 0.0)
+    return RandomRows(
+        rows=np.arange(count)[::-1].copy(),
+        temperature=np.full(count, filters.get("temperature", 0.8), np.float32),
+        top_k=np.full(count, min(top_k, width), np.int64),
+        top_p=np.full(count, top_p),
+        min_p=np.full(count, min_p),
+        key=np.array(keys, np.uint64),
+        position=np.zeros(count, np.int64),
+        filtered=np.full(count, top_k < width or top_p < 1.0 or min_p > 0.0),
+    )
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 200},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 1e-300},
+    {"top_p": 1 - 2**-53},
+    {"top_k": 20, "top_p": 0.5},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-30},
+    {"top_k": 100, "top_p": 0.95, "min_p": 0.01},
+    {"top_k": 30, "temperature": 1e-4},
+    {"top_p": 0.9, "temperature": 5.0},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("width", "step", "numbers"), [(40, 0.0, NUMBERS), (700, 0.5, NUMBERS[::-3])])
+def test_drawn_tokens_are_those_of_torch(
+    filters: dict[str, float], width: int, step: float, numbers: tuple[float, ...]
+) -> None:
+    logits = logits_of(len(numbers), width, step=step)
+    rows = SamplingRows(random=random_rows(len(numbers), width, [key_of(number) for number in numbers], **filters))
+    by_kernels, by_torch = both(logits, rows)
+    assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 333}, {"min_p": 1.0}], ids=str)
+def test_of_equal_tokens_any_may_be_drawn(filters: dict[str, float]) -> None:
+    logits = torch.zeros(2, 1000)
+    rows = SamplingRows(random=random_rows(2, 1000, [key_of(number) for number in (0.4999, 0.9873)], **filters))
+    by_kernels, by_torch = both(logits, rows)
+    assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
+
+
+def test_the_number_is_that_of_the_seed_and_the_position() -> None:
+    seeds = [0, 1, 2**63 - 1, -5]
+    logits = torch.zeros(len(seeds), 4096)
+    keys = np.array([request_key(seed) for seed in seeds], np.uint64)
+    random = random_rows(len(seeds), 4096, keys.tolist(), temperature=1.0)
+    random.position[:] = [0, 7, 131071, 12]
+    by_kernels, _ = both(logits, SamplingRows(random=random))
+    expected = (uniform(keys, random.position) * 4096).astype(int)
+    assert by_kernels.token_ids[::-1].tolist() == expected.tolist()
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = logits_of(3, 700)
+    keys = [request_key(seed) for seed in range(3)]
+    together, _ = both(logits, SamplingRows(random=random_rows(3, 700, keys, top_p=0.9)))
+    for row in range(3):
+        alone, _ = both(logits[row : row + 1], SamplingRows(random=random_rows(1, 700, [keys[2 - row]], top_p=0.9)))
+        assert alone.token_ids[0] == together.token_ids[row]
+
+
+def test_the_likeliest_is_the_first_of_equal_ones_and_broken_rows_are_told() -> None:
+    logits = logits_of(6, 300, step=2.0)
+    logits[1, 7] = torch.nan
+    logits[2, 250] = torch.inf
+    logits[3] = -torch.inf
+    logits[4] = 0.0
+    logits[4, :9] = -0.0
+    by_kernels, by_torch = both(logits, SamplingRows())
+    assert by_kernels.broken == by_torch.broken == [1, 2, 3]
+    assert [by_kernels.token_ids[row] for row in (0, 4, 5)] == [by_torch.token_ids[row] for row in (0, 4, 5)]
+    random = random_rows(6, 300, [request_key(seed) for seed in range(6)])
+    by_kernels, by_torch = both(logits, SamplingRows(random=random))
+    assert by_kernels.broken == by_torch.broken == [1, 2, 3]
+    assert [by_kernels.token_ids[row] for row in (0, 4, 5)] == [by_torch.token_ids[row] for row in (0, 4, 5)]
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.3),
+    SamplingParams(temperature=0.0, frequency_penalty=0.9, logit_bias={3: 4.0, 9: -100.0}),
+    SamplingParams(temperature=1.0, seed=4, repetition_penalty=0.6, frequency_penalty=-0.5, top_p=0.9),
+    SamplingParams(temperature=0.7, seed=5, presence_penalty=-1.0, min_tokens=20, top_k=10),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, min_p=0.1),
+]
+
+
+def test_penalties_and_biases_are_those_of_torch() -> None:
+    width = 90
+    logits = logits_of(len(PARAMS), width, step=0.5)
+    columns = SamplingColumns(max_num_seqs=len(PARAMS), vocab_size=width, seed=SERVER_SEED)
+    tokens = np.zeros((len(PARAMS), 40), dtype=np.int32)
+    history = np.random.default_rng(1)
+    lengths = []
+    for slot, params in enumerate(PARAMS):
+        seq = sequence(
+            params,
+            history.integers(0, 12, 7).tolist(),
+            history.integers(0, 12, 3 + 5 * slot).tolist(),
+            id=slot,
+            ends=(1, 2),
+        )
+        columns.write(slot, seq)
+        tokens[slot, : len(seq.token_ids)] = seq.token_ids
+        lengths.append(len(seq.token_ids))
+    rows = columns.rows(np.arange(len(PARAMS)), np.array(lengths), tokens)
+    by_kernels, by_torch = both(logits, rows)
+    assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
+
+
+@pytest.mark.parametrize("width", [64, 130])
+def test_masked_rows_sample_what_is_allowed_and_exhausted_ones_are_refused(width: int) -> None:
+    logits = logits_of(4, width)
+    masked = [
+        MaskedRow(0, allowed=packed([5, 63], width)),
+        MaskedRow(2, allowed=packed(range(width), width)),
+        MaskedRow(3, allowed=packed([7], width)),
+    ]
+    forbidden = Adjustments(np.array([3]), np.array([7]), np.array([-np.inf], dtype=np.float32))
+    by_kernels, by_torch = both(logits, SamplingRows(masked=masked, bias=forbidden))
+    assert by_kernels.token_ids[:3].tolist() == by_torch.token_ids[:3].tolist()
+    assert by_kernels.refused == by_torch.refused
+    assert list(by_kernels.refused) == [3]
+    assert by_kernels.broken == by_torch.broken == []
+
+
+@pytest.mark.parametrize("most", [0, 3, 20, 40])
+@pytest.mark.parametrize("width", [50, 300])
+def test_log_probabilities_and_ranks_are_those_of_torch(width: int, most: int) -> None:
+    logits = logits_of(4, width, step=0.5)
+    logits[2, 3:] = -torch.inf
+    random = random_rows(4, width, [request_key(seed) for seed in range(4)])
+    by_kernels, by_torch = both(logits, SamplingRows(random=random, num_logprobs={0: most, 2: 1, 3: 2}))
+    assert list(by_kernels.logprobs) == list(by_torch.logprobs) == [0, 2, 3]
+    for row, expected in by_torch.logprobs.items():
+        found = by_kernels.logprobs[row]
+        assert (found.token_id, found.rank) == (expected.token_id, expected.rank)
+        assert list(found.top_ids) == list(expected.top_ids)
+        assert list(found.top_logprobs) == pytest.approx(list(expected.top_logprobs), abs=1e-5)
+        assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, float]) -> None:
+    # Equal tokens, and numbers at the edges of their shares.
+    logits = torch.cat((logits_of(1, 200, step=1.0), torch.zeros(1, 200)))
+    numbers = [0.99, 0.75]
+    random = random_rows(2, 200, [key_of(number) for number in numbers], **filters)
+    columns = torch.from_numpy(columns_of(random)).to(DEVICE)
+    found = sampling.argmax(logits.to(DEVICE))
+    has_filtered = bool(random.filtered[0])
+    draw.draw(logits.to(DEVICE), found.peaks, found.tokens, columns, has_filtered=has_filtered)
+    for nth, row in enumerate(random.rows):
+        expected = draw_reference.draw(
+            logits[row],
+            temperature=float(random.temperature[nth]),
+            top_k=int(random.top_k[nth]),
+            top_p=float(random.top_p[nth]),
+            least_likely=float(columns[draw.LEAST_LIKELY, nth].int().view(torch.float32)),
+            bits=int(numbers[nth] * 2.0**53) << 11,
+            is_filtered=has_filtered,
+        )
+        assert int(found.tokens[row]) == expected
+
+
+@pytest.mark.parametrize("kind", [sampling.REPETITION, sampling.PRESENCE, sampling.FREQUENCY, sampling.BIAS])
+def test_changes_of_single_logits(kind: int) -> None:
+    logits = logits_of(3, 70)
+    generator = torch.Generator().manual_seed(kind)
+    rows = torch.randint(3, (50,), generator=generator)
+    ids = torch.randint(70, (50,), generator=generator)
+    values = torch.tensor([1.3, 0.5, -0.25])[rows]
+    if kind == sampling.BIAS:
+        rows, ids, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 5]), torch.tensor([4.0, -torch.inf, -9.0])
+    expected, found = logits.clone(), logits.to(DEVICE)
+    sampling_reference.adjust(expected, rows, ids, values, kind)
+    sampling.adjust(found, rows.to(DEVICE), ids.to(DEVICE), values.to(DEVICE), kind)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 77])
+def test_masks(width: int) -> None:
+    logits = logits_of(4, width)
+    masks = torch.randint(-(2**31), 2**31, (2, -(-width // 32)), generator=torch.Generator().manual_seed(1)).int()
+    rows = torch.tensor([3, 1])
+    expected, found = logits.clone(), logits.to(DEVICE)
+    sampling_reference.mask(expected, rows, masks)
+    sampling.mask(found, rows.to(DEVICE), masks.to(DEVICE))
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_the_likeliest_and_log_probabilities_are_those_of_the_references() -> None:
+    logits = logits_of(5, 400, step=1.0)
+    logits[1, 30] = torch.nan
+    logits[2, :] = -torch.inf
+    found = sampling.argmax(logits.to(DEVICE))
+    tokens, peaks = sampling_reference.argmax(logits)
+    assert torch.equal(found.tokens.cpu(), tokens)
+    torch.testing.assert_close(found.peaks.cpu(), peaks, rtol=0, atol=0, equal_nan=True)
+    chosen = torch.tensor([0, 7, 399])
+    by_kernels = logprobs.logprobs(logits[[0, 3, 4]].to(DEVICE), chosen.to(DEVICE), 9)
+    for one, expected in zip(by_kernels, logprobs_reference.logprobs(logits[[0, 3, 4]], chosen, 9), strict=True):
+        torch.testing.assert_close(one.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_warming_up_runs_every_kernel() -> None:
+    warm_up(50, DEVICE)
+
+
+def test_arrays_arrive_in_one_buffer_each_of_them_aligned() -> None:
+    arrays = [
+        np.arange(3),
+        np.zeros((4, 0)),
+        np.linspace(0, 1, 5, dtype=np.float32),
+        np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1:],
+    ]
+    arrived = upload(arrays, DEVICE)
+    for array, tensor in zip(arrays, arrived, strict=True):
+        np.testing.assert_array_equal(tensor.cpu().numpy(), array, strict=True)
+        assert tensor.data_ptr() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1

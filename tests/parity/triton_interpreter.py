@@ -1,0 +1,65 @@
+"""Where the Triton kernels run in tests: in Triton's interpreter, or on the GPU of a machine that has one.
+
+Importing this mends the interpreter of Triton 3.7: its `tl.dot` multiplies the bits of bfloat16 as if they were
+integers, and its conversion to FP8 loses what a rounded mantissa carries to the exponent.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from models.kernels import triton as kernels
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+"""Of the tensors that tests give kernels."""
+
+requires_interpreter = pytest.mark.skipif(not INTERPRETED, reason="compares on CPU tensors; set TRITON_INTERPRET=1")
+
+
+@pytest.fixture
+def triton_kernels() -> Iterator[torch.device]:
+    """The kernels compute for layers too, inside the test. The device of their tensors."""
+    reason = kernels.start(DEVICE)
+    assert reason is None, reason
+    yield DEVICE
+    kernels.stop()
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """As it was, in float32 whatever the operands are."""
+    del self, input_precision, max_num_imprecise_acc
+    product = np.matmul(_as_float32(a), _as_float32(b)) if d.dtype.is_floating() else np.matmul(a.data, b.data)
+    return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _as_float32(operand: Any) -> Any:
+    dtype = operand.dtype.scalar
+    if dtype == tl.bfloat16 or (dtype.primitive_bitwidth == 8 and dtype.is_floating()):
+        return interpreter._convert_float(operand.data, dtype, tl.float32, None).view(np.float32)
+    return operand.data.astype(np.float32)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+_TORCH_FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz}
+_converted_as_it_was = interpreter.InterpreterBuilder.create_fp_to_fp
+
+
+def _create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+    """As it was, and from float32 to FP8 as torch converts."""
+    dtype = _TORCH_FP8.get(target.scalar.name)
+    if dtype is None or source.dtype.scalar != tl.float32:
+        return _converted_as_it_was(self, source, target, rounding_mode)
+    codes = torch.from_numpy(np.ascontiguousarray(source.data)).to(dtype)
+    return interpreter.TensorHandle(codes.view(torch.uint8).numpy().reshape(source.data.shape), target.scalar)
+
+
+interpreter.InterpreterBuilder.create_fp_to_fp = _create_fp_to_fp

@@ -1,0 +1,93 @@
+"""What `kaon doctor` says: of each thing that can be wrong, and when looking itself goes wrong."""
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from engine.doctor_report import Facts, Gpu, problems
+from server import doctor
+
+GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
+HEALTHY: dict[str, Any] = {"user": "ann", "torch": "2.13", "cpu_library": "AMX", "memory_gib": 64.0}
+ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton": "3.7"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({**HEALTHY, "torch": None, "torch_error": "ImportError: libfoo"}, "torch cannot be imported: .*libfoo"),
+        ({**HEALTHY, "has_kfd": True}, "an AMD GPU .*but torch 2.13 is built for CPU; install a build for ROCm"),
+        ({**HEALTHY, "has_kfd": True, "build": "CUDA 13.0"}, "AMD GPU .*built for CUDA 13.0"),
+        ({**HEALTHY, "has_nvidia": True}, "an NVIDIA GPU .*install a build for CUDA"),
+        ({**ROCM, "has_kfd": False}, "no /dev/kfd: load the amdgpu driver, or start the container with --device"),
+        (
+            {**ROCM, "closed_devices": ("/dev/kfd", "/dev/dri/renderD128"), "closed_groups": ("render", "video")},
+            "ann may not open /dev/kfd and .*usermod -aG render,video ann.*--group-add render --group-add video",
+        ),
+        ({**ROCM, "gpu_error": "driver too old"}, "finds no GPU though there is a driver: driver too old"),
+        ({**ROCM, "gpus": (GPU,), "triton_reason": "Triton failed"}, "Triton failed; plain torch computes instead"),
+        (
+            {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": "it has no rmsnorm2d_fwd"}},
+            "aiter is installed, but not used for norm: it has no rmsnorm2d_fwd",
+        ),
+        ({**HEALTHY, "cpu_library": None}, "without a C compiler; install gcc or clang"),
+        ({**HEALTHY, "memory_gib": 0.5}, "0.5 GiB of memory are available"),
+    ],
+)
+def test_each_problem_is_one_sentence(facts: dict[str, Any], words: str) -> None:
+    found = problems(Facts(**facts))
+    assert len(found) == 1
+    assert re.search(words, found[0]), found
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        HEALTHY,
+        # torch's own default build, on a machine without a GPU.
+        {**HEALTHY, "build": "CUDA 13.0", "gpu_error": "Found no NVIDIA driver"},
+        {**ROCM, "gpus": (GPU,), "cpu_library": None},
+        {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": None}},
+        {**ROCM, "gpus": (GPU,), "aiter_reasons": {"norm": "aiter is not installed"}},
+    ],
+)
+def test_a_healthy_machine_has_no_problem(facts: dict[str, Any]) -> None:
+    assert problems(Facts(**facts)) == []
+
+
+def test_what_was_found_is_printed_line_by_line() -> None:
+    facts = Facts(**ROCM, gpus=(GPU,), operators=("norm by triton",))
+    printed = doctor.lines(doctor.Report(facts=facts, problems=["it rains"]))
+    assert printed[0].startswith("torch     2.13, built for ROCm 7.0")
+    assert "GPU       MI300X, gfx942, 191.0 of 192.0 GiB free" in printed
+    assert "aiter     not installed" in printed
+    assert "operator  norm by triton" in printed
+    assert printed[-1] == "wrong     it rains"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal SIGSEGV"),
+        ("raise OSError('no libamdhip64.so')", "exit code 1: OSError: no libamdhip64.so"),
+        ("import time; time.sleep(60)", "took longer than 2 s"),
+    ],
+)
+def test_looking_that_goes_wrong_is_told(code: str, words: str) -> None:
+    report = doctor.examine([sys.executable, "-c", code], seconds=2.0)
+    assert len(report.problems) == 1
+    assert words in report.problems[0]
+
+
+def test_what_libraries_print_before_the_report_is_left_out() -> None:
+    said = json.dumps({"facts": {"torch": "2.13"}, "problems": []})
+    report = doctor.examine([sys.executable, "-c", f"print('[aiter] hello'); print({said!r})"])
+    assert report.facts.torch == "2.13"
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--nonsense", 2)])
+def test_other_flags(argument: str, code: int) -> None:
+    assert doctor.run([argument]) == code
