@@ -6,7 +6,18 @@ The page's comparison with other servers is kept; `make bench-peers` writes it.
 import sys
 from pathlib import Path
 
-from benchmarks import engine_loop, experts, front_end, loading, parallel, quantization, recovery, startup, structured
+from benchmarks import (
+    data_parallel,
+    engine_loop,
+    experts,
+    front_end,
+    loading,
+    parallel,
+    quantization,
+    recovery,
+    startup,
+    structured,
+)
 from benchmarks.peers.page import kept_section
 from benchmarks.report import machine
 
@@ -15,7 +26,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 def main() -> None:
     sections = [f"# Benchmarks\n\nWritten by `make bench`. Single figures drift with the machine.\n\n{machine()}\n"]
-    for benchmark in (startup, recovery, loading, experts, quantization, engine_loop, parallel, front_end, structured):
+    engines = (startup, recovery, loading, experts, quantization, engine_loop, parallel, data_parallel)
+    for benchmark in (*engines, front_end, structured):
         sections.append(benchmark.run().markdown())
         sys.stdout.write(sections[-1] + "\n")
         sys.stdout.flush()

@@ -24,8 +24,16 @@ class ParallelConfig(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that each layer is shared out over: one a GPU, or a part of the CPU's cores each."""
 
-    data_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """Engine cores that each hold the whole model."""
+    data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
+    """Engine cores that each hold the whole model and a KV cache, and answer requests of their own."""
+
+    data_parallel_placement: Literal["prefix", "round_robin"] = "prefix"
+    """Which of them computes a request: the least busy, and the one that has its beginning cached; or each in turn."""
+
+    enable_expert_parallel: bool = False
+    """Spread the experts of mixtures over all ranks of all replicas, whole, in place of a part of each on every rank.
+
+    Replicas whose experts are spread compute in step."""
 
     cpu_collectives: Literal["shared_memory", "gloo"] = "shared_memory"
     """How ranks on the CPU add up: by the compiled operators in memory they share, or by torch, which is slower."""
@@ -34,12 +42,18 @@ class ParallelConfig(Section):
     """Seconds that each rank may take longer than the first to load, and to meet the others."""
 
     @model_validator(mode="after")
-    def _one_replica(self) -> Self:
-        if self.data_parallel_size != 1:
+    def _experts_are_spread_over_several(self) -> Self:
+        if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
             raise ValueError(
-                f"data_parallel_size is {self.data_parallel_size}, but this release runs one replica; set it to 1"
+                "enable_expert_parallel is set, but there is one rank to hold the experts; raise tensor_parallel_size "
+                "or data_parallel_size too"
             )
         return self
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether replicas compute in step: their layers exchange tokens."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
 class CompilationConfig(Section):
@@ -113,10 +127,11 @@ class ServerConfig(Section):
     """Most bytes that they keep, conversations included."""
 
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
-    """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`."""
+    """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`,
+    of each replica."""
 
     max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most prompt tokens that they have together; default: as many as the KV cache holds."""
+    """Most prompt tokens that they have together; default: as many as the KV caches of all replicas hold."""
 
     max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
     """Most requests of one API key that are served at a time, over which the answer is 429; default: no limit."""

@@ -6,7 +6,7 @@ Made by `engine.engine_core`; the busy loop knows their queues only.
 import logging
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-InputQueue: TypeAlias = SimpleQueue[Sequence | AbortRequests | Shutdown]
+
+class Wake(NamedTuple):
+    """Another replica has work, and waits for this one in that round; see `engine.dp_engine_core`."""
+
+    round: int
+
+
+Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake
+InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 
 class OutputQueue(Protocol):

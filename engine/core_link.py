@@ -6,7 +6,7 @@ Made by `Supervisor`, a new one for each core that it starts.
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import msgspec
@@ -15,6 +15,7 @@ import zmq
 from engine.config import Config
 from engine.core_process import CoreProcess
 from engine.lifetime import family
+from engine.meeting import Seat
 from engine.messages import Failed, Inbound, Outbound, Ready, Stopped
 
 _LAST_WORDS_MS = 1000
@@ -27,12 +28,33 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Outbound)
 
 
+THE_CORE = "the engine core"
+"""What sentences call the only one."""
+
+
+def core_name(config: Config, replica: int) -> str:
+    """What sentences call the core of a replica."""
+    return THE_CORE if config.parallel_config.data_parallel_size == 1 else f"engine core {replica}"
+
+
 class CoreLink:
     """A core from its start to its end. All calls come from one thread; none but `wait_end` and `close` blocks."""
 
-    def __init__(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Start the process and return at once. Raises `ValueError`, `OSError` when it cannot be started."""
-        self._core = CoreProcess(config)
+    def __init__(
+        self,
+        config: Config,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        replica: int = 0,
+        cpus: Collection[int] | None = None,
+        available_bytes: int | None = None,
+        seat: Seat | None = None,
+    ) -> None:
+        """Start the process and return at once. Raises `ValueError`, `OSError` when it cannot be started.
+
+        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none.
+        """
+        self._core = CoreProcess(config, replica, cpus, available_bytes, seat)
+        self._name = core_name(config, replica)
         self._identity = b""
         self._sockets: list[zmq.Socket[bytes]] = []
         self.is_connected = False
@@ -49,8 +71,7 @@ class CoreLink:
             self.close()
             raise
         self._poller = zmq.Poller()
-        self._poller.register(self._output, zmq.POLLIN)
-        self._poller.register(self._core.lifeline, zmq.POLLIN)
+        self.register(self._poller)
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -61,6 +82,11 @@ class CoreLink:
     def directory(self) -> str:
         """Where its sockets have their names until it is connected."""
         return self._core.launch.directory
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have `poller` wake when there is a message, or the core is gone."""
+        poller.register(self._output, zmq.POLLIN)
+        poller.register(self._core.lifeline, zmq.POLLIN)
 
     def poll(self, timeout: float | None) -> bool:
         """Block until there is a message, or the core is gone; False if neither came within `timeout` seconds."""
@@ -78,9 +104,9 @@ class CoreLink:
                 self._core.connected()
                 self.is_connected = True
             case Failed():
-                self.last_words = message
+                self.last_words = self._named(message)
             case Stopped():
-                self.last_words = Failed("the engine core has stopped")
+                self.last_words = Failed(f"{self._name} has stopped")
             case _:
                 self.completed_steps = True
         return message
@@ -108,8 +134,8 @@ class CoreLink:
         if self.last_words is not None:
             return self.last_words
         if exit_code < 0:
-            return Failed(f"the engine core was killed by {signal.Signals(-exit_code).name}")
-        return Failed(f"the engine core exited with code {exit_code}; its log says why")
+            return Failed(f"{self._name} was killed by {signal.Signals(-exit_code).name}")
+        return Failed(f"{self._name} exited with code {exit_code}; its log says why")
 
     def running_step(self) -> list[int]:
         """Ids of the requests in the step that the core computes, or died in."""
@@ -134,6 +160,14 @@ class CoreLink:
         self._core.stop(_END_SECONDS if self.is_connected else 0.0)
         for socket in self._sockets:
             socket.close(linger=0)
+
+    def _named(self, failure: Failed) -> Failed:
+        """What a core says of its end, with the name of one of several; a user's mistake is no core's."""
+        if failure.usage or self._name == THE_CORE:
+            return failure
+        error = failure.error.removeprefix(f"{THE_CORE} ")
+        sentence = f"{self._name} {error}" if error != failure.error else f"{self._name}: {error}"
+        return msgspec.structs.replace(failure, error=sentence)
 
     def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str) -> "zmq.Socket[bytes]":
         """A socket without high-water mark: it never blocks the front end and never drops."""

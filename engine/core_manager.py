@@ -1,22 +1,25 @@
-"""`CoreManager`: the front end's handle on the engine core: sends requests, receives outputs, loses none of them.
+"""`CoreManager`: the front end's handle on the engine cores: sends requests, receives outputs, loses none of them.
 
-Used by the server on its event loop and by `LLMEngine` with blocking calls. Starts no thread.
+Used by the server on its event loop and by `LLMEngine` with blocking calls. Starts no thread. One core, or with
+`data_parallel_size` several, each with its own supervisor and journal: see `Replica`.
 """
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self
 
-from engine.config import Config
-from engine.journal import Entry, Journal
-from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
-from engine.supervisor import Supervisor
+import msgspec
 
-_log = logging.getLogger(__name__)
+from engine.config import Config
+from engine.core_wait import CoreWait
+from engine.meeting import Meeting
+from engine.messages import AddRequest, Failed, Ready, StepOutputs
+from engine.placement import Placement
+from engine.replica import Replica
+from engine.worker.memory import available_host_memory
 
 
 class EngineDeadError(RuntimeError):
@@ -28,58 +31,83 @@ class EngineDeadError(RuntimeError):
 
 
 class CoreManager:
-    """The engine core, through all of its lives. All calls come from one thread.
+    """The engine cores, through all of their lives. All calls come from one thread.
 
-    Every request added ends in exactly one output with `finished` set, also when it is aborted. When the core dies
+    Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies
     or stalls, another is started, and the live requests go on in it where they were: nothing of them is lost or told
-    twice. Where that does not help, they end with an error, and `failure` says why. Outputs go to the callback given
-    to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is ended when it is
-    collected, or at the interpreter's exit.
+    twice; the other replicas' are not held up. Where that does not help, all end with an error, and `failure` says
+    why. Outputs go to the callback given to `attach`, or without one wait for `get_outputs`. An engine dropped without
+    `shutdown` is ended when it is collected, or at the interpreter's exit.
     """
 
     def __init__(self, config: Config) -> None:
-        """Start the core and return at once: it loads while the caller does other things."""
+        """Start the cores and return at once: they load while the caller does other things."""
         self.ready: Ready | None = None
-        """What the latest core said when it was ready to serve; None before the first."""
-        self._journal = Journal()
+        """What the cores said when they were ready to serve, all of them; None before."""
+        self.failure: Failed | None = None
+        """Why there is a replica without a core, and will be; None while there is none."""
+        self._config = config
         self._inbox: deque[StepOutputs] = deque()
-        self._deliver: Callable[[StepOutputs], object] = self._inbox.append
-        self._on_restart: Callable[[int], object] = lambda resumed: None
+        self._on_restart: Callable[[int, int], object] = lambda resumed, replica: None
         self._settled = asyncio.Event()
-        self._supervisor = Supervisor(config, self)
+        self._placement: Placement | None = None
+        """Where there are several replicas, from when they are ready."""
+        self._closing = False
+        size = config.parallel_config.data_parallel_size
+        available = available_host_memory() // size if size > 1 else None
+        self._meeting = Meeting(size) if config.parallel_config.in_lockstep else None
+        new_seat = None if self._meeting is None else self._meeting.seat
+        self._replicas: list[Replica] = []
+        try:
+            for number in range(size):
+                self._replicas.append(Replica(config, self, self._inbox.append, number, available, new_seat))
+        except BaseException:
+            self._end(Failed("not all engine cores could be started"))
+            raise
+        if config.parallel_config.in_lockstep:
+            for replica in self._replicas:
+                replica.in_lockstep = self._replicas
+        self._wait = CoreWait([replica.supervisor for replica in self._replicas]).wait
 
     @property
     def live(self) -> Collection[int]:
         """Ids of the requests that still owe their terminal output."""
-        return self._journal.ids
-
-    @property
-    def failure(self) -> Failed | None:
-        """Why there is no core any more, and will be none; None while there is, or will be."""
-        return self._supervisor.failure
+        if len(self._replicas) == 1:
+            return self._replicas[0].live
+        return {request_id for replica in self._replicas for request_id in replica.live}
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken: the core was ready once, and is there or will be again."""
+        """Whether requests are taken: the cores were ready once, and are there or will be again."""
         return self.ready is not None and self.failure is None
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a core now that is ready."""
-        return self._supervisor.is_serving
+        """Whether there is a core now that is ready, after all were."""
+        return self.ready is not None and any(replica.is_serving for replica in self._replicas)
+
+    @property
+    def serving(self) -> list[int]:
+        """The replicas whose cores are ready now."""
+        return [replica.number for replica in self._replicas if replica.is_serving]
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the cores by replica, or of the last ones."""
+        return [replica.supervisor.pid for replica in self._replicas]
 
     @property
     def pid(self) -> int:
-        """The process id of the core, or of the last one."""
-        return self._supervisor.pid
+        """The process id of the first replica's core, or of the last one."""
+        return self._replicas[0].supervisor.pid
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     def wait_ready(self, timeout: float | None = None) -> Ready:
-        """Block until the core serves. Raises `EngineDeadError` if it cannot, `TimeoutError` after `timeout` s."""
+        """Block until all cores serve. Raises `EngineDeadError` if one cannot, `TimeoutError` after `timeout` s."""
         deadline = _deadline(timeout)
         while self.ready is None and self.failure is None:
-            if not self._supervisor.wait(deadline):
+            if not self._wait(deadline):
                 raise TimeoutError(f"the engine core was not ready within {timeout:g} s")
         return self._ready_or_raise()
 
@@ -89,11 +117,21 @@ class CoreManager:
         return self._ready_or_raise()
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Abort what runs and end the core, within `timeout` seconds and by force after; the second time, nothing.
+        """Abort what runs and end the cores, within `timeout` seconds and by force after; the second time, nothing.
 
         The aborted requests' outputs are delivered before this returns.
         """
-        self._supervisor.shutdown([Shutdown()], timeout)
+        self._closing = True
+        for replica in self._replicas:
+            replica.shutdown()
+        deadline = _deadline(timeout)
+        while any(replica.is_serving for replica in self._replicas) and self._wait(deadline):
+            pass
+        for replica in self._replicas:
+            how = f"did not stop within {timeout:g} s" if replica.is_serving else "was stopped before it was ready"
+            replica.supervisor.end(Failed(f"{replica.supervisor.name} {how}"))
+        if self._meeting is not None:
+            self._meeting.close()
 
     def __enter__(self) -> Self:
         return self
@@ -108,28 +146,39 @@ class CoreManager:
     def add_requests(self, requests: Sequence[AddRequest]) -> None:
         """Send requests, with ids never used before. Raises `EngineDeadError` when there is no core to serve them.
 
-        While a core is being started again, they wait for it.
+        Of several replicas those that serve take them, each where `Placement` says. While none does, they wait.
         """
         if not self.is_alive:
             raise EngineDeadError(self.failure.error if self.failure else "the engine core is not ready yet")
-        self._go_on(self._journal.add(requests))
+        placement = self._placement
+        if placement is None:
+            self._replicas[0].add(requests)
+            return
+        for replica in self._replicas:
+            replica.journal.check_new(requests)
+        among = self.serving or range(len(self._replicas))
+        for number, placed in placement.place(requests, among).items():
+            for entry in self._replicas[number].add(placed):
+                placement.follow(entry.request.request_id, entry.token_ids)
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Ask the core to end requests; their terminal outputs follow. Ids that are not live are ignored."""
-        there, ended = self._journal.abort(self._journal.entries(request_ids))
-        if there:
-            self._supervisor.send([AbortRequests(there)])
-        self._tell(ended)
+        """Ask the cores to end requests; their terminal outputs follow. Ids that are not live are ignored."""
+        for replica in self._replicas:
+            replica.abort(request_ids)
 
     def pause(self, request_ids: Collection[int]) -> None:
-        """Have the core give up requests until `resume`; a few outputs of theirs may follow."""
-        leaving = self._journal.call_back(self._journal.entries(request_ids))
-        if leaving:
-            self._supervisor.send([AbortRequests(leaving)])
+        """Have the cores give up requests until `resume`; a few outputs of theirs may follow."""
+        if self._placement is not None:
+            self._placement.pause(request_ids)
+        for replica in self._replicas:
+            replica.pause(request_ids)
 
     def resume(self, request_ids: Collection[int]) -> None:
-        """Have the core go on with paused requests where they were."""
-        self._go_on(self._journal.let_go_on(self._journal.entries(request_ids)))
+        """Have the cores go on with paused requests where they were."""
+        if self._placement is not None:
+            self._placement.resume(request_ids)
+        for replica in self._replicas:
+            replica.resume(request_ids)
 
     # -- outputs ------------------------------------------------------------------------------------------------
 
@@ -139,7 +188,7 @@ class CoreManager:
         while not self._inbox:
             if self.failure is not None:
                 raise EngineDeadError(self.failure.error, self.failure.usage)
-            if not self._supervisor.wait(deadline):
+            if not self._wait(deadline):
                 return None
         return self._inbox.popleft()
 
@@ -147,29 +196,17 @@ class CoreManager:
         self,
         loop: asyncio.AbstractEventLoop,
         on_outputs: Callable[[StepOutputs], object],
-        on_restart: Callable[[int], object] = lambda resumed: None,
+        on_restart: Callable[[int, int], object] = lambda resumed, replica: None,
     ) -> None:
         """From now on, call `on_outputs` from `loop` with the outputs of every step. Call from the loop's thread.
 
         `on_restart` is called when another core is ready to serve, before its first outputs, with the number of
-        requests that go on in it behind tokens that they had.
+        requests that go on in it behind tokens that they had, and with its replica.
         """
-        self._deliver, self._on_restart = on_outputs, on_restart
-        self._supervisor.attach(loop)
-
-    def _tell(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs that no core sends."""
-        if outputs:
-            step = StepOutputs(outputs)
-            self._journal.record(step)
-            self._deliver(step)
-
-    def _go_on(self, entries: Sequence[Entry]) -> None:
-        """Bring requests that are here to the core, if there is one; if not, they wait for it."""
-        if self.is_serving and entries:
-            if not self.has_work:
-                self._supervisor.note_work()
-            self._supervisor.send(self._journal.send(entries))
+        self._on_restart = on_restart
+        for replica in self._replicas:
+            replica.deliver = on_outputs
+            replica.supervisor.attach(loop)
 
     def _ready_or_raise(self) -> Ready:
         if self.ready is None or self.failure is not None:
@@ -177,40 +214,69 @@ class CoreManager:
             raise EngineDeadError(self.failure.error, self.failure.usage)
         return self.ready
 
-    # -- what the supervisor tells ------------------------------------------------------------------------------
+    # -- what the replicas tell ---------------------------------------------------------------------------------
 
-    @property
-    def has_work(self) -> bool:
-        """Whether the core owes anything."""
-        return self._journal.has_work
-
-    def on_step(self, step: StepOutputs) -> None:
-        """Write down what the core tells of a step, and deliver it."""
-        left = self._journal.record(step)
-        self._deliver(step)
-        self._go_on(left)
-
-    def on_core_ready(self, ready: Ready, *, again: bool) -> None:
-        """Give a core what waits for it."""
-        self.ready = ready
-        self._settled.set()
+    def on_core_ready(self, replica: Replica, *, again: bool, resumed: int) -> None:
+        """A core serves; the server does when all do."""
         if again:
-            resumed = sum(bool(entry.token_ids) for entry in self._journal)
-            others = len(self.live) - resumed
-            _log.warning("the engine core serves again; %d requests go on, %d others begin", resumed, others)
-            self._on_restart(resumed)
-        self._go_on(list(self._journal))
-
-    def on_core_death(self, in_step: Collection[int], *, killed: bool) -> bool:
-        """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
-        ended = self._journal.core_died(in_step, killed=killed)
-        self._tell(ended)
-        return any(output.is_poison for output in ended)
-
-    def on_end(self, failure: Failed) -> None:
-        """What follows from the last core's end: every live request ends with an error."""
+            if self._placement is not None:
+                self._placement.begin_again(replica.number)
+            self._on_restart(resumed, replica.number)
+        ready = [each.ready for each in self._replicas if each.ready is not None]
+        if len(ready) < len(self._replicas):
+            return
+        self.ready = _merged(ready)
+        if len(ready) > 1 and self._placement is None:
+            self._placement = self._place_among(ready)
         self._settled.set()
-        self._tell(self._journal.end_all(failure.error))
+
+    def on_end(self, replica: Replica, failure: Failed) -> None:
+        """One that can be started no more ends all: nobody may count on the rest to be enough."""
+        if failure.collateral:
+            # The one that it followed says why.
+            for other in self._replicas:
+                if other is not replica:
+                    other.supervisor.look()
+        if self.failure is None:
+            self.failure = failure
+        self._settled.set()
+        if not self._closing:
+            self._end(failure)
+
+    def _end(self, failure: Failed) -> None:
+        self._closing = True
+        for replica in self._replicas:
+            replica.supervisor.end(failure)
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def _place_among(self, ready: Sequence[Ready]) -> Placement:
+        models = [each.model for each in ready]
+        placement = Placement(
+            [model.num_kvcache_blocks * model.block_size for model in models],
+            models[0].block_size,
+            max(model.max_model_len for model in models),
+            by_prefix=all(model.shares_prefixes for model in models),
+            in_turn=self._config.parallel_config.data_parallel_placement == "round_robin",
+        )
+        for replica in self._replicas:
+            replica.note_outputs = placement.note
+        return placement
+
+
+def _merged(ready: Sequence[Ready]) -> Ready:
+    """What holds for every replica, and the time that the slowest took."""
+    if len(ready) == 1:
+        return ready[0]
+    models = [each.model for each in ready]
+    model = msgspec.structs.replace(
+        models[0],
+        max_model_len=min(each.max_model_len for each in models),
+        num_kvcache_blocks=min(each.num_kvcache_blocks for each in models),
+        own_cpus=sorted({cpu for each in models for cpu in each.own_cpus}),
+    )
+    phases = ready[0].startup_seconds
+    return Ready(model, {phase: max(each.startup_seconds.get(phase, 0.0) for each in ready) for phase in phases})
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -13,12 +13,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from engine.config import Config
 from engine.flight_record import FlightRecord
+from engine.meeting import Seat
 
 CORE_MODULE = "engine.engine_core"
 """What the process runs."""
@@ -37,6 +39,14 @@ class Launch(msgspec.Struct, frozen=True):
     """When the core was started, on `time.monotonic`'s clock."""
     flight_record: int
     """Descriptor of its `FlightRecord`."""
+    cpus: list[int]
+    """Those that the process may use. Its parent keeps off the ones that the first core took."""
+    replica: int = 0
+    """Which of the data-parallel replicas it is."""
+    seat: Seat | None = None
+    """Among replicas that compute in lockstep."""
+    available_bytes: int | None = None
+    """Of the host's memory, for this replica's weights; None: what is available when they are loaded."""
 
     @property
     def input_address(self) -> str:
@@ -56,17 +66,28 @@ class CoreProcess:
     other process is gone, however it ended.
     """
 
-    def __init__(self, config: Config, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        replica: int = 0,
+        cpus: Collection[int] | None = None,
+        available_bytes: int | None = None,
+        seat: Seat | None = None,
+    ) -> None:
         """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path."""
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
         self.flight_record = FlightRecord(self._record_descriptor)
         """Stays readable when the process is gone."""
         self.launch = Launch(
-            name=f"kaon-engine-{rank}",
+            name=f"kaon-engine-{replica}",
             config=config.model_dump_json(),
             directory=tempfile.mkdtemp(prefix="kaon-"),
             started=time.monotonic(),
             flight_record=self._record_descriptor,
+            cpus=sorted(os.sched_getaffinity(0) if cpus is None else cpus),
+            replica=replica,
+            available_bytes=available_bytes,
+            seat=seat,
         )
         longest = self.launch.output_address.removeprefix("ipc://")
         if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:

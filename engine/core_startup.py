@@ -12,6 +12,8 @@ import msgspec
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
 from engine.messages import ModelInfo
+from engine.replica_links import ReplicaLinks
+from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from engine.worker.memory import KVCacheSize
     from engine.worker.model_runner import ModelRunner
     from models.checkpoint_config import CheckpointConfig
+    from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +54,22 @@ class LoadedModel(NamedTuple):
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
     blocks_at_first: int | None = None
     """Of a KV cache that grows with its use; None: all."""
+    world: "ReplicaWorld | None" = None
+    """Of the replicas that compute in lockstep."""
 
 
 def load_model(
-    config: Config, phases: PhaseClock, start_ranks: "Callable[[Path], AsyncIOProcManager] | None" = None
+    config: Config,
+    phases: PhaseClock,
+    start_ranks: "Callable[[Path], AsyncIOProcManager] | None" = None,
+    links: ReplicaLinks | None = None,
+    share: HostShare = HostShare(),  # noqa: B008, immutable
 ) -> LoadedModel:
     """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served.
 
     `start_ranks` starts the processes that hold the other shards of the checkpoint at that path; None: there are none.
+    `links`: with the cores of other replicas, where they compute in lockstep; raises `MeetingError` where they do not
+    meet. `share`: what of the host is this replica's.
     """
     _refuse_unsupported(config)
     path = resolve_checkpoint(config.model)
@@ -67,11 +78,17 @@ def load_model(
     from engine.worker.shard_runner import ShardRunner
 
     phases.end("import")
-    runner, config, model_config, own_cpus, group = build_runner(config, path, None if ranks is None else ranks.shard)
+    shard, seat = None if ranks is None else ranks.shard, None if links is None else links.seat
+    runner, config, model_config, own_cpus, group, world = build_runner(config, path, shard, seat, share)
+    if ranks is not None:
+        others_cpus, others_parameters = ranks.wait_loaded()
+    if links is not None:
+        links.meet(config.parallel_config.rank_start_timeout)
     if ranks is not None:
         assert group is not None
-        others_cpus, others_parameters = ranks.wait_loaded()
-        ranks.join(group)
+        ranks.join(group, world)
+    elif world is not None:
+        world.join()
     phases.end("load")
     size = runner.kv_cache_size()
     if ranks is not None:
@@ -106,6 +123,7 @@ def load_model(
         lambda: _load_tokenizer(path),
         window=runner.window,
         blocks_at_first=runner.blocks_at_first,
+        world=world,
     )
 
 
@@ -150,4 +168,5 @@ def _model_info(
         block_size=config.kv_cache_block_size,
         num_kvcache_blocks=config.num_kvcache_blocks,
         own_cpus=sorted(own_cpus),
+        shares_prefixes=config.enable_prefix_caching,
     )

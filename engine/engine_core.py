@@ -17,18 +17,19 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import Empty
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
-from engine.core_io import CoreSockets, InputQueue, OutputQueue
+from engine.core_io import CoreSockets, Incoming, InputQueue, OutputQueue, Wake
 from engine.core_process import Launch
-from engine.core_startup import PhaseClock, load_model
+from engine.core_startup import LoadedModel, PhaseClock, load_model
 from engine.flight_record import FlightRecord
 from engine.isolation import FailedStep, Isolation
 from engine.lifetime import end_with_parent, name_process, take_lifeline
+from engine.meeting import Seat
 from engine.messages import (
     AbortRequests,
     Failed,
@@ -39,11 +40,13 @@ from engine.messages import (
     Stopped,
     terminal_output,
 )
+from engine.replica_links import PEER_END_SECONDS, MeetingError, PeerGoneError, ReplicaLinks
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.structured.matchers import Matchers
 from engine.worker.async_proc import AsyncIOProcManager, RankError
+from engine.worker.shard import HostShare
 
 logger = logging.getLogger("engine.engine_core")
 
@@ -104,14 +107,17 @@ class EngineCore:
 
     def busy_loop(self) -> None:
         """Serve until a `Shutdown` arrives; then end what runs, say `Stopped`, and return."""
-        self.pull_and_process_input_queue()
-        while not self._stopping:
-            self._process_engine_step()
-            self.pull_and_process_input_queue()
+        self._serve()
         live = (*self.scheduler.running, *self.scheduler.waiting)
         self._outputs.put_nowait(self.scheduler.abort([seq.id for seq in live]))
         self._send("idle", 0.0)
         self.output_queue.put(Stopped())
+
+    def _serve(self) -> None:
+        self.pull_and_process_input_queue()
+        while not self._stopping:
+            self._process_engine_step()
+            self.pull_and_process_input_queue()
 
     def produce_token(self) -> None:
         """Run one request of one token through scheduler and model. Raises `RuntimeError` if that does not work."""
@@ -129,11 +135,11 @@ class EngineCore:
                 self._send("idle", 0.0)
             self._take_in([self._wait_idle()])
 
-    def _arrived(self) -> Iterator[Sequence | AbortRequests | Shutdown]:
+    def _arrived(self) -> Iterator[Incoming]:
         while not self.input_queue.empty():
             yield self.input_queue.get_nowait()
 
-    def _wait_idle(self) -> Sequence | AbortRequests | Shutdown:
+    def _wait_idle(self) -> Incoming:
         with contextlib.suppress(Empty):
             return self.input_queue.get(timeout=_PREPARE_AFTER_IDLE_SECONDS)
         while self._prepare_ahead is not None and self.input_queue.empty() and self._prepare_ahead():
@@ -143,7 +149,7 @@ class EngineCore:
         self.scheduler.check_integrity()
         return self.input_queue.get()
 
-    def _take_in(self, messages: Iterable[Sequence | AbortRequests | Shutdown]) -> None:
+    def _take_in(self, messages: Iterable[Incoming]) -> None:
         """Aborts go last and together: the scheduler looks through all that is live, however few they are."""
         aborted: list[int] = []
         for message in messages:
@@ -271,8 +277,10 @@ def main() -> NoReturn:
     lifeline = take_lifeline()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
+    with contextlib.suppress(OSError):  # The system may have taken them from all of us.
+        os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
-    end_with_parent(lifeline, launch.directory)
+    end_with_parent(lifeline, launch.directory, *([] if launch.seat is None else [launch.seat.directory]))
     config = Config.model_validate_json(launch.config)
     logging.basicConfig(
         level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
@@ -294,10 +302,10 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _fail(sockets: CoreSockets, sentence: str, killed: bool = False) -> None:
+def _fail(sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False) -> None:
     """End this process from any thread, whatever the others do, and say why."""
     logger.critical("the engine core ends: %s", sentence)
-    sockets.output_queue.put(Failed(sentence, killed=killed))
+    sockets.output_queue.put(Failed(sentence, killed=killed, collateral=collateral))
     sockets.close()
     os._exit(1)
 
@@ -317,28 +325,31 @@ def _load_and_serve(
     """See `_run`; what is to be ended behind it goes into `ends`."""
 
     def start_ranks(path: Path) -> AsyncIOProcManager:
-        ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path)
+        ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path, launch.seat, share)
         ends.callback(ranks.close)
         return ranks
 
+    share = HostShare(launch.replica, launch.available_bytes)
+    links = None if launch.seat is None else _links(launch.seat, sockets)
     try:
-        loaded = load_model(config, phases, start_ranks if config.parallel_config.tensor_parallel_size > 1 else None)
-        core = EngineCore(
-            loaded.config,
-            loaded.runner,
-            sockets.input_queue,
-            sockets.output_queue,
-            window=loaded.window,
-            blocks_at_first=loaded.blocks_at_first,
-            prepare_ahead=loaded.runner.prepare_ahead,
-            record=record,
-        )
+        has_ranks = config.parallel_config.tensor_parallel_size > 1
+        loaded = load_model(config, phases, start_ranks if has_ranks else None, links, share)
+        core = _core(loaded, sockets, record, links)
         core.produce_token()
+        if links is not None:
+            links.forget_place()
+    except MeetingError as error:
+        return Failed(str(error), usage=not error.is_over, collateral=error.is_over)
     except (ValueError, MemoryError, RankError) as error:
         logger.debug("start-up failed", exc_info=True)
         return Failed(str(error) or "memory ran out while the model was loaded; use a smaller one", usage=True)
+    except PeerGoneError as error:
+        return Failed(str(error), collateral=True)
     except Exception as error:
         logger.exception("start-up failed")
+        gone = None if links is None else links.wait_gone(PEER_END_SECONDS)
+        if gone is not None:
+            return Failed(str(PeerGoneError(gone)), collateral=True)
         return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
     # What is loaded stays: a full collection would walk all of torch's objects, and hold a step up, to find nothing.
     gc.freeze()
@@ -347,10 +358,38 @@ def _load_and_serve(
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:
         core.busy_loop()
+    except PeerGoneError as error:
+        return Failed(str(error), collateral=True)
     except BaseException as error:
         logger.exception("the busy loop ended")
         return Failed(f"the engine core failed: {type(error).__name__}: {error}")
     return None
+
+
+def _links(seat: Seat, sockets: CoreSockets) -> ReplicaLinks:
+    """Between this core and those of the other replicas in lockstep."""
+
+    def end(replica: int) -> None:
+        _fail(sockets, str(PeerGoneError(replica)), collateral=True)
+
+    return ReplicaLinks(seat, lambda number: sockets.input_queue.put(Wake(number)), end)
+
+
+def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None) -> EngineCore:
+    """The loop over a loaded model."""
+    runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
+    options: dict[str, Any] = {
+        "window": loaded.window,
+        "blocks_at_first": loaded.blocks_at_first,
+        "prepare_ahead": runner.prepare_ahead,
+        "record": record,
+    }
+    if links is None:
+        return EngineCore(loaded.config, runner, *queues, **options)
+    from engine.dp_engine_core import DPEngineCoreProc, Lockstep
+
+    assert loaded.world is not None
+    return DPEngineCoreProc(loaded.config, runner, *queues, Lockstep(loaded.world.agree, links), **options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`Journal`: what every live request needs to go on in another engine core. Kept by `CoreManager`.
+"""`Journal`: what every live request needs to go on in another engine core. Kept by `Replica`.
 
 A request's message and the tokens that were delivered are all of it: what is drawn is keyed by the request and the
 position, a grammar is followed again along the tokens, and text is the front end's, which outlives the core.
@@ -99,12 +99,16 @@ class Journal:
 
     def add(self, requests: Sequence[AddRequest]) -> list[Entry]:
         """Take requests in. Raises `ValueError` for an id that is used twice."""
-        ids = {request.request_id for request in requests}
-        if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
-            raise ValueError("a request id is used twice; each live request needs an id of its own")
+        self.check_new(requests)
         entries = {request.request_id: Entry(request) for request in requests}
         self._entries |= entries
         return list(entries.values())
+
+    def check_new(self, requests: Sequence[AddRequest]) -> None:
+        """Raise `ValueError` where the id of one is that of another, or of a live request."""
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
+            raise ValueError("a request id is used twice; each live request needs an id of its own")
 
     def send(self, entries: Iterable[Entry]) -> list[AddRequest]:
         """The messages that bring those of `entries` to the core that may go there."""

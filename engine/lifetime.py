@@ -30,17 +30,18 @@ def take_lifeline() -> socket.socket:
     return lifeline
 
 
-def end_with_parent(lifeline: socket.socket, directory: str) -> None:
-    """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it; remove `directory` then.
+def end_with_parent(lifeline: socket.socket, *directories: str) -> None:
+    """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it, and remove `directories`.
 
     Runs in a thread of its own: the main one may be computing a long step. A byte on the lifeline says that the
-    parent has removed `directory` itself: from then on the kernel may end this process, Python's help or not.
+    parent has removed them itself: from then on the kernel may end this process, Python's help or not.
     """
 
     def watch() -> None:
         while lifeline.recv(1):
             end_with_parent_even_if_stuck()
-        shutil.rmtree(directory, ignore_errors=True)
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

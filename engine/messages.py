@@ -118,6 +118,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_kvcache_blocks: int
     own_cpus: list[int] = []
     """CPUs that the engine keeps for itself; none where it shares them all."""
+    shares_prefixes: bool = True
+    """Whether requests that begin alike share blocks."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -131,12 +133,14 @@ class Ready(msgspec.Struct, tag="ready"):
 class Failed(msgspec.Struct, tag="failed"):
     """The core cannot go on; `error` is a sentence for a person. `usage` marks the user's mistake, not a fault.
 
-    `killed`: whether a rank of it was, by another process.
+    `killed`: whether a rank of it was, by another process. `collateral`: it ends since another replica has, with which
+    it computes in lockstep, and none of its requests is to blame.
     """
 
     error: str
     usage: bool = False
     killed: bool = False
+    collateral: bool = False
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -162,6 +166,8 @@ class StepOutputs(msgspec.Struct, tag="step"):
 
     outputs: list[RequestOutput]
     stats: SchedulerStats | None = None
+    replica: int = 0
+    """Which one it comes from; filled in by the front end."""
 
 
 class Stopped(msgspec.Struct, tag="stopped"):

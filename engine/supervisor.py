@@ -1,10 +1,11 @@
 """`Supervisor`: keeps an engine core running: starts it, hears it, kills it when it hangs, and starts the next.
 
-Owned by `CoreManager`, which knows the requests; this knows processes. Works by blocking calls, or on an event loop.
+Owned by `Replica`, which knows the requests; this knows processes. Works by blocking calls, or on an event loop.
 """
 
 import asyncio
 import logging
+import math
 import signal
 import time
 import weakref
@@ -14,7 +15,7 @@ from typing import Protocol
 import zmq
 
 from engine.config import Config
-from engine.core_link import CoreLink
+from engine.core_link import THE_CORE, CoreLink
 from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs
 from engine.restarts import RestartPolicy
 from engine.watchdog import Watchdog
@@ -36,6 +37,9 @@ class Keeper(Protocol):
     def has_work(self) -> bool:
         """Whether the core owes anything."""
 
+    def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
+        """Start a core. Raises `ValueError`, `OSError` when it cannot be started."""
+
     def on_step(self, step: StepOutputs, /) -> None:
         """The core tells of a step."""
 
@@ -55,8 +59,12 @@ class Keeper(Protocol):
 class Supervisor:
     """An engine core through all of its lives. All calls come from one thread."""
 
-    def __init__(self, config: Config, keeper: Keeper) -> None:
-        """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started."""
+    def __init__(self, config: Config, keeper: Keeper, name: str = THE_CORE) -> None:
+        """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started.
+
+        `name` is what sentences call it.
+        """
+        self.name = name
         self.is_serving = False
         """Whether there is a core that is ready, and not known to be stuck."""
         self.failure: Failed | None = None
@@ -100,17 +108,16 @@ class Supervisor:
         """The core, which was idle, is given work: from now on it must show progress."""
         self._watchdog.note_progress()
 
-    def shutdown(self, farewell: Sequence[Inbound], timeout: float) -> None:
-        """End the core, which exits when it is sent `farewell`, within `timeout` seconds and by force after."""
+    def begin_end(self, farewell: Sequence[Inbound]) -> None:
+        """Have the core, if it serves, end by itself, as `farewell` tells it; there will be no other."""
         self._closing = True
-        if self.is_serving:
-            self.send(farewell)
-            deadline = time.monotonic() + timeout
-            while self.failure is None and self.wait(deadline):
-                pass
+        self.send(farewell)
+
+    def end(self, failure: Failed) -> None:
+        """End what is left, by force and for good; nothing if nothing is."""
+        self._closing = True
         if self.failure is None:
-            how = f"did not stop within {timeout:g} s" if self.is_serving else "was stopped before it was ready"
-            self._end(Failed(f"the engine core {how}"))
+            self._end(failure)
 
     # -- hearing the core ---------------------------------------------------------------------------------------
 
@@ -121,27 +128,23 @@ class Supervisor:
             self._listen(loop, self._links[0])
         loop.call_later(self._watchdog.interval, self._watch, loop)
 
-    def wait(self, deadline: float | None) -> bool:
-        """Block until something happened and take it in; False when `deadline` came first, on the monotonic clock."""
-        now = time.monotonic()
-        due = [each for each in (deadline, self._start_at) if each is not None]
-        if self._watches:
-            due.append(now + self._watchdog.interval)
-        timeout = max(0.0, min(due) - now) if due else None
+    @property
+    def next_look(self) -> float:
+        """When to `look` again though nothing is heard, on the monotonic clock; infinite: not before."""
+        start = math.inf if self._start_at is None else self._start_at
+        return min(start, time.monotonic() + self._watchdog.interval) if self._watches else start
+
+    def look(self) -> None:
+        """Take in what has happened, where there is no event loop that tells of it."""
         if self._links:
             link = self._links[0]
-            link.poll(timeout)
             self._receive()
             if self._links and link.is_gone:
                 self._on_gone()
             elif self._watches:
                 self._check_progress()
-        else:
-            assert timeout is not None
-            time.sleep(timeout)
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self._start_again()
-        return deadline is None or time.monotonic() < deadline
 
     def _listen(self, loop: asyncio.AbstractEventLoop, link: CoreLink) -> None:
         messages, lifeline = link.descriptors
@@ -208,7 +211,7 @@ class Supervisor:
         if self._stalled is None:
             return
         self.is_serving = False
-        _log.error("the engine core stalls: %s; it is killed, and the stacks of its threads follow", self._stalled)
+        _log.error("%s stalls: %s; it is killed, and its threads' stacks follow", self.name, self._stalled)
         link.dump_stacks()
         if self._loop is not None:
             self._loop.call_later(_STACKS_SECONDS, link.kill)
@@ -219,7 +222,7 @@ class Supervisor:
     # -- from one core to the next ------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        link = CoreLink(self._config, self._context)
+        link = self._keeper.new_core(self._config, self._context)
         self._links.append(link)
         self.pid = link.pid
         self._started = time.monotonic()
@@ -233,7 +236,7 @@ class Supervisor:
             try:
                 self._start()
             except (OSError, ValueError, zmq.ZMQError) as error:
-                self._lost(Failed(f"no engine core can be started: {error}"), futile=True)
+                self._lost(Failed(f"{self.name} cannot be started again: {error}"), futile=True)
 
     def _on_gone(self) -> None:
         """The core's process has ended, or is about to."""
@@ -245,15 +248,16 @@ class Supervisor:
         failure = link.why_ended(exit_code)
         killed = exit_code == -signal.SIGKILL or failure.killed
         if self._stalled is not None:
-            failure, killed = Failed(f"the engine core stalled: {self._stalled}"), False
-        in_step = link.running_step()
+            failure, killed = Failed(f"{self.name} stalled: {self._stalled}"), False
+        # What it computed when it followed another into its end is nobody's fault.
+        in_step = [] if failure.collateral else link.running_step()
         self._unlink(link)
         found = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
         # One that died in its first step, or before any, would do no better the next time: unless it was a request's
         # doing, which will not be tried again.
         died_at_once = not link.is_connected or (bool(in_step) and not link.completed_steps)
         # One that was killed may be as good as the next.
-        self._lost(failure, futile=died_at_once and not found and not killed)
+        self._lost(failure, futile=died_at_once and not found and not killed and not failure.collateral)
 
     def _lost(self, failure: Failed, *, futile: bool) -> None:
         """Start another core, now or later, or end for good."""

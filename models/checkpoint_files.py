@@ -1,6 +1,6 @@
 """A checkpoint's safetensors files and the tensors in them. Read by the loader, and by the general route's."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,16 +34,17 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def tensors_of_file(
-    file: Path, seen: dict[str, Path], ignored: tuple[str, ...] = ()
+    file: Path, seen: dict[str, Path], ignored: tuple[str, ...] = (), absent: Container[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored`.
+    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored` or
+    is in `absent`.
 
     Each is noted in `seen`. Raises `CheckpointError` for a damaged file, or a tensor that an earlier file holds too.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, not a dict
-                if name.startswith(ignored):
+                if name.startswith(ignored) or name in absent:
                     continue
                 if name in seen:
                     raise CheckpointError(f"{name} is in both {seen[name]} and {file.name}; only one may hold it")

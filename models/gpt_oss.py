@@ -63,7 +63,7 @@ class GptOssExperts(FusedMoE):
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
-        first = self.parallel.rank * local
+        first = self.split.rank * local
         # Views of the tensor, so that nothing but the parameter itself takes memory.
         rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
         mine = rows[:, 2 * first : 2 * (first + local)]

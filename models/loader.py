@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from models.absent_experts import AbsentExperts
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
@@ -70,6 +71,11 @@ def load_model(
     if isinstance(config, TransformersConfig):
         from models.transformers_model import load_transformers_model
 
+        if parallel.experts is not None:
+            raise CheckpointError(
+                f"enable_expert_parallel is set, but {config.architecture} runs by transformers' own code, whose "
+                "experts cannot be spread; leave it out"
+            )
         if parallel.size > 1:
             raise CheckpointError(
                 f"tensor_parallel_size is {parallel.size}, but {config.architecture} runs by transformers' own code, "
@@ -85,6 +91,11 @@ def load_model(
             model = model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
+    absent = AbsentExperts(model, partial(_checkpoint_name, model=model))
+    if parallel.experts is not None and not absent.is_mixture:
+        raise CheckpointError(
+            f"enable_expert_parallel is set, but {config.architecture} of {path} has no experts; leave it out"
+        )
     _require_memory(model, available_bytes, path, weight_bits)
     is_packed = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
     assert is_packed or weight_bits == 16, "weights are rounded for the CPU's operators"
@@ -103,7 +114,7 @@ def load_model(
     )
     seen: dict[str, Path] = {}
     for file in bar:
-        for name, tensor in dequantizer.dense(tensors_of_file(file, seen, ignored)):
+        for name, tensor in dequantizer.dense(tensors_of_file(file, seen, ignored, absent)):
             target = missing.pop(name, None)
             if target is not None:
                 _fill(target, tensor, name, file)
@@ -111,6 +122,8 @@ def load_model(
                     missing.pop(rival, None)
             elif not _is_harmless(name, config):
                 left_over.append(name)
+    for name in absent.among(missing):
+        del missing[name]
     if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
         raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
     scales = dequantizer.kv_scales

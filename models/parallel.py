@@ -20,6 +20,35 @@ class Collectives(Protocol):
         """On rank 0 all ranks' `x` side by side along the last dimension, in rank order; elsewhere `x` as it is."""
 
 
+class Exchange(Protocol):
+    """Communication among the ranks that have the same place in their replicas. All make the same calls in order."""
+
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """To each replica so many of the rows, in the order of replicas; what they sent here, in that order.
+
+        # [sum of sent, ...] -> [sum of received, ...]
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """Whole experts on each rank, in place of a part of every expert; of one replica, or of all that exchange tokens.
+
+    A rank computes for its replica what experts of its share are asked, and the other ranks of the replica the rest.
+    The share is spread over the ranks of that place in all replicas.
+    """
+
+    replica: int = 0
+    num_replicas: int = 1
+    exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica < self.num_replicas:
+            raise ValueError(f"the replica is {self.replica}; it must be between 0 and {self.num_replicas - 1}")
+        if self.num_replicas > 1 and self.exchange is None:
+            raise ValueError(f"{self.num_replicas} replicas share the experts out, but nothing joins them")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """A rank of a tensor-parallel group. One rank alone needs no collectives: its results are whole already."""
@@ -27,6 +56,8 @@ class TensorParallel:
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
+    experts: ExpertParallel | None = None
+    """How experts are shared out, where each is whole on one rank."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

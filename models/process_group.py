@@ -7,17 +7,34 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from models.replica_world import ReplicaWorld
+
 
 class ProcessGroupCollectives:
     """Ranks of one host, joined through a file. A collective that one rank leaves out holds the others up."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Path, timeout: float) -> None:
-        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective."""
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: Path,
+        timeout: float,
+        world: ReplicaWorld | None = None,
+    ) -> None:
+        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
+
+        `world`: of all replicas' ranks, of which these are some; joined before they are.
+        """
         self._rank, self._size, self._device = rank, size, device
-        self._store, self._timeout = store, timedelta(seconds=timeout)
+        self._store, self._timeout, self._world = store, timedelta(seconds=timeout), world
+        self._group: dist.ProcessGroup | None = None
 
     def join(self) -> None:
         """Meet the other ranks. Raises `RuntimeError` where they do not come in time."""
+        if self._world is not None:
+            self._group = self._world.tensor_group
+            return
         if self._device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
@@ -45,7 +62,7 @@ class ProcessGroupCollectives:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,8 +71,8 @@ class ProcessGroupCollectives:
         if x.numel() == 0:
             return x if self._rank else x.new_empty(*x.shape[:-1], self._size * x.shape[-1])
         if self._rank:
-            dist.gather(x)
+            dist.gather(x, group=self._group, group_dst=0)
             return x
         parts = [torch.empty_like(x) for _ in range(self._size)]
-        dist.gather(x, parts)
+        dist.gather(x, parts, group=self._group, group_dst=0)
         return torch.cat(parts, -1)

@@ -48,13 +48,15 @@ class Admission:
     def of(cls, config: Config, metrics: Metrics) -> Self:
         """As the flags say. Until `open`, a bound by tokens that follows from the cache is not known."""
         settings = config.server_config
-        sequences = config.max_num_seqs if settings.max_queued_requests is None else settings.max_queued_requests
+        running = config.max_num_seqs * config.parallel_config.data_parallel_size
+        sequences = running if settings.max_queued_requests is None else settings.max_queued_requests
         return cls(Limits(sequences, settings.max_queued_tokens, settings.max_requests_per_key), metrics)
 
-    def open(self, model: ModelInfo) -> None:
-        """The model is loaded: unless a flag says otherwise, prompts may wait that fill its KV cache once."""
+    def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
+        """The model is loaded: unless a flag says otherwise, prompts may wait that fill its KV caches once."""
         if self._limits.tokens is None:
-            self._limits = self._limits._replace(tokens=model.block_size * model.num_kvcache_blocks)
+            capacity = model.block_size * model.num_kvcache_blocks * num_replicas
+            self._limits = self._limits._replace(tokens=capacity)
 
     @property
     def num_queued(self) -> int:

@@ -42,7 +42,9 @@ class Frontend:
         """What requests may call for: the model, by each of its names, the main one first; then adapters."""
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
-        self.metrics = Metrics(self.version)
+        self._num_replicas = config.parallel_config.data_parallel_size
+        self.metrics = Metrics(self.version, self._num_replicas)
+        self.metrics.show_serving(lambda: core.serving)
         self.admission = Admission.of(config, self.metrics)
         self.hub = Hub(core, self.metrics, self.admission)
         self.failure: str | None = None
@@ -76,7 +78,7 @@ class Frontend:
             keep_off(ready.model.own_cpus)
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
-        self.admission.open(ready.model)
+        self.admission.open(ready.model, self._num_replicas)
         self._answer_format = AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers)
         self._processor = InputOutputProcessor(tokenizer, template, ready.model, defaults)
         self._grammars = GrammarCompiler(

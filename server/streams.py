@@ -141,7 +141,7 @@ class Hub:
         if ended_early:
             self._core.abort(ended_early)
         if step.stats is not None:
-            self.metrics.step(step.stats, generated_tokens)
+            self.metrics.step(step.stats, generated_tokens, step.replica)
 
     def _advance(self, live: _Live, output: RequestOutput, ended_early: list[int]) -> None:
         state = live.state

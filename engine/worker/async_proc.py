@@ -15,6 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import Config
+from engine.meeting import Seat
 from engine.worker.memory import KVCacheSize, available_host_memory
 from engine.worker.rank_messages import (
     Allocate,
@@ -29,13 +30,14 @@ from engine.worker.rank_messages import (
 )
 from engine.worker.rank_proc import RankProc, wait_readable
 from engine.worker.rank_steps import RankSteps
-from engine.worker.shard import Shard
+from engine.worker.shard import HostShare, Shard
 from engine.worker.step_ends import StepEnds
 from engine.worker.step_ring import StepRing
 
 if TYPE_CHECKING:
     from engine.worker.build import RankGroup
     from engine.worker.shard_runner import ShardRunner
+    from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,20 @@ class RankError(RuntimeError):
 class AsyncIOProcManager:
     """Ranks 1 to N - 1. All methods are called by the thread that runs the steps."""
 
-    def __init__(self, config: Config, directory: str, fail: Callable[..., object], path: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: str,
+        fail: Callable[..., object],
+        path: Path,
+        seat: Seat | None = None,
+        share: HostShare = HostShare(),  # noqa: B008, immutable
+    ) -> None:
         """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
 
-        `directory` is the caller's own, private to its user. `fail` ends this process with a sentence, and
-        whether a rank was killed, from any thread. Raises `OSError` where a process cannot be started.
+        `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
+        `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed, from any
+        thread. Raises `OSError` where a process cannot be started.
         """
         size = config.parallel_config.tensor_parallel_size
         self._timeout = config.parallel_config.rank_start_timeout
@@ -69,7 +80,8 @@ class AsyncIOProcManager:
         ring_descriptor, self._ring = StepRing.create(size - 1)
         ends_descriptor, self._ends = StepEnds.create(size - 1)
         memory = os.memfd_create("kaon-collectives")
-        self.shard = Shard(0, size, Path(directory) / "ranks", memory, available_host_memory() // size)
+        available = available_host_memory() if share.available_bytes is None else share.available_bytes
+        self.shard = Shard(0, size, Path(directory) / "ranks", memory, available // size)
         """What the caller itself is."""
         self._closing, self._wake = os.pipe()
         with ExitStack() as stack:
@@ -77,7 +89,8 @@ class AsyncIOProcManager:
             stack.callback(os.close, ends_descriptor)
             for rank in self._said:
                 launch = RankLaunch(
-                    f"kaon-worker-0.{rank}",
+                    f"kaon-worker-{share.replica}.{rank}",
+                    share.replica,
                     rank,
                     size,
                     config.model_dump_json(),
@@ -87,6 +100,7 @@ class AsyncIOProcManager:
                     ring_descriptor,
                     ends_descriptor,
                     memory,
+                    seat,
                 )
                 self._procs.append(RankProc(launch, (ring_descriptor, ends_descriptor, memory)))
         self._thread = Thread(target=self._hear, name="ranks", daemon=True)
@@ -106,11 +120,13 @@ class AsyncIOProcManager:
         cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
         return cpus, sum(each.num_parameters for each in loaded)
 
-    def join(self, group: "RankGroup") -> None:
-        """Have all ranks meet, this one too. Raises `RankError` where they do not."""
+    def join(self, group: "RankGroup", world: "ReplicaWorld | None" = None) -> None:
+        """Have all ranks meet, this one too, and those of all replicas. Raises `RankError` where they do not."""
         self._group = group
         self._send_all(Join())
         try:
+            if world is not None:
+                world.join()
             group.join()
         except RuntimeError as error:
             raise RankError(f"the tensor-parallel ranks did not meet: {str(error).partition(chr(10))[0]}") from error

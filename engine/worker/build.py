@@ -12,10 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.config import Config
+from engine.meeting import Seat
 from engine.worker.memory import GIB, MAX_CPU_BYTES
 from engine.worker.model_runner import ModelRunner
 from engine.worker.rank_steps import Group
-from engine.worker.shard import Shard, own_cpus
+from engine.worker.shard import HostShare, Shard, own_cpus
 from engine.worker.shard_runner import ShardRunner
 from engine.worker.threads import bind_memory, choose_threads, pin, settle
 from models.attention import select_backend
@@ -25,9 +26,10 @@ from models.kernels import backends
 from models.kernels.cpu import library
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.model_config import ModelConfig, read_checkpoint_config
-from models.parallel import Collectives, TensorParallel
+from models.parallel import Collectives, ExpertParallel, TensorParallel
 from models.process_group import ProcessGroupCollectives
 from models.quantization import parse_quantization
+from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
 _ROUNDINGS = ("int8", "int4")
@@ -54,14 +56,25 @@ class BuiltRunner(NamedTuple):
     """CPUs that other processes keep off."""
     group: RankGroup | None
     """Of the ranks, where there are several; to be joined."""
+    world: ReplicaWorld | None
+    """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
 
 
-def build_runner(config: Config, path: Path, shard: Shard | None = None) -> BuiltRunner:
-    """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served."""
+def build_runner(
+    config: Config,
+    path: Path,
+    shard: Shard | None = None,
+    seat: Seat | None = None,
+    share: HostShare = HostShare(),  # noqa: B008, immutable
+) -> BuiltRunner:
+    """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served.
+
+    `seat`: of this replica among those that compute in lockstep; `share`: what of the host is this replica's.
+    """
     _require_quantization(config.quantization_config.quantization, path)
     model_config = read_checkpoint_config(path, config.model_impl)
     config = _with_checkpoint(config, model_config)
-    device = _resolve_device(config.device, shard)
+    device = _resolve_device(config, shard, share)
     _choose_kernels(device, config.kernel_backend)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     type_name = str(dtype).removeprefix("torch.")
@@ -69,17 +82,22 @@ def build_runner(config: Config, path: Path, shard: Shard | None = None) -> Buil
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
     plan = None
     if device.type == "cpu":
-        size = 1 if shard is None else shard.size
-        plan = choose_threads(config, None if shard is None else own_cpus(shard.rank, size), ranks=size)
-        settle(plan, is_rank=shard is not None)
+        rank, ranks = _place(config, shard, share)
+        plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
+        settle(plan, is_rank=ranks > 1)
         if plan.node is not None:
-            _bind_memory(plan.node, path, config, ranks=size)
+            _bind_memory(plan.node, path, config)
+    world = None if seat is None else _world(config, seat, shard, device)
+    experts = None
+    if config.parallel_config.enable_expert_parallel:
+        experts = ExpertParallel() if seat is None else ExpertParallel(seat.replica, seat.num_replicas, world)
     group = None
     if shard is None:
-        runner = ModelRunner(config, path, model_config, device, dtype)
+        alone = TensorParallel(experts=experts)
+        runner = ModelRunner(config, path, model_config, device, dtype, alone, share.available_bytes)
     else:
-        group = _collectives(config, shard, device)
-        parallel = TensorParallel(shard.rank, shard.size, group)
+        group = _collectives(config, shard, device, world)
+        parallel = TensorParallel(shard.rank, shard.size, group, experts)
         runner = ShardRunner(config, path, model_config, device, dtype, parallel, shard.available_bytes)
     pinned: frozenset[int] = frozenset()
     if plan is not None:
@@ -89,25 +107,42 @@ def build_runner(config: Config, path: Path, shard: Shard | None = None) -> Buil
     runner.load(progress=sys.stderr.isatty() and (shard is None or shard.rank == 0))
     if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
         logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
-    return BuiltRunner(runner, runner.config, model_config, pinned, group)
+    return BuiltRunner(runner, runner.config, model_config, pinned, group, world)
 
 
-def _collectives(config: Config, shard: Shard, device: torch.device) -> RankGroup:
+def _place(config: Config, shard: Shard | None, share: HostShare) -> tuple[int, int]:
+    """This rank among those of all replicas, and how many they are: a device or a part of the cores for each."""
+    rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
+    return share.replica * size + rank, config.parallel_config.data_parallel_size * size
+
+
+def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> ReplicaWorld:
+    """The ranks of all replicas that compute in lockstep."""
+    rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
+    # A replica that hangs is found by who watches it, not by those that wait for it.
+    timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
+    store = Path(seat.directory) / "ranks"
+    return ReplicaWorld(seat.replica, seat.num_replicas, rank, size, device, store, timeout)
+
+
+def _collectives(config: Config, shard: Shard, device: torch.device, world: ReplicaWorld | None) -> RankGroup:
     """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
     operators = library.load_library()
     if device.type == "cpu" and operators is not None and config.parallel_config.cpu_collectives == "shared_memory":
         return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
     return ProcessGroupCollectives(
-        shard.rank, shard.size, device, shard.store, config.parallel_config.rank_start_timeout
+        shard.rank, shard.size, device, shard.store, config.parallel_config.rank_start_timeout, world
     )
 
 
-def _bind_memory(node: int, path: Path, config: Config, ranks: int) -> None:
+def _bind_memory(node: int, path: Path, config: Config) -> None:
     """Keep a rank's weights and cache on a NUMA node that has room for both, with room to spare."""
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
-    # Weights may be widened.
-    bound = config.num_kvcache_blocks is None and bind_memory(node, (2 * weights + cache) // ranks)
+    parallel = config.parallel_config
+    # Weights may be widened; several replicas may be on one node.
+    needed = (2 * weights * parallel.data_parallel_size + cache) // parallel.tensor_parallel_size
+    bound = config.num_kvcache_blocks is None and bind_memory(node, needed)
     logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
 
@@ -141,9 +176,12 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
     raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
 
 
-def _resolve_device(wanted: str, shard: Shard | None) -> torch.device:
+def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> torch.device:
     """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
+    wanted = config.device
+    rank, ranks = _place(config, shard, share)
     if wanted == "auto" and torch.cuda.is_available():
+        wanted = "cuda"
         try:
             select_backend(torch.device("cuda"))
         except ValueError as error:
@@ -151,14 +189,21 @@ def _resolve_device(wanted: str, shard: Shard | None) -> torch.device:
             wanted = "cpu"
     device = torch.device("cpu" if wanted == "auto" else wanted)
     select_backend(device)
-    if device.type == "cpu" or shard is None:
+    if device.type == "cpu" or ranks == 1:
         return device
     count = torch.cuda.device_count()
-    if shard.size > count:
+    if ranks > count:
+        parallel = config.parallel_config
+        sizes = {
+            "data_parallel_size": parallel.data_parallel_size,
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+        }
+        given = [f"{field} is {size}" for field, size in sizes.items() if size > 1]
         raise ValueError(
-            f"tensor_parallel_size is {shard.size}, but this machine has {count} GPUs; set it to at most {count}"
+            f"{' and '.join(given)}, which takes {ranks} GPUs, but this machine has {count}; set "
+            f"{'it to' if len(given) == 1 else 'them to a product of'} at most {count}"
         )
-    device = torch.device(device.type, shard.rank)
+    device = torch.device(device.type, rank)
     torch.cuda.set_device(device)
     return device
 

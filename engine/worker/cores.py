@@ -44,7 +44,7 @@ def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/
     Raises `ValueError` for more threads than CPUs.
     """
     if asked is not None and asked > len(allowed):
-        who = "this process" if ranks == 1 else f"each of {ranks} tensor-parallel ranks"
+        who = "this process" if ranks == 1 else f"each of {ranks} ranks"
         raise ValueError(
             f"cpu_threads is {asked}, but {who} may use {len(allowed)} CPUs; set it to at most {len(allowed)}"
         )

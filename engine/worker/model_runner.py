@@ -35,7 +35,7 @@ from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
-from models.forward_context import AttentionMetaData, Context, forward_context, set_kv_cache_data
+from models.forward_context import AttentionMetaData, Context, DPMetadata, forward_context, set_kv_cache_data
 from models.kernels.cpu import runtime
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.library import Library
@@ -59,6 +59,10 @@ class ModelRunner:
     committed: CommittedBlocks
     program: Program | None = None
     """The model's pass as one call; None where it runs operator by operator."""
+    tokens_across_dp: tuple[int, ...] = ()
+    """How many each replica computes in the next step, where they do so in lockstep."""
+    spare_block: int | None = None
+    """Of the cache, which no sequence uses: dummy steps between those of sequences write there."""
     _step_seconds = 0.0
     """Of the last one."""
 
@@ -136,7 +140,7 @@ class ModelRunner:
         """Blocks of the cache that are used before cached ones are given out; None: all of them."""
         if self.device.type != "cpu" or self.caches.block_bytes == 0:
             return None
-        return -(-CPU_BYTES_AT_FIRST // (self.parallel.size * self.caches.block_bytes))
+        return -(-CPU_BYTES_AT_FIRST // (self._num_ranks * self.caches.block_bytes))
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
@@ -146,7 +150,7 @@ class ModelRunner:
             slot_bytes=self.caches.slot_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
-                cpu_budget(self.config, activations=self._activation_bytes(), ranks=self.parallel.size)
+                cpu_budget(self.config, activations=self._activation_bytes(), ranks=self._num_ranks)
                 if self.device.type == "cpu"
                 else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step)
             ),
@@ -154,7 +158,9 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
-        caches = self.caches.allocate(num_blocks, num_slots)
+        if self._is_in_lockstep:
+            self.spare_block = num_blocks
+        caches = self.caches.allocate(num_blocks + self._is_in_lockstep, num_slots)
         set_kv_cache_data(caches)
         on_host = self.device.type == "cpu"
         self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
@@ -182,8 +188,20 @@ class ModelRunner:
         finally:
             set_kv_cache_data({})
 
+    @property
+    def _num_ranks(self) -> int:
+        """Of all replicas: those that share the host's memory."""
+        return self.parallel.size * self.config.parallel_config.data_parallel_size
+
+    @property
+    def _is_in_lockstep(self) -> bool:
+        """Whether each pass is one of other replicas too."""
+        return self.parallel.experts is not None and self.parallel.experts.exchange is not None
+
     def _record(self, operators: Library) -> Program:
         """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
+        if self._is_in_lockstep:
+            raise NotRecordable("tokens go to experts of other replicas in each layer")
         num_tokens = self.config.max_num_batched_tokens
         none = np.zeros(0, dtype=np.int64)
         metadata = self.backend.build_metadata(
@@ -211,6 +229,10 @@ class ModelRunner:
         self._step_seconds = time.perf_counter() - start
         return output
 
+    def dummy_prefill(self) -> None:
+        """A step over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
+        self._dummy_step([1])
+
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
         return self.committed.at_rest()
@@ -230,7 +252,9 @@ class ModelRunner:
 
     def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
         inputs = self.input_batch.step_inputs(batch)
-        self.committed.use(int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size)
+        highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
+        if highest_block != self.spare_block:
+            self.committed.use(highest_block)
         metadata = self.backend.build_metadata(
             query_lens=inputs.query_lens,
             seq_lens=inputs.seq_lens,
@@ -255,7 +279,8 @@ class ModelRunner:
         lora = None
         if inputs.adapters is not None:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
-        with forward_context(metadata, context, lora=lora):
+        dp_metadata = DPMetadata(self.tokens_across_dp) if self.tokens_across_dp else None
+        with forward_context(metadata, context, dp_metadata, lora=lora):
             hidden = self._hidden_states(input_ids, positions, metadata, has_adapters=lora is not None)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
@@ -332,11 +357,12 @@ class ModelRunner:
         set_kv_cache_data({})
 
     def _dummy_step(self, lengths: list[int]) -> None:
-        """Prefill sequences of these lengths. All write to block 0, which a real sequence overwrites before use."""
+        """Prefill sequences of these lengths. All write to one block: to the first, which a real sequence overwrites
+        before use, or to a spare one."""
         block_size = self.config.kv_cache_block_size
         seqs = [Sequence([0] * length, block_size, id=-1 - row) for row, length in enumerate(lengths)]
         for slot, seq in enumerate(seqs):
-            seq.slot, seq.block_table = slot, [0] * seq.num_blocks
+            seq.slot, seq.block_table = slot, [self.spare_block or 0] * seq.num_blocks
         num_tokens = sum(lengths)
         self._compute(
             ScheduledBatch(

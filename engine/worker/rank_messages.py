@@ -4,11 +4,14 @@ from typing import TypeAlias
 
 import msgspec
 
+from engine.meeting import Seat
+
 
 class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
     """What the process is to be. `config` is `Config.model_dump_json()`; numbers are descriptors."""
 
     name: str
+    replica: int
     rank: int
     size: int
     config: str
@@ -22,6 +25,8 @@ class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
     ends: int
     memory: int
     """Of the collectives on the CPU."""
+    seat: Seat | None
+    """Of its replica, where several compute in lockstep."""
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):

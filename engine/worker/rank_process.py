@@ -35,7 +35,7 @@ from engine.worker.rank_messages import (
     ToRank,
 )
 from engine.worker.rank_steps import ABORTED
-from engine.worker.shard import Shard
+from engine.worker.shard import HostShare, Shard
 from engine.worker.step_ends import StepEnds
 from engine.worker.step_message import decode_step
 from engine.worker.step_ring import StepRing
@@ -81,12 +81,16 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     from engine.worker.shard_runner import ShardRunner
     from models.parallel import CollectiveAborted
 
-    runner, config, _, own_cpus, group = build_runner(config, Path(launch.path), shard)
+    runner, config, _, own_cpus, group, world = build_runner(
+        config, Path(launch.path), shard, launch.seat, HostShare(launch.replica)
+    )
     assert isinstance(runner, ShardRunner)
     assert group is not None
     num_parameters = sum(weight.numel() for weight in runner.model.parameters())
     _send(core, RankLoaded(sorted(own_cpus), num_parameters))
     _expect(core, Join)
+    if world is not None:
+        world.join()
     group.join()
     size = runner.kv_cache_size()
     _send(core, RankSized(size.num_blocks, size.num_slots))

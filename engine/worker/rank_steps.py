@@ -53,10 +53,12 @@ class RankSteps:
         """Of the last step begun."""
         return self._number if self._is_open else 0
 
-    def begin(self, batch: ScheduledBatch, *, is_greedy: bool) -> None:
+    def begin(self, batch: ScheduledBatch, *, is_greedy: bool, tokens_across_dp: tuple[int, ...] = ()) -> None:
         """Have the other ranks compute a step too."""
         self._number += 1
-        message = encode_step(batch, self._number, self._sampled, is_greedy=is_greedy)
+        message = encode_step(
+            batch, self._number, self._sampled, is_greedy=is_greedy, tokens_across_dp=tokens_across_dp
+        )
         self._sampled = []
         self._ring.write(message)
         self._is_open = True

@@ -21,6 +21,14 @@ class Shard(NamedTuple):
     """Of the host's memory, for this rank's weights."""
 
 
+class HostShare(NamedTuple):
+    """What of the host is one data-parallel replica's."""
+
+    replica: int = 0
+    available_bytes: int | None = None
+    """Of the memory, for its weights; None: what is available when they are loaded."""
+
+
 def own_cpus(rank: int, size: int, root: Path = Path("/")) -> Collection[int]:
     """The CPUs that a rank computes on: as many neighbouring cores for each; all for all where cores are too few."""
     allowed = os.sched_getaffinity(0)

@@ -39,7 +39,7 @@ class ShardRunner(ModelRunner):
         self.input_batch.apply(batch)
         if isinstance(batch, ScheduledBatch) and self.other_ranks is not None:
             self._moves_no_logits = self.input_batch.are_greedy(batch.slots)
-            self.other_ranks.begin(batch, is_greedy=self._moves_no_logits)
+            self.other_ranks.begin(batch, is_greedy=self._moves_no_logits, tokens_across_dp=self.tokens_across_dp)
         return self._step_inputs(batch)
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -67,6 +67,7 @@ class ShardRunner(ModelRunner):
         self._sampled_slots = self._sampled_slots[:0]
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._moves_no_logits = message.is_greedy
+        self.tokens_across_dp = message.tokens_across_dp
         with torch.inference_mode():
             inputs, metadata = self.prepare_model(batch)
             # What a step that fails here samples on rank 0 is never sent.

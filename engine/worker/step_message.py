@@ -41,6 +41,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     """Of each, the first position and how many."""
     is_greedy: bool
     """Whether every row takes its likeliest token, so that no logits move."""
+    tokens_across_dp: tuple[int, ...]
+    """How many tokens each replica computes, where they do so in lockstep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,14 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepMessage)
 
 
-def encode_step(batch: ScheduledBatch, number: int, sampled: list[int], *, is_greedy: bool) -> bytes:
+def encode_step(
+    batch: ScheduledBatch,
+    number: int,
+    sampled: list[int],
+    *,
+    is_greedy: bool,
+    tokens_across_dp: tuple[int, ...] = (),
+) -> bytes:
     """The message of a step."""
     return _encoder.encode(
         StepMessage(
@@ -75,6 +84,7 @@ def encode_step(batch: ScheduledBatch, number: int, sampled: list[int], *, is_gr
             batch.appended_blocks,
             [(span.first, len(span.token_ids)) for span in batch.prompt_spans],
             is_greedy,
+            tokens_across_dp,
         )
     )
 

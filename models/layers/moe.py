@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from models.forward_context import get_forward_context
 from models.kernels import triton
 from models.kernels.cpu import expert_ops
 from models.layers.activation import Gating, gating_of, swiglu
+from models.layers.expert_parallel import ExpertShare
 from models.layers.grouped_linear import grouped_linear
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
 from models.layers.quantized_product import stored_experts_of
@@ -48,6 +50,7 @@ class SparseMoE(nn.Module):
 class FusedMoE(nn.Module):
     """Gated feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
 
+    With expert parallelism a rank has some of them, whole, instead of a part of each.
     Read from checkpoints with a tensor an expert (`experts.3.gate_proj.weight`) or with all experts stacked
     (`experts.gate_up_proj`).
     """
@@ -61,15 +64,16 @@ class FusedMoE(nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
         bias: bool = False,
         names: ExpertNames = ExpertNames(),  # noqa: B008, immutable
-        local_experts: range | None = None,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`local_experts`: the ones that this rank holds, None for all; the others' part of the output is zero."""
         super().__init__()
         self.num_experts, self.intermediate_size, self.parallel = num_experts, intermediate_size, parallel
         self.activation = activation
-        self.local_experts = range(num_experts) if local_experts is None else local_experts
-        here, local = len(self.local_experts), parallel.share(intermediate_size, "the experts' intermediate size")
+        self.share = ExpertShare.of(num_experts, parallel)
+        self.local_experts = self.share.local
+        self.split = parallel if parallel.experts is None else SINGLE_RANK
+        """How each expert is shared out."""
+        here, local = len(self.local_experts), self.split.share(intermediate_size, "the experts' intermediate size")
         self.w13 = empty_parameter(
             here,
             2 * local,
@@ -102,7 +106,7 @@ class FusedMoE(nn.Module):
                 sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
             )
         self.expert_map: torch.Tensor | None
-        self.register_buffer("expert_map", None if local_experts is None else self._expert_map(), persistent=False)
+        self.register_buffer("expert_map", None if here == num_experts else self._expert_map(), persistent=False)
 
     def forward(
         self,
@@ -118,7 +122,9 @@ class FusedMoE(nn.Module):
 
         `gate` [tokens, 1] float32: logits of the share of `beside` that a token takes; None: all of it.
         """
-        if self._is_packed and self.expert_map is None:
+        if self.share.exchange is not None:
+            return self._across_replicas(hidden, weights, ids, beside, gate)
+        if self._is_packed:
             return self._by_operators(hidden, weights, ids, beside, gate)
         if hidden.dtype is self.w13.dtype and triton.runs(hidden, operator="moe") and self._are_for_kernels:
             return self._by_kernels(hidden, weights, ids, beside, gate)
@@ -128,21 +134,11 @@ class FusedMoE(nn.Module):
             experts = self.expert_map[experts]
         order = experts.argsort(stable=True)
         counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
-        inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=order // top_k)
-        # One rank alone adds the bias, or the sum would hold it once a rank.
-        outer_bias = None if self.parallel.rank else self.w2_bias
         # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
         products = hidden.new_empty(len(order), hidden.shape[1])
-        products[order] = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
+        products[order] = self._products(hidden, counts, order // top_k)
         by_token = products.view(len(hidden), top_k, -1)
-        combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self._add(self.parallel.all_reduce(combined.to(hidden.dtype)), beside, gate)
-
-    @staticmethod
-    def _add(routed: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None) -> torch.Tensor:
-        if beside is None:
-            return routed
-        return routed + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
+        return self._added_up(by_token, weights, beside, gate)
 
     @property
     def _are_for_kernels(self) -> bool:
@@ -164,15 +160,62 @@ class FusedMoE(nn.Module):
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
         """`forward` without anything of torch's, so that it may be recorded."""
-        counts, tokens, places = expert_ops.sort_pairs(ids, self.num_experts)
+        counts, tokens, places = expert_ops.sort_pairs(ids, self.num_experts, first=self.local_experts.start)
+        products = self._products(hidden, counts[: len(self.local_experts)], tokens)
+        return self._combined(products, weights, places, beside, gate)
+
+    def _across_replicas(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        beside: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` where other replicas have some of the experts, and ask those that are here."""
+        assert self.parallel.experts is not None
+        dp_metadata = get_forward_context().dp_metadata
+        is_dummy = dp_metadata is not None and not dp_metadata.num_tokens_across_dp[self.parallel.experts.replica]
+        products, places = self.share.across(hidden, ids, self._products, is_dummy=is_dummy)
+        if self._is_packed:
+            return self._combined(products, weights, places, beside, gate)
+        return self._added_up(products[places], weights, beside, gate)
+
+    def _products(self, hidden: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What the local experts make of their runs of `hidden[tokens]`; 0 past the last.
+
+        # [rows, hidden_size], [local experts], [pairs] int64 -> [pairs, hidden_size]
+        """
         inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens)
-        # One rank alone adds what all have, or the sum would hold it once a rank.
-        is_first = self.parallel.rank == 0
-        outer_bias = self.w2_bias if is_first else None
-        products = grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
-        if is_first:
-            return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
-        return self.parallel.all_reduce(expert_ops.combine(products, weights, places, None, None))
+        # One rank alone adds the bias of experts that all have a part of, or the sum would hold it once a rank.
+        outer_bias = None if self.split.rank else self.w2_bias
+        return grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
+
+    def _combined(
+        self,
+        products: torch.Tensor,
+        weights: torch.Tensor,
+        places: torch.Tensor,
+        beside: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `_added_up`, by operators. # [pairs, hidden_size], 2 x [tokens, top_k]"""
+        if self.parallel.rank:  # One rank alone adds what all have.
+            beside = gate = None
+        return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
+
+    def _added_up(
+        self, by_token: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The layer's output, of what each token's experts made of it. # [tokens, top_k, hidden_size]"""
+        combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
+        return self._add(self.parallel.all_reduce(combined.to(by_token.dtype)), beside, gate)
+
+    @staticmethod
+    def _add(routed: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None) -> torch.Tensor:
+        if beside is None:
+            return routed
+        return routed + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
 
     def _by_kernels(
         self,
@@ -194,7 +237,7 @@ class FusedMoE(nn.Module):
         inner = _multiply(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        outer_bias = None if self.parallel.rank else self.w2_bias
+        outer_bias = None if self.split.rank else self.w2_bias
         products = _multiply(inner, self.w2, outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
             return moe_combine(products, weights, experts, held, beside, gate)
@@ -217,7 +260,7 @@ class FusedMoE(nn.Module):
     def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
         """Rows of the rank's part: gate before up."""
         whole, local = self.intermediate_size, parameter.shape[1] // 2
-        first = self.parallel.rank * local
+        first = self.split.rank * local
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
             mine = loaded[self.local_experts.start : self.local_experts.stop]
@@ -251,7 +294,7 @@ class FusedMoE(nn.Module):
         if parameter is self.w2_bias:
             return loaded
         local = parameter.shape[2]
-        return loaded.narrow(-1, self.parallel.rank * local, local)
+        return loaded.narrow(-1, self.split.rank * local, local)
 
 
 def _multiply(

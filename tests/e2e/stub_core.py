@@ -53,7 +53,7 @@ class StubRunner:
         return False
 
 
-def load_model(config: Config, phases: PhaseClock, start_ranks: object = None) -> LoadedModel:
+def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
     """Stands in for `engine.core_startup.load_model`."""
     match FAULT:
         case "bad checkpoint":

@@ -300,8 +300,8 @@ manager = CoreManager(Config())
 if sys.argv[1] == "ready":
     manager.wait_ready()
 if sys.argv[1] == "ready, but not heard":
-    manager._supervisor.link._output.poll()
-print(manager.pid, manager._supervisor.link.directory, flush=True)
+    manager._replicas[0].supervisor.link._output.poll()
+print(manager.pid, manager._replicas[0].supervisor.link.directory, flush=True)
 sys.stdin.read()
 """
 
@@ -365,7 +365,7 @@ def test_core_that_is_slow_to_start_can_be_given_up(stub_core: Callable[[str], N
             manager.wait_ready(0.01)
         with pytest.raises(EngineDeadError, match="not ready yet"):
             manager.add_requests(requests(1))
-        directory = Path(manager._supervisor.link.directory)
+        directory = Path(manager._replicas[0].supervisor.link.directory)
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()
     assert not psutil.pid_exists(manager.pid)

@@ -135,7 +135,7 @@ async def test_an_event_loop_s_requests_go_on_too() -> None:
             if len(run.ends) == 5:
                 ended.set()
 
-        manager.attach(asyncio.get_running_loop(), take, resumed.append)
+        manager.attach(asyncio.get_running_loop(), take, lambda count, replica: resumed.append(count))
         await manager.wait_ready_async(WAIT_SECONDS)
         run.add(*range(5))
         while len(run.tokens) < 5:

@@ -250,7 +250,7 @@ def test_a_rank_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
     ("size", "fields", "sentence"),
     [
         (3, {}, "which 3 tensor-parallel ranks (do not divide|cannot share)"),
-        (2, {"cpu_threads": 1000}, "cpu_threads is 1000, but each of 2 tensor-parallel ranks may use"),
+        (2, {"cpu_threads": 1000}, "cpu_threads is 1000, but each of 2 ranks may use"),
     ],
 )
 def test_sizes_that_cannot_be_served_are_refused_in_a_sentence(

@@ -80,18 +80,6 @@ def test_shards_of_experts_add_up_to_the_whole_layer(size: int, bias: bool, stac
     torch.testing.assert_close(total, whole(*inputs))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_ranks_that_hold_different_experts_add_up_to_the_whole_layer(stacked: bool) -> None:
-    whole, inputs = Whole(bias=True), routed(7)
-    total = torch.zeros(7, HIDDEN)
-    for mine in (range(4), range(4, 5), range(5, 6)):
-        layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=True, local_experts=mine)
-        whole.fill(layer, stacked=stacked)
-        assert len(layer.w13) == len(mine)
-        total += layer(*inputs)
-    torch.testing.assert_close(total, whole(*inputs))
-
-
 @pytest.mark.parametrize("top_k", [1, EXPERTS])
 def test_a_token_may_have_one_expert_or_all(top_k: int) -> None:
     whole, hidden = Whole(bias=False), random(5, HIDDEN)

@@ -6,7 +6,7 @@ import re
 import pytest
 from starlette.requests import ClientDisconnect
 
-from engine.config import Config, ServerConfig
+from engine.config import Config, ParallelConfig, ServerConfig
 from engine.io_processor import InvalidRequest
 from engine.messages import ModelInfo
 from server.admission import Admission, Limits
@@ -182,6 +182,10 @@ def test_bounds_follow_from_the_number_of_sequences_and_from_the_cache_unless_fl
     by_default = Admission.of(Config(max_num_seqs=7), Metrics("1"))
     by_default.open(model)
     assert by_default._limits == Limits(7, 160, None)
+    of_three = Config(max_num_seqs=7, parallel_config=ParallelConfig(data_parallel_size=3))
+    by_replicas = Admission.of(of_three, Metrics("1"))
+    by_replicas.open(model, 3)
+    assert by_replicas._limits == Limits(21, 480, None)
     flags = ServerConfig(max_queued_requests=3, max_queued_tokens=50, max_requests_per_key=2)
     by_flags = Admission.of(Config(server_config=flags), Metrics("1"))
     by_flags.open(model)

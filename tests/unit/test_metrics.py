@@ -164,3 +164,31 @@ def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
     one, other = Metrics("1"), Metrics("1")
     one.finished(finished_state(tokenizer, tokens=1), "stop")
     assert value(other, "kaon_requests_finished_total", reason="stop") == 0
+
+
+def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
+    metrics = Metrics("1", 2)
+    metrics.show_serving(lambda: [1])
+    metrics.step(stats(num_running=3, prefix_queried_tokens=10), 5, 0)
+    metrics.step(stats(num_running=4, prefix_queried_tokens=20), 7, 1)
+    metrics.core_restarted(2, 1)
+    for name, expected in (
+        ("kaon_requests_running", [3, 0]),
+        ("kaon_generation_tokens_total", [5, 7]),
+        ("kaon_prefix_cache_queried_tokens_total", [10, 20]),
+        ("kaon_core_restarts_total", [0, 1]),
+        ("kaon_requests_resumed_total", [0, 2]),
+        ("kaon_core_serving", [0, 1]),
+    ):
+        assert [value(metrics, name, replica=str(replica)) for replica in (0, 1)] == expected, name
+    assert value(metrics, "kaon_step_duration_seconds_count", replica="1", kind="decode") == 1
+    assert list(lint(metrics.render().decode())) == []
+
+
+def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
+    one, several = families(Metrics("1")), families(Metrics("1", 3))
+    assert one.keys() == several.keys()
+    assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
+    labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
+    assert "kaon_time_to_first_token_seconds" not in labelled
+    assert len(labelled) == 11

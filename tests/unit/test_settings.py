@@ -126,7 +126,7 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (["--host", ""], "--host is ''; it must have at least 1 character"),
         (["--stop-token-ids", "1,x"], "--stop-token-ids is 1,x; each item must be a valid integer"),
         (["--kv-cache-block-size", "17"], "--kv-cache-block-size is 17; it must be 1 or a multiple of 16"),
-        (["--data-parallel-size", "2"], "--data-parallel-size is 2, but this release runs one replica; set it to 1"),
+        (["--data-parallel-size", "65"], "--data-parallel-size is 65; it must be less than or equal to 64"),
         (["--prot", "1"], "--prot is not a flag; did you mean --port?"),
         (["--qqqqqq=1"], "--qqqqqq is not a flag; kaon serve --help lists them"),
         (["--max-num-seq", "1"], "--max-num-seq is not a flag; did you mean --max-num-seqs?"),

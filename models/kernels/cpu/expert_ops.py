@@ -60,17 +60,19 @@ def route(
     return weights, ids
 
 
-def sort_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sort_pairs(ids: torch.Tensor, experts: int, *, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pairs of a token and one of its experts by expert: how many of each, whose they are, and where each went.
 
     # [tokens, top_k] int64 -> [experts], [tokens * top_k], [tokens, top_k] int64
+
+    The order of experts begins with `first`, and those before it come behind the last.
     """
     runtime = current()
     num_tokens, top_k = ids.shape
     counts = runtime.fixed(experts, torch.int64)
     tokens, places = (runtime.rows(num_tokens, top_k, torch.int64) for _ in range(2))
     arguments = structures.SortPairs(
-        ids.data_ptr(), top_k, experts, counts.data_ptr(), tokens.data_ptr(), places.data_ptr()
+        ids.data_ptr(), top_k, experts, first, counts.data_ptr(), tokens.data_ptr(), places.data_ptr()
     )
     runtime.run(arguments, Step(num_tokens=num_tokens), (ids, counts, tokens, places))
     return counts, tokens.view(-1), places

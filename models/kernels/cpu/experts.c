@@ -6,17 +6,22 @@
 #include "operators.h"
 #include "vectors.h"
 
+/* An expert's number in the order that begins with the first. */
+static int64_t number(const struct sort_pairs *op, int64_t expert) {
+    return expert - op->first + (expert < op->first ? op->experts : 0);
+}
+
 /* One task: it takes less time than sharing it out would. Within an expert pairs stay in the order of tokens. */
 void sort_pairs(const void *arguments, const struct step *step, struct worker *worker) {
     const struct sort_pairs *op = arguments;
     if (take_task(worker) > 0) return;
     int64_t pairs = step->num_tokens * op->top_k, *next = (int64_t *)worker->scratch, place = 0;
     memset(op->counts, 0, op->experts * sizeof(int64_t));
-    for (int64_t pair = 0; pair < pairs; pair++) op->counts[op->ids[pair]]++;
+    for (int64_t pair = 0; pair < pairs; pair++) op->counts[number(op, op->ids[pair])]++;
     for (int64_t expert = 0; expert < op->experts; expert++) next[expert] = place, place += op->counts[expert];
     for (int64_t token = 0, pair = 0; token < step->num_tokens; token++)
         for (int64_t i = 0; i < op->top_k; i++, pair++) {
-            place = next[op->ids[pair]]++;
+            place = next[number(op, op->ids[pair])]++;
             op->places[pair] = place, op->tokens[place] = token;
         }
 }

@@ -234,7 +234,8 @@ enum { SOFTMAX, SIGMOID };
 struct sort_pairs {
     const int64_t *ids; /* [tokens, top_k] */
     int64_t top_k, experts;
-    int64_t *counts; /* [experts] pairs */
+    int64_t first;   /* expert that comes first; those before it follow the last */
+    int64_t *counts; /* [experts] pairs, in that order */
     int64_t *tokens; /* [tokens * top_k] by place: whose the pair is */
     int64_t *places; /* [tokens, top_k] where each pair went */
 };

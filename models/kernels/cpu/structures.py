@@ -252,12 +252,8 @@ class SortPairs(Arguments):
 
     kind = 11
     _fields_: ClassVar = [
-        ("ids", _POINTER),
-        ("top_k", _INTEGER),
-        ("experts", _INTEGER),
-        ("counts", _POINTER),
-        ("tokens", _POINTER),
-        ("places", _POINTER),
+        *(("ids", _POINTER), ("top_k", _INTEGER), ("experts", _INTEGER), ("first", _INTEGER)),
+        *(("counts", _POINTER), ("tokens", _POINTER), ("places", _POINTER)),
     ]
 
 

@@ -1,0 +1,55 @@
+"""`Meeting`: where engine cores that compute in lockstep find each other, and who belongs together. No torch here.
+
+Owned by `CoreManager`. Each core is given a `Seat` when it is started. One that takes the place of another cannot
+join the cores that were there: all begin a new round of seats, in a directory of their own.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+
+import msgspec
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A replica among those that compute in lockstep."""
+
+    replica: int
+    num_replicas: int
+    directory: str
+    """Private to the user; gone, if these replicas will not meet."""
+
+
+class Meeting:
+    """Gives out seats. That of a core that has ended stays empty, and the others of its round end by themselves."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._directories: list[str] = []
+        self._seated: set[int] = set()
+        self._remove = weakref.finalize(self, _remove, self._directories)
+
+    def seat(self, replica: int) -> Seat:
+        """For a core that is about to be started. Raises `OSError` where no directory can be made."""
+        if not self._directories or replica in self._seated:
+            # Who still waits for the one that has ended sees by this that it will not come.
+            _remove(self._directories)
+            self._seated.clear()
+            self._directories.append(tempfile.mkdtemp(prefix="kaon-"))
+        self._seated.add(replica)
+        return Seat(replica, self._num_replicas, self._directories[-1])
+
+    def close(self) -> None:
+        """There will be no more cores."""
+        self._remove()
+
+
+def _remove(directories: list[str]) -> None:
+    while directories:
+        directory = directories.pop()
+        # At once, whoever is making a file in it.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(directory, f"{directory}.over")
+        shutil.rmtree(f"{directory}.over", ignore_errors=True)

@@ -1,0 +1,199 @@
+"""`Placement`: which replica computes a request. Asked by `CoreManager` where there are several.
+
+No torch, no sockets: it knows what was sent where and what has come of it.
+
+The rule: a request goes where the least work lies before its first token and is made by it, in tokens to compute:
+
+    queued + 64 x live + uncached x (1 + fill)
+
+of a replica's `queued` prompt tokens, its `live` sequences, the prompt's tokens that are not in its prefix cache, and
+the share of that cache that is in use. So a cached prefix attracts by what it saves, and no more: as soon as the
+replica that has it is that much busier than another, the other one computes it once and has it too. Tokens that are
+new to a full cache push out as many, which somebody may have to compute again: they count twice there, so that the
+replicas' caches fill evenly instead of all with the same.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.messages import AddRequest, RequestOutput
+from engine.prefix_index import PrefixChain, PrefixIndex, landmarks
+from kvcache.hashing import chain_salt
+
+LIVE_TOKENS = 64
+"""Prompt tokens whose computing weighs as much as a sequence that generates.
+
+A step costs one like it little, but it stays for many."""
+
+
+class _Placed:
+    """A live request, where it was sent."""
+
+    __slots__ = ("chain", "num_prompt_tokens", "paused", "prompt", "queued", "replica", "token_ids")
+
+    def __init__(self, request: AddRequest, replica: int, queued: int, chain: PrefixChain | None) -> None:
+        self.replica = replica
+        self.prompt = request.prompt_token_ids
+        self.queued = queued
+        """Tokens that must be computed before its next output."""
+        self.chain = chain
+        self.token_ids: Sequence[int] = ()
+        self.paused = False
+
+
+class _Load:
+    """What a replica has to do, and what its cache is believed to hold."""
+
+    def __init__(self, index: PrefixIndex | None) -> None:
+        self.queued = 0
+        self.live = 0
+        self.index = index
+
+    @property
+    def tokens(self) -> int:
+        return self.queued + LIVE_TOKENS * self.live
+
+
+class Placement:
+    """Where each live request is computed, from `place` to its last output."""
+
+    def __init__(
+        self, capacities: Sequence[int], block_size: int, max_model_len: int, *, by_prefix: bool, in_turn: bool = False
+    ) -> None:
+        """`capacities` are the sizes of the replicas' KV caches in tokens.
+
+        `by_prefix`: whether they share the beginnings of prompts. `in_turn`: each replica is as good as another.
+        """
+        self._ends = landmarks(block_size, max_model_len)
+        self._by_prefix = by_prefix and not in_turn
+        self._in_turn = in_turn
+        self._loads = [_Load(PrefixIndex(self._ends, size) if self._by_prefix else None) for size in capacities]
+        self._placed: dict[int, _Placed] = {}
+        self._next = 0
+
+    def load(self, replica: int) -> int:
+        """What a replica has to do, in tokens."""
+        return self._loads[replica].tokens
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._placed)
+
+    def place(self, requests: Sequence[AddRequest], among: Sequence[int]) -> dict[int, list[AddRequest]]:
+        """A replica of `among` for each request; by replica those that go there, in their order.
+
+        Successive requests of one and the same prompt, a list that they share, are its choices: they go together, for
+        the prompt is computed once.
+        """
+        chosen: dict[int, list[AddRequest]] = {}
+        first = 0
+        while first < len(requests):
+            end = first + 1
+            while end < len(requests) and requests[end].prompt_token_ids is requests[first].prompt_token_ids:
+                end += 1
+            choices = requests[first:end]
+            chosen.setdefault(self._place(choices, among), []).extend(choices)
+            first = end
+        return chosen
+
+    def follow(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """What a request has generated is in `token_ids`, which grows with its outputs."""
+        self._placed[request_id].token_ids = token_ids
+
+    def note(self, outputs: Iterable[RequestOutput]) -> None:
+        """A replica told of these."""
+        for output in outputs:
+            placed = self._placed.get(output.request_id)
+            if placed is None:
+                continue
+            if placed.queued:
+                self._loads[placed.replica].queued -= placed.queued
+                placed.queued = 0
+            if output.finished:
+                self._end(output)
+
+    def pause(self, request_ids: Iterable[int]) -> None:
+        """These requests leave their replicas for a while."""
+        for placed in self._live(request_ids):
+            if not placed.paused:
+                self._leave(placed)
+                placed.paused = True
+
+    def resume(self, request_ids: Iterable[int]) -> None:
+        """They come back to them."""
+        for placed in self._live(request_ids):
+            if placed.paused:
+                placed.paused = False
+                self._loads[placed.replica].live += 1
+
+    def begin_again(self, replica: int) -> None:
+        """Another core takes the place of a replica's, without its cache: it computes again what is live there."""
+        load = self._loads[replica]
+        if load.index is not None:
+            load.index.clear()
+        load.queued = 0
+        for placed in self._placed.values():
+            if placed.replica != replica or placed.paused:
+                continue
+            placed.queued = len(placed.prompt) + len(placed.token_ids)
+            load.queued += placed.queued
+            if load.index is not None and placed.chain is not None:
+                load.index.use(placed.chain)
+
+    # -- one prompt ---------------------------------------------------------------------------------------------
+
+    def _place(self, choices: Sequence[AddRequest], among: Sequence[int]) -> int:
+        request = choices[0]
+        num_tokens = len(request.prompt_token_ids)
+        chain = None
+        if self._by_prefix:
+            chain = PrefixChain(self._ends, chain_salt(request.cache_salt, request.adapter))
+            chain.extend(request.prompt_token_ids)
+        # Equals are taken in turn.
+        turn = self._next % len(among)
+        candidates = [*among[turn:], *among[:turn]]
+        self._next += 1
+        uncached = dict.fromkeys(candidates, num_tokens)
+        if self._in_turn:
+            replica = candidates[0]
+        elif chain is None:
+            replica = min(candidates, key=self.load)
+        else:
+            work = {}
+            for each in candidates:
+                index = self._loads[each].index
+                assert index is not None
+                uncached[each] -= index.cached_tokens(chain)
+                work[each] = self._loads[each].tokens + uncached[each] * (1.0 + index.fill)
+            replica = min(candidates, key=work.__getitem__)
+        load = self._loads[replica]
+        if chain is not None and load.index is not None:
+            load.index.use(chain)
+        load.live += len(choices)
+        for number, choice in enumerate(choices):
+            # The first one's blocks serve the others.
+            queued = 0 if number and chain is not None else uncached[replica]
+            load.queued += queued
+            self._placed[choice.request_id] = _Placed(choice, replica, queued, chain)
+        return replica
+
+    def _end(self, output: RequestOutput) -> None:
+        """What a request has computed stays in the cache behind it."""
+        placed = self._placed.pop(output.request_id)
+        if not placed.paused:
+            self._leave(placed)
+        index = self._loads[placed.replica].index
+        if index is None or placed.chain is None or not (placed.token_ids or output.output_tokens):
+            return
+        chain = placed.chain.copy()
+        chain.extend([*placed.prompt[chain.num_tokens :], *placed.token_ids, *output.output_tokens])
+        index.use(chain)
+
+    def _leave(self, placed: _Placed) -> None:
+        load = self._loads[placed.replica]
+        load.live -= 1
+        load.queued -= placed.queued
+        placed.queued = 0
+
+    def _live(self, request_ids: Iterable[int]) -> list[_Placed]:
+        return [placed for id in request_ids if (placed := self._placed.get(id)) is not None]

@@ -1,0 +1,168 @@
+"""`Replica`: one engine core through all of its lives, and the requests that it owes an answer.
+
+Owned by `CoreManager`, which has one or, data parallel, several.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+import zmq
+
+from engine.config import Config
+from engine.core_link import CoreLink, core_name
+from engine.journal import Entry, Journal
+from engine.meeting import Seat
+from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
+from engine.supervisor import Supervisor
+
+_log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """Who has replicas, and is told by them."""
+
+    def on_core_ready(self, replica: "Replica", /, *, again: bool, resumed: int) -> None:
+        """A core serves, in which so many requests will go on behind tokens that they had."""
+
+    def on_end(self, replica: "Replica", failure: Failed, /) -> None:
+        """There is no core of this replica, and will be none."""
+
+
+class Replica:
+    """A supervised core, and the journal of its requests. All calls come from one thread.
+
+    Requests that are here when its core dies go on in its next one, wherever others might.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        owner: Owner,
+        deliver: Callable[[StepOutputs], object],
+        number: int = 0,
+        available_bytes: int | None = None,
+        new_seat: Callable[[int], Seat] | None = None,
+    ) -> None:
+        """Start its core and return at once; see `Supervisor`. `deliver` is called with the outputs of every step.
+
+        `available_bytes`: of the host's memory, for the weights of the first core, which loads beside the others'.
+        `new_seat` gives each core its own, by number, among replicas that compute in lockstep.
+        """
+        self.number = number
+        self.ready: Ready | None = None
+        """What its latest core said when it was ready to serve; None before the first."""
+        self.deliver = deliver
+        self.journal = Journal()
+        self.note_outputs: Callable[[Iterable[RequestOutput]], object] | None = None
+        """Called with what a step brought, before it is delivered."""
+        self.in_lockstep: Sequence[Replica] = (self,)
+        """Those that compute in step, this one included: while one has work, all must show progress."""
+        self._owner = owner
+        self._available_bytes = available_bytes
+        # This process will keep off those that the core makes its own; the next core is to have them again.
+        self._cpus = os.sched_getaffinity(0)
+        self._new_seat = new_seat
+        self.supervisor = Supervisor(config, self, core_name(config, number))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is a core now that is ready."""
+        return self.supervisor.is_serving
+
+    def shutdown(self) -> None:
+        """Have the core abort what runs and end; it takes its time."""
+        self.supervisor.begin_end([Shutdown()])
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[AddRequest]) -> list[Entry]:
+        """Send requests, or keep them until a core serves; their entries in the journal."""
+        entries = self.journal.add(requests)
+        self._go_on(entries)
+        return entries
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Ask the core to end those of the requests that are this one's."""
+        there, ended = self.journal.abort(self.journal.entries(request_ids))
+        if there:
+            self.supervisor.send([AbortRequests(there)])
+        self._tell(ended)
+
+    def pause(self, request_ids: Collection[int]) -> None:
+        """Have the core give them up until `resume`."""
+        leaving = self.journal.call_back(self.journal.entries(request_ids))
+        if leaving:
+            self.supervisor.send([AbortRequests(leaving)])
+
+    def resume(self, request_ids: Collection[int]) -> None:
+        """Have the core go on with them."""
+        self._go_on(self.journal.let_go_on(self.journal.entries(request_ids)))
+
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        """Deliver outputs that no core sends."""
+        if outputs:
+            step = StepOutputs(outputs)
+            self.journal.record(step)
+            self._deliver(step)
+
+    def _deliver(self, step: StepOutputs) -> None:
+        if self.note_outputs is not None:
+            step.replica = self.number
+            self.note_outputs(step.outputs)
+        self.deliver(step)
+
+    def _go_on(self, entries: Sequence[Entry]) -> None:
+        """Bring requests that are here to the core, if there is one; if not, they wait for it."""
+        if self.is_serving and entries:
+            if not self.has_work:
+                for replica in self.in_lockstep:
+                    replica.supervisor.note_work()
+            self.supervisor.send(self.journal.send(entries))
+
+    # -- what the supervisor tells ------------------------------------------------------------------------------
+
+    def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreLink:
+        """Start a core."""
+        available_bytes, self._available_bytes = self._available_bytes, None
+        seat = None if self._new_seat is None else self._new_seat(self.number)
+        return CoreLink(config, context, self.number, self._cpus, available_bytes, seat)
+
+    @property
+    def live(self) -> Collection[int]:
+        """Ids of the requests that still owe their terminal output."""
+        return self.journal.ids
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the core owes anything."""
+        return any(replica.journal.has_work for replica in self.in_lockstep)
+
+    def on_step(self, step: StepOutputs) -> None:
+        """Write down what the core tells of a step, and deliver it."""
+        left = self.journal.record(step)
+        self._deliver(step)
+        self._go_on(left)
+
+    def on_core_ready(self, ready: Ready, *, again: bool) -> None:
+        """Give a core what waits for it."""
+        self.ready = ready
+        resumed = sum(bool(entry.token_ids) for entry in self.journal)
+        if again:
+            others = len(self.live) - resumed
+            name = self.supervisor.name
+            _log.warning("%s serves again; %d requests go on, %d others begin", name, resumed, others)
+        self._owner.on_core_ready(self, again=again, resumed=resumed)
+        self._go_on(list(self.journal))
+
+    def on_core_death(self, in_step: Collection[int], *, killed: bool) -> bool:
+        """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
+        ended = self.journal.core_died(in_step, killed=killed)
+        self._tell(ended)
+        return any(output.is_poison for output in ended)
+
+    def on_end(self, failure: Failed) -> None:
+        """What follows from the last core's end: every live request ends with an error."""
+        self._owner.on_end(self, failure)
+        self._tell(self.journal.end_all(failure.error))

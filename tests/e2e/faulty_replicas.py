@@ -1,0 +1,46 @@
+"""An engine core in lockstep with faults that the tests choose.
+
+`FAULTY_REPLICA` is `REPLICA:FAULT`, or `raise:TOKEN` where none can compute that token.
+"""
+
+import os
+import sys
+import time
+from typing import Any
+
+from engine import engine_core
+from engine.replica_links import ReplicaLinks
+from engine.worker.model_runner import ModelRunner
+
+
+def _stay_away(self: ReplicaLinks, timeout: float) -> None:
+    time.sleep(3600)
+
+
+def _fail(self: ModelRunner) -> None:
+    raise ZeroDivisionError("division by cucumber")
+
+
+_run_model = ModelRunner.run_model
+
+
+def _raise_on_token(self: ModelRunner, inputs: Any, *arguments: Any) -> Any:
+    if int(os.environ["FAULTY_REPLICA"].rpartition(":")[2]) in inputs.input_ids:
+        raise ZeroDivisionError("division by cucumber")
+    return _run_model(self, inputs, *arguments)
+
+
+def main() -> None:
+    number, _, fault = os.environ["FAULTY_REPLICA"].partition(":")
+    if number == "raise":
+        ModelRunner.run_model = _raise_on_token  # type: ignore[method-assign]
+    elif sys.argv[1] == f"kaon-engine-{number}":
+        if fault == "absent":
+            ReplicaLinks.meet = _stay_away  # type: ignore[method-assign]
+        else:
+            ModelRunner.warm_up = _fail  # type: ignore[method-assign]
+    engine_core.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Several replicas behind one `CoreManager`: each request is answered once, whatever becomes of a core. Stub model."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.config import Config, ParallelConfig
+from engine.core_manager import CoreManager, EngineDeadError
+from engine.messages import AddRequest, StepOutputs
+from engine.sampling_params import SamplingParams
+from tests.e2e.stub_core import DEADLY
+from tests.e2e.test_core_restarts import PROMPT, WAIT_SECONDS, Run
+
+pytestmark = pytest.mark.usefixtures("stub_core")
+
+
+@pytest.fixture(autouse=True)
+def counting_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_CORE_COUNTS", "1")
+
+
+def replicas(size: int = 2, placement: str = "prefix") -> ParallelConfig:
+    return ParallelConfig.model_validate({"data_parallel_size": size, "data_parallel_placement": placement})
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    run = Run(parallel_config=replicas())
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        yield run
+
+
+def homes(manager: CoreManager, *request_ids: int) -> list[int]:
+    """The replicas of live requests."""
+    return [
+        next(replica.number for replica in manager._replicas if request_id in replica.live)
+        for request_id in request_ids
+    ]
+
+
+def kill(manager: CoreManager, replica: int) -> None:
+    os.kill(manager.pids[replica], signal.SIGKILL)
+
+
+# -- as one engine ----------------------------------------------------------------------------------------------
+
+
+def test_each_request_is_answered_once_by_one_of_several_cores(run: Run) -> None:
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in run.manager.pids]
+    assert names == ["kaon-engine-0", "kaon-engine-1"]
+    for request_id in range(40):
+        run.add(request_id)
+    places = homes(run.manager, *range(40))
+    assert 15 <= places.count(0) <= 25
+    run.until_ended(*range(40))
+    run.assert_complete(*range(40))
+    assert not run.manager.live
+
+
+def test_steps_say_which_replica_they_are_of(run: Run) -> None:
+    run.add(0)
+    run.add(1)
+    places = dict(zip(range(2), homes(run.manager, 0, 1), strict=True))
+    assert set(places.values()) == {0, 1}
+    while len(run.ends) < 2:
+        step = run.manager.get_outputs(WAIT_SECONDS)
+        assert step is not None
+        run.take(step)
+        assert {places[output.request_id] for output in step.outputs} <= {step.replica}
+
+
+def test_round_robin_takes_each_in_turn() -> None:
+    run = Run(parallel_config=replicas(3, "round_robin"))
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        for request_id in range(9):
+            run.add(request_id)
+        assert homes(run.manager, *range(9)) == [0, 1, 2] * 3
+        run.until_ended(*range(9))
+
+
+def test_requests_are_aborted_paused_and_resumed_wherever_they_are(run: Run) -> None:
+    for request_id in range(8):
+        run.add(request_id, max_tokens=2000)
+    run.until_begun(*range(8))
+    run.manager.abort([0, 1, 2, 3, 77])
+    run.manager.pause([4, 5, 6])
+    run.until_ended(0, 1, 2, 3, 7)
+    assert {run.ends[request_id].finish_reason for request_id in range(4)} == {"abort"}
+    assert set(run.manager.live) == {4, 5, 6}
+    run.manager.resume([4, 5, 6])
+    run.until_ended(4, 5, 6)
+    run.assert_complete(4, 5, 6, 7, max_tokens=2000)
+
+
+def test_an_id_in_use_is_refused_wherever_it_is(run: Run) -> None:
+    run.add(0, max_tokens=1000)
+    run.add(1, max_tokens=1000)
+    for ids in ((0,), (1,), (5, 5), (6, 1)):
+        with pytest.raises(ValueError, match="a request id is used twice"):
+            run.add(*ids)
+    assert set(run.manager.live) == {0, 1}
+
+
+def test_on_an_event_loop_outputs_come_to_one_callback() -> None:
+    async def serve() -> list[tuple[int, int]]:
+        restarts: list[tuple[int, int]] = []
+        run.manager.attach(asyncio.get_running_loop(), run.take, lambda *told: restarts.append(told))
+        await run.manager.wait_ready_async(WAIT_SECONDS)
+        for request_id in range(20):
+            run.add(request_id)
+        while not all(run.tokens[request_id] for request_id in range(20)):
+            await asyncio.sleep(0.01)
+        kill(run.manager, 1)
+        while len(run.ends) < 20:
+            await asyncio.sleep(0.01)
+        return restarts
+
+    run = Run(parallel_config=replicas())
+    with run.manager:
+        restarts = asyncio.run(asyncio.wait_for(serve(), WAIT_SECONDS))
+    run.assert_complete(*range(20))
+    ((resumed, replica),) = restarts
+    assert replica == 1
+    assert 0 < resumed < 20
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------
+
+
+def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(run: Run) -> None:
+    for request_id in range(20):
+        run.add(request_id, max_tokens=1500)
+    run.until_begun(*range(20))
+    places = dict(enumerate(homes(run.manager, *range(20))))
+    pids = run.manager.pids
+    kill(run.manager, 0)
+    run.until(lambda: run.manager.serving == [1])
+    undisturbed = [request_id for request_id, place in places.items() if place == 1]
+    told = {request_id: len(run.tokens[request_id]) for request_id in undisturbed}
+    assert run.manager.is_serving
+    run.until(lambda: all(len(run.tokens[id]) > told[id] or id in run.ends for id in undisturbed))
+    assert run.manager.serving == [1], "they went on while the other core was being started"
+    run.until_ended(*range(20))
+    run.assert_complete(*range(20), max_tokens=1500)
+    assert run.manager.pids[0] != pids[0]
+    assert run.manager.pids[1] == pids[1]
+
+
+def test_while_a_core_is_started_again_new_requests_go_to_the_others(run: Run) -> None:
+    run.add(0, max_tokens=1000)
+    run.add(1, max_tokens=1000)
+    kill(run.manager, 0)
+    run.until(lambda: run.manager.serving == [1])
+    run.add(*range(10, 20), max_tokens=10)
+    assert set(homes(run.manager, *range(10, 20))) == {1}
+    run.until_ended(0, 1, *range(10, 20))
+    run.assert_complete(*range(10, 20), max_tokens=10)
+    run.until(lambda: run.manager.serving == [0, 1])
+    for request_id in range(20, 24):
+        run.add(request_id, max_tokens=1000)
+    assert set(homes(run.manager, *range(20, 24))) == {0, 1}
+
+
+def test_requests_wait_where_no_core_is_left_for_the_moment(run: Run) -> None:
+    for replica in range(2):
+        kill(run.manager, replica)
+    run.until(lambda: not run.manager.is_serving)
+    assert run.manager.is_alive
+    for request_id in range(6):
+        run.add(request_id)
+    run.until_ended(*range(6))
+    run.assert_complete(*range(6))
+
+
+def test_deaths_of_any_core_at_random_moments_lose_and_repeat_nothing() -> None:
+    rng = random.Random(0)
+    run = Run(parallel_config=replicas(3), max_core_restarts=100)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        for request_id in range(200):
+            run.add(request_id, max_tokens=100)
+            if request_id % 25 == 24 and run.manager.serving:
+                kill(run.manager, rng.choice(run.manager.serving))
+            step = run.manager.get_outputs(0.003)
+            if step is not None:
+                run.take(step)
+        run.until_ended(*range(200))
+        run.assert_complete(*range(200), max_tokens=100)
+        assert not run.manager.live
+
+
+def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
+    for request_id in range(10):
+        run.add(request_id, max_tokens=3000)
+    run.until_begun(*range(10))
+    pids = run.manager.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    run.until_ended(*range(10))
+    run.assert_complete(*range(10), max_tokens=3000)
+    assert run.manager.pids[0] == pids[0]
+    assert run.manager.pids[1] != pids[1]
+
+
+def test_a_request_that_kills_its_core_ends_alone(run: Run) -> None:
+    for request_id in range(6):
+        run.add(request_id, max_tokens=1000)
+    run.until_begun(*range(6))
+    run.add(10, prompt=[DEADLY])
+    (home,) = homes(run.manager, 10)
+    survivor = run.manager.pids[1 - home]
+    run.until_ended(10, *range(6))
+    assert run.ends[10].is_poison
+    run.assert_complete(*range(6), max_tokens=1000)
+    assert run.manager.pids[1 - home] == survivor
+
+
+def test_a_core_that_is_started_no_more_ends_all_and_says_which() -> None:
+    run = Run(parallel_config=replicas(), max_core_restarts=0)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        for request_id in range(10):
+            run.add(request_id, max_tokens=100_000)
+        run.until_begun(*range(10))
+        pids = run.manager.pids
+        kill(run.manager, 1)
+        run.until_ended(*range(10))
+        for request_id in range(10):
+            assert run.ends[request_id].error == "engine core 1 was killed by SIGKILL"
+        assert not run.manager.is_alive
+        assert run.manager.failure is not None
+        with pytest.raises(EngineDeadError, match="engine core 1 was killed by SIGKILL"):
+            run.add(11)
+        with pytest.raises(EngineDeadError, match="engine core 1"):
+            run.manager.get_outputs()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_core_that_takes_another_s_place_may_use_the_cpus_that_its_parent_keeps_off() -> None:
+    everything = os.sched_getaffinity(0)
+    run = Run(parallel_config=replicas())
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        os.sched_setaffinity(0, {min(everything)})
+        try:
+            kill(run.manager, 0)
+            run.until(lambda: run.manager.serving == [1])
+            run.until(lambda: run.manager.serving == [0, 1])
+        finally:
+            os.sched_setaffinity(0, everything)
+        assert os.sched_getaffinity(run.manager.pids[0]) == everything
+
+
+# -- start and end ----------------------------------------------------------------------------------------------
+
+
+def test_shutdown_ends_every_core_and_every_request() -> None:
+    run = Run(parallel_config=replicas(3))
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        for request_id in range(9):
+            run.add(request_id, max_tokens=100_000)
+        run.until_begun(*range(9))
+        pids = run.manager.pids
+    while (step := _rest(run.manager)) is not None:
+        run.take(step)
+    assert {run.ends[request_id].finish_reason for request_id in range(9)} == {"abort"}
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    run.manager.shutdown()
+
+
+def _rest(manager: CoreManager) -> StepOutputs | None:
+    try:
+        return manager.get_outputs(0)
+    except EngineDeadError:
+        return None
+
+
+def test_cores_that_cannot_start_are_told_of_in_one_sentence_and_leave_nothing(
+    stub_core: Callable[[str], None],
+) -> None:
+    stub_core("bad checkpoint")
+    with CoreManager(Config(parallel_config=replicas(3))) as manager:
+        pids = manager.pids
+        with pytest.raises(EngineDeadError, match=r"^model is /nowhere") as raised:
+            manager.wait_ready(WAIT_SECONDS)
+        assert raised.value.usage
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_nothing_serves_before_all_do() -> None:
+    with CoreManager(Config(parallel_config=replicas())) as manager:
+        os.kill(manager.pids[1], signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            manager.wait_ready(3)
+        assert manager.serving == [0]
+        assert not manager.is_serving
+        with pytest.raises(EngineDeadError, match="not ready yet"):
+            manager.add_requests([AddRequest(0, PROMPT, SamplingParams())])
+        os.kill(manager.pids[1], signal.SIGCONT)
+        assert manager.wait_ready(WAIT_SECONDS).model.num_kvcache_blocks == 1024
+
+
+def test_a_core_killed_before_it_was_ready_ends_all_with_its_number(
+    stub_core: Callable[[str], None],
+) -> None:
+    stub_core("slow")
+    with CoreManager(Config(parallel_config=replicas())) as manager:
+        pids = manager.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="engine core 1 was killed by SIGKILL"):
+            manager.wait_ready(WAIT_SECONDS)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_replicas_have_a_number_within_reason() -> None:
+    for size in (0, 65):
+        with pytest.raises(ValueError, match="data_parallel_size"):
+            replicas(size)

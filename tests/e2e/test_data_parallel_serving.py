@@ -1,0 +1,191 @@
+"""Replicas of the embedded model, by `LLMEngine` and behind HTTP: the answers of one, and what each tells."""
+
+import re
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from engine.config import ParallelConfig
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+from models.kernels.cpu.library import load_library
+from tests.e2e.kaon_server import KaonServer, eventually
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9, max_tokens=24, ignore_eos=True)
+PROMPTS = [f"{opening} {number}" for number in range(6) for opening in ("Hello", "What is 3+4?", "The capital of")]
+PARAMS = [GREEDY if number % 2 else SEEDED for number in range(len(PROMPTS))]
+
+
+def engine_of(replicas: int, ranks: int = 1) -> LLMEngine:
+    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
+    return LLMEngine(
+        parallel_config=parallel, dtype="float32", device="cpu", num_kvcache_blocks=256, max_num_seqs=32, cpu_threads=1
+    )
+
+
+def answers(engine: LLMEngine) -> list[list[int]]:
+    results = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert {result["finish_reason"] for result in results} == {"length"}
+    return [result["token_ids"] for result in results]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """One replica's answers to prompts of both kinds."""
+    with engine_of(1) as engine:
+        return answers(engine)
+
+
+def test_replicas_answer_what_one_alone_does_also_when_one_is_killed(alone: list[list[int]]) -> None:
+    with engine_of(2) as engine:
+        assert answers(engine) == alone
+        pids = engine._core.pids
+        ids = engine.add_request(PROMPTS, PARAMS)
+        assert all(replica.live for replica in engine._core._replicas), "each computes some"
+        psutil.Process(pids[1]).kill()
+        assert [result["token_ids"] for result in engine.collect(ids)] == alone
+        assert engine._core.pids[0] == pids[0]
+        assert engine._core.pids[1] != pids[1]
+
+
+@pytest.mark.skipif(load_library() is None, reason="the operators were not built")
+@pytest.mark.slow
+def test_each_replica_may_have_ranks(alone: list[list[int]]) -> None:
+    with engine_of(2, 2) as engine:
+        names = [
+            child.cmdline()[-1]
+            for pid in engine._core.pids
+            for child in psutil.Process(pid).children()
+            if "rank_process" in " ".join(child.cmdline())
+        ]
+        assert names == ["kaon-worker-0.1", "kaon-worker-1.1"]
+        assert answers(engine) == alone
+
+
+# -- behind HTTP ------------------------------------------------------------------------------------------------
+
+
+def body(number: int, **fields: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0.0} if number % 2 else {"temperature": 1.0, "seed": number}
+    return {
+        "model": "kaon-demo",
+        "prompt": f"Number {number}:",
+        "max_tokens": 200,
+        "ignore_eos": True,
+        **sampling,
+        **fields,
+    }
+
+
+def text_of(server: KaonServer, number: int, **fields: Any) -> str:
+    """One answer: streamed for every third, else whole."""
+    stream = number % 3 == 0
+    with server.http() as http:
+        response = http.post("/v1/completions", json=body(number, stream=stream, **fields))
+    assert response.status_code == 200, response.text
+    if not stream:
+        return str(response.json()["choices"][0]["text"])
+    texts = re.findall(r'"text":("(?:[^"\\]|\\.)*")', response.text)
+    assert response.text.rstrip().endswith("data: [DONE]")
+    return "".join(httpx.Response(200, content=text).json() for text in texts)
+
+
+def replicas_of(server: KaonServer) -> list[psutil.Process]:
+    """The engine cores by replica."""
+    cores = [child for child in server.process.children() if "engine.engine_core" in child.cmdline()]
+    return sorted(cores, key=lambda core: core.cmdline()[-1])
+
+
+@pytest.fixture
+def pair(start_server: Callable[..., KaonServer]) -> KaonServer:
+    return start_server(parallel_config={"data_parallel_size": 2}).ready()
+
+
+def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonServer, server: KaonServer) -> None:
+    """The shared server has one replica, and answers the same in float32."""
+    with ThreadPoolExecutor(24) as pool:
+        expected = list(pool.map(lambda number: text_of(server, number), range(24)))
+        first, second = replicas_of(pair)
+        answered = [pool.submit(text_of, pair, number) for number in range(24)]
+        eventually(lambda: pair.metric('kaon_requests_running{replica="1"}') > 0)
+        second.kill()
+        assert [each.result() for each in answered] == expected
+    eventually(lambda: len(replicas_of(pair)) == 2)
+    assert replicas_of(pair)[0].pid == first.pid
+    eventually(lambda: pair.metric('kaon_core_serving{replica="1"}') == 1)
+    assert pair.metric("kaon_requests_received_total") == 24
+    assert pair.metric('kaon_requests_finished_total{reason="length"}') == 24
+    assert pair.metric('kaon_core_restarts_total{replica="0"}') == 0
+    assert pair.metric('kaon_core_restarts_total{replica="1"}') == 1
+    assert "engine core 1 was killed by SIGKILL" in pair.stderr
+    assert "engine core 1 serves again" in pair.stderr
+    assert pair.stop() == 0
+
+
+def test_each_replica_tells_of_itself_and_the_server_is_ready_while_one_is_started_again(pair: KaonServer) -> None:
+    for number in range(6):
+        text_of(pair, number, max_tokens=4)
+    for replica in (0, 1):
+        assert pair.metric(f'kaon_generation_tokens_total{{replica="{replica}"}}') > 0
+        assert pair.metric(f'kaon_core_serving{{replica="{replica}"}}') == 1
+        assert pair.metric(f'kaon_step_duration_seconds_count{{kind="decode",replica="{replica}"}}') > 0
+    with pair.http() as http:
+        assert http.get("/readyz").status_code == 200
+        replicas_of(pair)[0].kill()
+        eventually(lambda: pair.metric('kaon_core_serving{replica="0"}') == 0)
+        assert http.get("/readyz").status_code == 200
+        assert http.get("/livez").status_code == 200
+    assert text_of(pair, 1, max_tokens=4)
+    assert {line.split()[0] for line in pair.stderr.splitlines()} >= {"kaon-engine-0", "kaon-engine-1"}
+
+
+def test_choices_of_a_prompt_are_computed_once(pair: KaonServer) -> None:
+    with pair.http() as http:
+        fields = {"n": 4, "prompt": "one two three four " * 20, "max_tokens": 8}
+        response = http.post("/v1/completions", json=body(0, **fields))
+    assert len(response.json()["choices"]) == 4
+    tokens = [pair.metric(f'kaon_generation_tokens_total{{replica="{replica}"}}') for replica in (0, 1)]
+    assert sorted(tokens) == [0, 32]
+
+
+def test_streams_end_first_when_the_server_is_told_to_end(pair: KaonServer) -> None:
+    cores = replicas_of(pair)
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda number=number: texts.append(text_of(pair, number))) for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: pair.metric("kaon_requests_live") == 8)
+    pair.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 8
+    assert pair.wait() == 0
+    assert not any(core.is_running() for core in cores)
+
+
+def test_no_replica_outlives_a_server_that_is_killed(pair: KaonServer) -> None:
+    cores = replicas_of(pair)
+    assert len(cores) == 2
+    pair.process.kill()
+    psutil.wait_procs(cores, 30)
+    assert not any(core.is_running() for core in cores)
+
+
+def test_a_replica_that_is_started_no_more_ends_the_server_which_says_so(
+    start_server: Callable[..., KaonServer],
+) -> None:
+    server = start_server(parallel_config={"data_parallel_size": 2}, max_core_restarts=0).ready()
+    cores = replicas_of(server)
+    cores[1].kill()
+    assert server.wait() == 1
+    assert "kaon: engine core 1 was killed by SIGKILL" in server.stderr
+    assert not any(core.is_running() for core in cores)

@@ -1,0 +1,270 @@
+"""Replicas that share experts out, as real processes: in step with each other, together in sleep, death and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine import core_process
+from engine.config import Config, ParallelConfig
+from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.sampling_params import SamplingParams
+from tests.e2e.test_tensor_parallel import wait_gone
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.variants import all_variants
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(50, seed=5), prompt(9, seed=4), prompt(2, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small mixture of experts."""
+    variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
+    overrides = {**variant.overrides, "max_position_embeddings": 512}
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), variant.family, **overrides)
+
+
+def engine_of(
+    checkpoint: Path,
+    replicas: int,
+    *,
+    size: int = 1,
+    dtype: str = "float32",
+    parallel: dict[str, Any] | None = None,
+    **fields: Any,
+) -> LLMEngine:
+    spread = {"enable_expert_parallel": replicas * size > 1, "data_parallel_placement": "round_robin"}
+    fields = {"num_kvcache_blocks": 128, "max_num_seqs": 16, "cpu_threads": 1, "device": "cpu", **fields}
+    return LLMEngine(
+        str(checkpoint),
+        parallel_config=ParallelConfig.model_validate(
+            {"data_parallel_size": replicas, "tensor_parallel_size": size, **spread, **(parallel or {})}
+        ),
+        dtype=dtype,
+        generation_config="none",
+        **fields,
+    )
+
+
+def tokens(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [result["token_ids"] for result in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def run_faulty(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Have the replicas of the next engine run with a fault."""
+    monkeypatch.setattr(core_process, "CORE_MODULE", "faulty_replicas")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("FAULTY_REPLICA", fault)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> Iterator[LLMEngine]:
+    """One rank that holds all experts."""
+    with engine_of(checkpoint, 1) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_request_gets_the_tokens_of_one_rank_whoever_else_is_served(
+    checkpoint: Path, alone: LLMEngine, size: int
+) -> None:
+    """One replica idle; both busy, prompts beside decodes; steps of few tokens, so that prompts come in parts."""
+    expected = tokens(alone, PROMPTS)
+    with engine_of(checkpoint, 2, size=size, scheduling_policy="mixed", max_num_batched_tokens=16) as engine:
+        for index in range(2):
+            assert tokens(engine, PROMPTS[index : index + 1]) == expected[index : index + 1]
+        assert tokens(engine, PROMPTS) == expected
+        # While some decode, others begin.
+        ids = engine.add_request(PROMPTS[:1], LONG)
+        assert tokens(engine, PROMPTS) == expected
+        assert engine.collect(ids)[0]["token_ids"][: GREEDY.max_tokens] == expected[0]
+
+
+def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> None:
+    """Each expert's product is one rank's, and a token adds up what it gets in its own order."""
+    with engine_of(checkpoint, 1, dtype="bfloat16") as engine:
+        expected = tokens(engine, PROMPTS)
+    with engine_of(checkpoint, 2, dtype="bfloat16") as engine:
+        assert tokens(engine, PROMPTS) == expected
+
+
+def test_dummies_of_an_idle_replica_leave_its_prefix_cache_alone(checkpoint: Path, alone: LLMEngine) -> None:
+    expected = tokens(alone, PROMPTS[:1])
+    with engine_of(checkpoint, 2) as engine:
+        for _ in range(4):  # In turn: each replica has cached the prompt, and computed dummies behind that.
+            assert tokens(engine, PROMPTS[:1]) == expected
+
+
+def test_idle_replicas_use_no_processor(checkpoint: Path) -> None:
+    with engine_of(checkpoint, 2) as engine:
+        tokens(engine, PROMPTS)
+        processes = [psutil.Process(pid) for pid in engine._core.pids]
+        time.sleep(2.0)  # Past what an idle core does once.
+        before = [sum(each.cpu_times()[:2]) for each in processes]
+        time.sleep(2.0)
+        spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
+    assert max(spent) < 0.1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_requests_of_all_replicas_go_on_when_one_is_killed(
+    checkpoint: Path, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = tokens(alone, PROMPTS, LONG)
+    with engine_of(checkpoint, 2) as engine:
+        before = engine._core.pids
+        ids = engine.add_request(PROMPTS, LONG)
+        time.sleep(0.3)
+        os.kill(before[victim], signal.SIGKILL)
+        assert [result["token_ids"] for result in engine.collect(ids)] == expected
+        wait_gone(before)
+        after = engine._core.pids
+        assert not set(before) & set(after)
+        assert tokens(engine, PROMPTS, GREEDY) == [each[:24] for each in expected]
+    wait_gone(after)
+    assert f"engine core {victim} was killed by SIGKILL; another is started" in caplog.text
+    assert f"replica {victim} is gone, with which this one computes in lockstep" in caplog.text
+
+
+def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_again(
+    checkpoint: Path, alone: LLMEngine
+) -> None:
+    expected = tokens(alone, PROMPTS[:2])
+    with engine_of(checkpoint, 2) as engine:
+        assert tokens(engine, PROMPTS[:2]) == expected
+        before = engine._core.pids
+        os.kill(before[1], signal.SIGKILL)
+        wait_gone(before)
+        assert tokens(engine, PROMPTS[:2]) == expected
+
+
+def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(checkpoint: Path, alone: LLMEngine) -> None:
+    """Those that wait for it learn that it will not come, and meet the next one."""
+    expected = tokens(alone, PROMPTS[:2])
+    with engine_of(checkpoint, 2) as engine:
+        os.kill(engine._core.pids[0], signal.SIGKILL)
+        ids = engine.add_request(PROMPTS[:2], GREEDY)
+        first = engine._core.pids[0]
+        deadline = time.monotonic() + 30
+        while engine._core.pids[0] == first and time.monotonic() < deadline:
+            engine._core._wait(time.monotonic() + 0.1)
+        os.kill(engine._core.pids[0], signal.SIGKILL)
+        assert [result["token_ids"] for result in engine.collect(ids)] == expected
+
+
+def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(checkpoint: Path, alone: LLMEngine) -> None:
+    expected = tokens(alone, PROMPTS[:1], LONG)
+    with engine_of(checkpoint, 2) as engine:
+        before = engine._core.pids
+        ids = engine.add_request(PROMPTS[:1], LONG)
+        os.kill(before[1], signal.SIGSTOP)
+        assert [result["token_ids"] for result in engine.collect(ids)] == expected
+        assert not set(before) & set(engine._core.pids)
+
+
+def test_a_request_that_no_step_can_compute_ends_alone(
+    checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replica dies of it twice, and takes the other along, whose requests nobody blames."""
+    expected = tokens(alone, PROMPTS)
+    raising = (set(range(3, 300)) - {token for tokens in (*PROMPTS, *expected) for token in tokens}).pop()
+    run_faulty(monkeypatch, f"raise:{raising}")
+    with engine_of(checkpoint, 2) as engine:
+        ids = engine.add_request([*PROMPTS, [5, raising, 6]], GREEDY)
+        *results, guilty = engine.collect(ids)
+        assert [result["token_ids"] for result in results] == expected
+        assert guilty["finish_reason"] == "error"
+
+
+def test_busy_replicas_end_together_with_an_output_for_each_request(checkpoint: Path) -> None:
+    with engine_of(checkpoint, 2) as engine:
+        pids = engine._core.pids
+        ids = engine.add_request(PROMPTS, LONG)
+        time.sleep(0.2)
+        engine._core.shutdown()
+        assert not engine._core.live
+        results = engine.collect(ids)
+    assert {result["finish_reason"] for result in results} <= {"abort", "error", "length"}
+    wait_gone(pids)
+
+
+def test_replicas_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tests.e2e.test_expert_parallel import engine_of\n"
+        "engine = engine_of(Path(sys.argv[1]), 2)\nprint(*engine._core.pids, flush=True)\ninput()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(checkpoint)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.communicate()
+    wait_gone(pids)
+
+
+# -- what cannot be served --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size", "sentence"),
+    [
+        (3, 1, "a layer has 8 experts, which 1 rank in each of 3 replicas do not divide evenly; choose sizes that do"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(
+    checkpoint: Path, replicas: int, size: int, sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(EngineDeadError, match=sentence) as raised:
+        engine_of(checkpoint, replicas, size=size)
+    assert raised.value.usage
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_model_without_experts_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineDeadError, match=r"Qwen3ForCausalLM of .* has no experts; leave it out") as raised:
+        LLMEngine(
+            parallel_config=ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
+            device="cpu",
+            cpu_threads=1,
+            num_kvcache_blocks=64,
+            dtype="float32",
+        )
+    assert raised.value.usage
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_one_rank_has_nobody_to_share_experts_with() -> None:
+    with pytest.raises(ValueError, match="enable_expert_parallel is set, but there is one rank to hold the experts"):
+        Config(parallel_config=ParallelConfig(enable_expert_parallel=True))
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("1:absent", "replica 1 did not meet replica 0 within rank_start_timeout 1 s"),
+        ("1:bug", "engine core 1.*: ZeroDivisionError: division by cucumber"),
+    ],
+)
+def test_a_replica_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
+    checkpoint: Path, fault: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_faulty(monkeypatch, fault)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(EngineDeadError, match=sentence):
+        engine_of(checkpoint, 2, parallel={"rank_start_timeout": 1.0 if "absent" in fault else 60.0})
+    wait_gone([child.pid for child in psutil.Process().children(recursive=True) if child.pid not in before])

@@ -1,0 +1,297 @@
+"""Experts spread over ranks and replicas compute what one rank does."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import Config
+from engine.worker.input_batch import StepInputs
+from engine.worker.model_runner import ModelRunner
+from engine.worker.sampler import SampledTokens
+from models.errors import CheckpointError
+from models.forward_context import DPMetadata, ForwardContext
+from models.kernels.cpu.program import Program
+from models.layers import moe
+from models.layers.moe import FusedMoE
+from models.layers.parameter import fill_rows, pack_products, packed_of
+from models.layers.routing import softmax_top_k
+from models.loader import load_model
+from models.model_config import ModelConfig, read_checkpoint_config
+from models.parallel import ExpertParallel, TensorParallel
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import CPU
+from tests.parity.test_cpu_models import _fields
+from tests.parity.test_cpu_operators import bf16, operators
+from tests.parity.test_cpu_operators import pytestmark as needs_operators
+from tests.parity.test_model_sharding import PartialResults, random
+from tests.parity.test_moe import EXPERTS, HIDDEN, INNER, Whole, routed
+from tests.parity.variants import all_variants
+
+__all__ = ["operators"]
+
+
+_turn = threading.Lock()
+"""One thread computes at a time, as the operators want it, while the others wait in an exchange."""
+
+
+class Exchanges:
+    """All-to-all among threads, one a replica."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._barrier = threading.Barrier(num_replicas, timeout=20)
+        self._posted: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.rows_moved = 0
+
+    def of(self, replica: int) -> "Exchanges.End":
+        return self.End(self, replica)
+
+    class End:
+        def __init__(self, exchanges: "Exchanges", replica: int) -> None:
+            self._all, self._replica = exchanges, replica
+
+        def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+            self._all._posted[self._replica] = rows.split(sent)
+            self._wait()
+            parts = [self._all._posted[replica][self._replica] for replica in range(len(sent))]
+            if rows.dtype.is_floating_point:
+                self._all.rows_moved += sum(sent) - sent[self._replica]
+            self._wait()
+            assert [len(part) for part in parts] == received
+            return torch.cat(parts)
+
+        def _wait(self) -> None:
+            _turn.release()
+            try:
+                self._all._barrier.wait()
+            finally:
+                _turn.acquire()
+
+
+def spread(num_ranks: int, num_replicas: int, make: Callable[[TensorParallel], Any]) -> list[list[Any]]:
+    """What `make` makes for each rank of each replica."""
+    columns = [Exchanges(num_replicas) for _ in range(num_ranks)]
+    collectives = PartialResults() if num_ranks > 1 else None
+    return [
+        [
+            make(
+                TensorParallel(
+                    rank,
+                    num_ranks,
+                    collectives,
+                    ExpertParallel(replica, num_replicas, columns[rank].of(replica) if num_replicas > 1 else None),
+                )
+            )
+            for rank in range(num_ranks)
+        ]
+        for replica in range(num_replicas)
+    ]
+
+
+def at_once(calls: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def call_in_turn(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with _turn:
+            return call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(call_in_turn, calls))
+
+
+@pytest.fixture(autouse=True)
+def step(monkeypatch: pytest.MonkeyPatch) -> ForwardContext:
+    """The step that layers see."""
+    context = ForwardContext(None, None)  # type: ignore[arg-type] # for attention
+    monkeypatch.setattr(moe, "get_forward_context", lambda: context)
+    return context
+
+
+def layer(whole: Whole, parallel: TensorParallel, *, stacked: bool) -> FusedMoE:
+    made = FusedMoE(HIDDEN, INNER, EXPERTS, bias=True, parallel=parallel)
+    whole.fill(made, stacked=stacked)
+    return made
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_with_whole_experts_add_up_to_the_whole_layer(size: int, stacked: bool) -> None:
+    whole, inputs = Whole(bias=True), routed(7)
+    [ranks] = spread(size, 1, lambda parallel: layer(whole, parallel, stacked=stacked))
+    assert [len(rank.w13) for rank in ranks] == [EXPERTS // size] * size
+    assert all(rank.w13.isfinite().all() for rank in ranks)
+    torch.testing.assert_close(sum(rank(*inputs) for rank in ranks), whole(*inputs))
+
+
+@pytest.mark.parametrize(("size", "num_replicas"), [(1, 2), (1, 3), (2, 3), (3, 2)])
+def test_tokens_reach_the_experts_of_other_replicas_and_come_back(size: int, num_replicas: int) -> None:
+    """Each replica has as many tokens as it likes, or none that count."""
+    whole = Whole(bias=True)
+    replicas = spread(size, num_replicas, lambda parallel: layer(whole, parallel, stacked=False))
+    inputs = [routed(count) for count in (7, 1, 12)[:num_replicas]]
+    calls = [
+        lambda rank=rank, mine=mine: rank(*mine)  # type: ignore[misc]
+        for ranks, mine in zip(replicas, inputs, strict=True)
+        for rank in ranks
+    ]
+    outputs = at_once(calls)
+    for replica, mine in enumerate(inputs):
+        found = torch.stack(outputs[replica * size : (replica + 1) * size]).sum(0)
+        torch.testing.assert_close(found, whole(*mine))
+
+
+def test_what_is_beside_the_experts_is_added_once() -> None:
+    whole, (hidden, weights, ids) = Whole(bias=True), routed(5)
+    beside, gate = random(5, HIDDEN) + 1, random(5, 1)
+    replicas = spread(1, 2, lambda parallel: layer(whole, parallel, stacked=True))
+    found = at_once([lambda rank=rank: rank(hidden, weights, ids, beside, gate) for [rank] in replicas])
+    for output in found:
+        torch.testing.assert_close(output, whole(hidden, weights, ids) + beside * gate.sigmoid())
+
+
+def test_experts_do_not_work_for_dummies(step: ForwardContext) -> None:
+    """Where no replica has tokens of its own, nothing moves; a dummy's output is nobody's, but it is a number."""
+    whole = Whole(bias=True)
+    replicas = spread(1, 2, lambda parallel: layer(whole, parallel, stacked=False))
+    step.dp_metadata = DPMetadata((0, 0))
+    outputs = at_once([lambda rank=rank: rank(*routed(1)) for [rank] in replicas])
+    assert all(output.isfinite().all() for output in outputs)
+    assert replicas[0][0].share.exchange._all.rows_moved == 0
+
+
+@needs_operators
+@pytest.mark.usefixtures("operators")
+class TestByOperators:
+    def parts(self, size: int, num_replicas: int) -> tuple[FusedMoE, list[list[FusedMoE]]]:
+        """A layer in bfloat16, and the same spread."""
+        gate_up, down = bf16(8, 128, 64), bf16(8, 64, 64, seed=1)
+
+        def make(parallel: TensorParallel) -> FusedMoE:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.bfloat16)
+            made = FusedMoE(64, 64, 8, parallel=parallel)
+            torch.set_default_dtype(before)
+            pack_products(made)
+            for place, expert in enumerate(made.local_experts):
+                fill_rows(made.w13, 0, gate_up[expert], place)
+                fill_rows(made.w2, 0, down[expert], place)
+            assert packed_of(made.w13) is not None
+            return made
+
+        return make(TensorParallel()), spread(size, num_replicas, make)
+
+    def inputs(self, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return bf16(count, 64, seed=seed), *softmax_top_k(bf16(count, 8, seed=seed + 1).float(), 3, renormalize=True)
+
+    def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self) -> None:
+        """Whoever sends tokens beside it."""
+        whole, replicas = self.parts(1, 2)
+        mine, beside = self.inputs(9, 5), bf16(9, 64, seed=8)
+        expected = whole(*mine, beside)
+        for others in (1, 30):
+            theirs = self.inputs(others, 11)
+            found, _ = at_once([partial(replicas[0][0], *mine, beside), partial(replicas[1][0], *theirs)])
+            assert torch.equal(found, expected)
+
+    def test_ranks_of_one_replica_add_up(self) -> None:
+        whole, [ranks] = self.parts(4, 1)
+        mine = self.inputs(9, 5)
+        found = torch.stack([rank(*mine).float() for rank in ranks]).sum(0)
+        expected = whole(*mine).float()
+        assert (found - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+@needs_operators
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "DeepseekV2ForCausalLM"])
+def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Path, architecture: str) -> None:
+    """Which gives the same bits as operator by operator."""
+    variant = next(each for each in all_variants() if each.architecture == architecture)
+    path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
+    config = Config(num_kvcache_blocks=8, max_num_seqs=4)
+    model_config = read_checkpoint_config(path, config.model_impl)
+    for rank in range(2):
+        parallel = TensorParallel(rank, 2, PartialResults(), ExpertParallel())
+        runner = ModelRunner(config, path, model_config, CPU, torch.bfloat16, parallel)
+        runner.load()
+        runner.allocate_kv_cache(8)
+        program = runner.program
+        assert program is not None
+        recorded, alone = (states_of(runner, using) for using in (program, None))
+        assert torch.equal(recorded, alone)
+
+
+def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
+    """The hidden state that a prompt ends with, by a recorded step or operator by operator."""
+    seen: list[torch.Tensor] = []
+    choose = type(runner)._choices
+
+    def note(hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+        seen.append(hidden.clone())
+        return choose(runner, hidden, inputs)
+
+    runner.program = program
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_choices", note)
+        runner._dummy_step([23])
+    [hidden] = seen
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("size", "num_replicas", "sentence"),
+    [
+        (4, 1, "a layer has 6 experts, which 4 ranks do not divide evenly; choose sizes that do, or leave enable_exp"),
+        (2, 2, "a layer has 6 experts, which 2 ranks in each of 2 replicas do not divide evenly"),
+        (1, 4, "a layer has 6 experts, which 1 rank in each of 4 replicas do not divide evenly"),
+    ],
+)
+def test_experts_that_the_ranks_do_not_divide_are_refused(size: int, num_replicas: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        spread(size, num_replicas, lambda parallel: FusedMoE(HIDDEN, INNER, EXPERTS, parallel=parallel))
+
+
+def test_replicas_without_an_exchange_or_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 replicas share the experts out, but nothing joins them"):
+        ExpertParallel(0, 2)
+    with pytest.raises(ValueError, match="the replica is 2; it must be between 0 and 1"):
+        ExpertParallel(2, 2, Exchanges(2).of(0))
+
+
+# -- loading ----------------------------------------------------------------------------------------------------
+
+
+def load(path: Path, parallel: TensorParallel) -> Any:
+    config = ModelConfig.from_checkpoint(path)
+    return load_model(path, config, dtype=torch.float32, device=CPU, progress=False, parallel=parallel)
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Glm4MoeForCausalLM"])
+def test_a_rank_reads_its_own_experts_alone(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = next(each for each in all_variants() if each.architecture == architecture)
+    path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    seen: list[str] = []
+    inner = FusedMoE._load_down
+
+    def note(self: FusedMoE, parameter: Any, loaded: torch.Tensor, shard: Any) -> None:
+        seen.append(shard)
+        inner(self, parameter, loaded, shard)
+
+    monkeypatch.setattr(FusedMoE, "_load_down", note)
+    for rank in range(2):
+        seen.clear()
+        model = load(path, TensorParallel(rank, 2, PartialResults(), ExpertParallel()))
+        layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+        mine = [expert for each in layers for expert in each.local_experts]
+        assert sorted(expert for expert, _ in seen) == sorted(mine)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3")
+    with pytest.raises(CheckpointError, match=r"enable_expert_parallel is set, but Qwen3ForCausalLM of .* has no exp"):
+        load(path, TensorParallel(0, 2, PartialResults(), ExpertParallel()))

@@ -1,0 +1,71 @@
+"""Which device a rank of a replica computes on."""
+
+import pytest
+import torch
+
+from engine.config import Config, ParallelConfig
+from engine.worker import build
+from engine.worker.shard import HostShare, Shard
+
+
+@pytest.fixture(autouse=True)
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "select_backend", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+def device_of(replicas: int, ranks: int, replica: int, rank: int, device: str = "cuda") -> torch.device:
+    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
+    config = Config.model_validate({"parallel_config": parallel, "device": device})
+    shard = None if ranks == 1 else Shard(rank, ranks, None, 0, 0)  # type: ignore[arg-type]
+    return build._resolve_device(config, shard, HostShare(replica))
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(4, 1), (2, 2), (1, 4), (2, 1)])
+def test_each_rank_of_each_replica_has_a_gpu_of_its_own_and_neighbours_in_its_replica(
+    replicas: int, ranks: int
+) -> None:
+    found = [device_of(replicas, ranks, replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    assert found == [torch.device("cuda", number) for number in range(replicas * ranks)]
+
+
+def test_one_engine_takes_the_device_that_the_user_sees_first() -> None:
+    assert device_of(1, 1, 0, 0) == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "sentence"),
+    [
+        (5, 1, "data_parallel_size is 5, which takes 5 GPUs, but this machine has 4; set it to at most 4"),
+        (1, 8, "tensor_parallel_size is 8, which takes 8 GPUs, but this machine has 4; set it to at most 4"),
+        (
+            2,
+            4,
+            "data_parallel_size is 2 and tensor_parallel_size is 4, which takes 8 GPUs, but this machine has 4; set "
+            "them to a product of at most 4",
+        ),
+    ],
+)
+def test_more_than_there_are_is_refused_in_a_sentence_by_every_replica(
+    replicas: int, ranks: int, sentence: str
+) -> None:
+    for replica in range(replicas):
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            device_of(replicas, ranks, replica, 0)
+
+
+def test_on_the_cpu_replicas_need_no_gpus() -> None:
+    assert device_of(64, 2, 63, 1, "cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "replica", "rank", "place"),
+    [(1, 1, 0, 0, (0, 1)), (1, 2, 0, 1, (1, 2)), (3, 1, 2, 0, (2, 3)), (2, 2, 1, 0, (2, 4)), (2, 2, 1, 1, (3, 4))],
+)
+def test_cores_are_shared_out_over_the_ranks_of_all_replicas(
+    replicas: int, ranks: int, replica: int, rank: int, place: tuple[int, int]
+) -> None:
+    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
+    shard = None if ranks == 1 else Shard(rank, ranks, None, 0, 0)  # type: ignore[arg-type]
+    assert build._place(Config(parallel_config=parallel), shard, HostShare(replica)) == place

@@ -1,0 +1,236 @@
+"""The busy loops of replicas in lockstep, over stub models in threads: who computes, who sleeps, who wakes whom."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config
+from engine.core_io import Wake
+from engine.dp_engine_core import DPEngineCoreProc, Lockstep
+from engine.messages import AbortRequests, Shutdown, StepOutputs, Stopped
+from engine.replica_links import PeerGoneError
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, StubRunner, ends, outputs_of
+
+WAIT_SECONDS = 20.0
+
+
+class Runner(StubRunner):
+    """Notes every pass: its own tokens, and what it was told of all replicas'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens_across_dp: tuple[int, ...] = ()
+        self.passes: list[tuple[int, tuple[int, ...]]] = []
+
+    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        self.passes.append((batch.total_tokens_num, self.tokens_across_dp))
+        return super().forward(batch)
+
+    def dummy_prefill(self) -> None:
+        self.passes.append((0, self.tokens_across_dp))
+
+
+class Replicas:
+    """Two engine cores, their loops in threads."""
+
+    def __init__(self) -> None:
+        self._said = [0, 0]
+        self._barrier = threading.Barrier(2, timeout=WAIT_SECONDS)
+        self.rings: list[tuple[int, int]] = []
+        self.runners = [Runner(), Runner()]
+        config = Config(num_kvcache_blocks=NUM_BLOCKS, max_num_seqs=8, eos_token_id=2)
+        self.locksteps = [Lockstep(self._agree_as(replica), self.Peers(self, replica)) for replica in range(2)]
+        self.cores = [
+            DPEngineCoreProc(config, runner, SimpleQueue(), SimpleQueue(), lockstep)
+            for runner, lockstep in zip(self.runners, self.locksteps, strict=True)
+        ]
+        self.threads = ThreadPoolExecutor(2)
+        self.loops: list[Any] = []
+
+    class Peers:
+        def __init__(self, replicas: "Replicas", own: int) -> None:
+            self._replicas, self._own = replicas, own
+            self.gone: int | None = None
+
+        def ring(self, number: int) -> None:
+            self._replicas.rings.append((self._own, number))
+            self._replicas.cores[1 - self._own].input_queue.put(Wake(number))
+
+        def part(self) -> None:
+            pass
+
+        def wait_gone(self, timeout: float) -> int | None:
+            return self.gone
+
+    def _agree_as(self, replica: int) -> Callable[[int], tuple[int, ...]]:
+        def agree(own: int) -> tuple[int, ...]:
+            self._said[replica] = own
+            try:
+                self._barrier.wait()
+                said = tuple(self._said)
+                self._barrier.wait()
+            except threading.BrokenBarrierError as error:
+                raise RuntimeError("connection closed by peer") from error
+            return said
+
+        return agree
+
+    def start(self) -> None:
+        self.loops = [self.threads.submit(core.busy_loop) for core in self.cores]
+
+    def add(self, replica: int, seq_id: int, max_tokens: int = 4) -> None:
+        seq = Sequence([10] * 3, BLOCK_SIZE, SamplingParams(max_tokens=max_tokens), id=seq_id)
+        self.cores[replica].input_queue.put(seq)
+
+    def end(self, *replicas: int) -> list[list[StepOutputs]]:
+        """Tell these to end; what both have told, without the closing `Stopped`."""
+        for replica in replicas:
+            self.cores[replica].input_queue.put(Shutdown())
+        for loop in self.loops:
+            loop.result(WAIT_SECONDS)
+        told = []
+        for core in self.cores:
+            messages = []
+            while not core.output_queue.empty():
+                messages.append(core.output_queue.get())
+            assert messages.pop() == Stopped()
+            core.scheduler.check_integrity()
+            told.append(messages)
+        return told
+
+    def wait_asleep(self) -> None:
+        """Until nobody has work, and no request is on its way."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (
+            all(
+                core._may_sleep and core.input_queue.empty() and not core.scheduler.has_requests()
+                for core in self.cores
+            )
+            and self.locksteps[0].round == self.locksteps[1].round
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    made = Replicas()
+    yield made
+    made._barrier.abort()
+    for core in made.cores:
+        core.input_queue.put(Shutdown())
+    made.threads.shutdown()
+
+
+def test_an_idle_replica_computes_a_dummy_for_each_step_of_the_other(replicas: Replicas) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.add(0, 7, max_tokens=5)
+    replicas.wait_asleep()
+    assert replicas.runners[0].passes == [(3, (3, 0)), *[(1, (1, 0))] * 4]
+    assert replicas.runners[1].passes == [(0, (3, 0)), *[(0, (1, 0))] * 4]
+    told = replicas.end(0, 1)
+    assert ends(told[0]) == {7: "max_tokens"}
+    assert outputs_of(told[1], 7) == []
+
+
+def test_busy_replicas_compute_each_pass_together(replicas: Replicas) -> None:
+    for replica in range(2):
+        for seq_id in range(3):
+            replicas.add(replica, 10 * replica + seq_id, max_tokens=3 + replica)
+    replicas.start()
+    replicas.wait_asleep()
+    passes = [runner.passes for runner in replicas.runners]
+    assert [told for _, told in passes[0]] == [told for _, told in passes[1]]
+    for replica, own in enumerate(passes):
+        assert all(tokens == told[replica] for tokens, told in own)
+    told = replicas.end(0, 1)
+    assert ends(told[0]) == dict.fromkeys(range(3), "max_tokens")
+    assert ends(told[1]) == dict.fromkeys(range(10, 13), "max_tokens")
+
+
+def test_all_sleep_when_none_has_work_and_one_that_gets_some_wakes_the_others_once(replicas: Replicas) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    before = [lockstep.round for lockstep in replicas.locksteps]
+    time.sleep(0.2)
+    assert [lockstep.round for lockstep in replicas.locksteps] == before == [1, 1]
+    for count, replica in enumerate((0, 1, 1, 0)):
+        replicas.add(replica, count)
+        replicas.wait_asleep()
+        assert [by for by, _ in replicas.rings] == [0, 1, 1, 0][: count + 1]
+    told = replicas.end(0, 1)
+    assert {**ends(told[0]), **ends(told[1])} == dict.fromkeys(range(4), "max_tokens")
+
+
+def test_a_ring_of_an_earlier_round_wakes_nobody(replicas: Replicas) -> None:
+    """It may come late: both had work at once, and each woke the other."""
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.add(0, 1)
+    replicas.wait_asleep()
+    before = [lockstep.round for lockstep in replicas.locksteps]
+    for number in range(before[0]):
+        replicas.cores[1].input_queue.put(Wake(number))
+    time.sleep(0.1)
+    assert [lockstep.round for lockstep in replicas.locksteps] == before
+    replicas.add(1, 2)  # It still listens.
+    replicas.wait_asleep()
+    assert ends(replicas.end(1)[1]) == {2: "max_tokens"}
+
+
+def test_abort_is_answered_in_its_sleep(replicas: Replicas) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.cores[1].input_queue.put(AbortRequests([5]))
+    replicas.wait_asleep()
+    replicas.end(0)
+
+
+@pytest.mark.parametrize("while_busy", [False, True])
+def test_replicas_end_together_whoever_is_told(replicas: Replicas, while_busy: bool) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    if while_busy:
+        replicas.add(1, 3, max_tokens=100)
+        replicas.add(0, 4, max_tokens=100)
+        replicas.runners[0].on_step = lambda step, batch: (
+            replicas.cores[0].input_queue.put(Shutdown()) if step == 5 else None
+        )
+        told = replicas.end()
+        assert ends(told[1]) == {3: "abort"}
+        assert ends(told[0]) == {4: "abort"}
+    else:
+        told = replicas.end(0)
+        assert [ends(messages) for messages in told] == [{}, {}]
+
+
+def test_a_step_that_raises_ends_the_core_since_the_others_are_still_in_it(replicas: Replicas) -> None:
+    def fail(step: int, batch: ScheduledBatch) -> None:
+        raise ValueError("division by cucumber")
+
+    replicas.runners[0].on_step = fail
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.add(0, 1)
+    with pytest.raises(RuntimeError, match="a step failed that all replicas compute together: division by cucumber"):
+        replicas.loops[0].result(WAIT_SECONDS)
+    assert replicas.cores[0]._record.read() == [1]  # Who starts another core knows whom to try alone.
+
+
+def test_one_that_cannot_meet_another_that_is_gone_says_so(replicas: Replicas) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.locksteps[0].peers.gone = 1  # type: ignore[attr-defined]
+    replicas._barrier.abort()
+    replicas.add(0, 1)
+    with pytest.raises(PeerGoneError, match="replica 1 is gone, with which this one computes in lockstep"):
+        replicas.loops[0].result(WAIT_SECONDS)

@@ -1,0 +1,126 @@
+"""Cores that compute in lockstep: who meets whom, who wakes whom, and who learns of another's end."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from engine.meeting import Meeting, Seat
+from engine.replica_links import MeetingError, ReplicaLinks
+
+WAIT_SECONDS = 20.0
+
+
+class Core:
+    """One end, and what it hears."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.rings: SimpleQueue[int] = SimpleQueue()
+        self.gone: SimpleQueue[int] = SimpleQueue()
+        self.links = ReplicaLinks(seat, self.rings.put, self.gone.put)
+
+    def end(self) -> None:
+        """As the kernel does for a process that ends."""
+        for peer in self.links._peers.values():
+            peer.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting(3)
+    yield made
+    made.close()
+
+
+def met(seats: list[Seat]) -> list[Core]:
+    cores = [Core(seat) for seat in seats]
+    with ThreadPoolExecutor(len(cores)) as threads:
+        list(threads.map(lambda core: core.links.meet(WAIT_SECONDS), cores))
+    return cores
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_each_core_meets_all_others_and_wakes_them(meeting: Meeting) -> None:
+    cores = met([meeting.seat(replica) for replica in range(3)])
+    for number, core in enumerate(cores):
+        core.links.ring(number)
+        for other in cores:
+            if other is not core:
+                assert other.rings.get(timeout=WAIT_SECONDS) == number
+    assert all(core.rings.empty() for core in cores)
+
+
+def test_the_end_of_one_is_told_to_all_others(meeting: Meeting) -> None:
+    cores = met([meeting.seat(replica) for replica in range(3)])
+    cores[1].end()
+    for other in (cores[0], cores[2]):
+        assert other.gone.get(timeout=WAIT_SECONDS) == 1
+        assert other.links.wait_gone(WAIT_SECONDS) == 1
+    cores[0].links.ring(5)  # To one that is gone it goes nowhere.
+    assert cores[2].rings.get(timeout=WAIT_SECONDS) == 5
+
+
+def test_ends_that_are_expected_are_no_news(meeting: Meeting) -> None:
+    cores = met([meeting.seat(replica) for replica in range(3)])
+    for core in cores:
+        core.links.part()
+    cores[1].end()
+    assert cores[0].links.wait_gone(0.5) is None
+    with pytest.raises(Empty):
+        cores[0].gone.get_nowait()
+
+
+def test_one_that_does_not_come_is_named(meeting: Meeting) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        tries = [threads.submit(Core(meeting.seat(replica)).links.meet, 0.3) for replica in range(2)]
+        errors = [each.exception(WAIT_SECONDS) for each in tries]
+    for replica, error in enumerate(errors):
+        assert str(error) == f"replica 2 did not meet replica {replica} within rank_start_timeout 0.3 s"
+        assert isinstance(error, MeetingError)
+        assert not error.is_over
+
+
+def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(meeting: Meeting) -> None:
+    waiting = Core(meeting.seat(0))
+    meeting.seat(1)
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(waiting.links.meet, WAIT_SECONDS)
+        meeting.seat(1)  # Another takes its place.
+        error = future.exception(WAIT_SECONDS)
+    assert isinstance(error, MeetingError)
+    assert error.is_over
+
+
+def test_each_seat_is_given_once_and_a_replacement_begins_a_new_round(meeting: Meeting) -> None:
+    first = [meeting.seat(replica) for replica in range(3)]
+    assert len({seat.directory for seat in first}) == 1
+    again = meeting.seat(1)
+    assert again.directory != first[1].directory
+    assert [meeting.seat(0).directory, meeting.seat(2).directory] == [again.directory] * 2
+    assert meeting.seat(2).directory != again.directory
+
+
+def test_directories_are_private_and_are_gone_in_the_end(meeting: Meeting) -> None:
+    directories = [Path(meeting.seat(0).directory) for _ in range(2)]
+    assert not directories[0].exists()
+    assert os.stat(directories[1]).st_mode & 0o777 == 0o700
+    meeting.close()
+    assert not directories[1].exists()
+
+
+def test_who_has_met_leaves_no_names_behind(meeting: Meeting) -> None:
+    cores = met([meeting.seat(replica) for replica in range(3)])
+    assert os.listdir(cores[0].links.seat.directory) == []
+    cores[0].links.forget_place()
+    assert not Path(cores[0].links.seat.directory).exists()
