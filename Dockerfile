@@ -1,21 +1,45 @@
-# docker build -t kaon .                                   CPU
-# docker build -t kaon --build-arg BASE=rocm/pytorch .     a base with a torch of its own keeps it
-ARG BASE=python:3.12-slim
-FROM ${BASE}
+# docker build -t kaon .                  AMD GPUs, on an image that brings ROCm and its torch
+# docker build -t kaon --target cuda .    NVIDIA GPUs, with the torch that pip brings
+# docker build -t kaon --target cpu .     CPUs; with --build-arg TORCH_INDEX=... naming an index of CPU builds, a small image
+#
+# docs/gpu.md has the line that runs it with its devices and groups.
+ARG ROCM_BASE=rocm/pytorch:latest
+ARG PYTHON_BASE=python:3.12-slim
 
-# A compiler for the operators in C, without which the experts of a mixture take longer.
-RUN (command -v make && command -v cc) >/dev/null || (apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev make && rm -rf /var/lib/apt/lists/*)
-
+FROM ${PYTHON_BASE} AS cpu
+ARG TORCH_INDEX=
+COPY . /opt/kaon
 WORKDIR /opt/kaon
-COPY . .
-RUN PIP_NO_CACHE_DIR=1 make install
-
+RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} sh deploy/container.sh
 # Where hub checkpoints are kept: mount a volume here to download them once.
 ENV HF_HOME=/var/cache/kaon
-RUN useradd --system --uid 10001 kaon && install -d -o kaon /var/cache/kaon
 USER kaon
-
 EXPOSE 8000
+HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
+ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
+CMD ["serve", "--host", "0.0.0.0"]
+
+FROM ${PYTHON_BASE} AS cuda
+COPY . /opt/kaon
+WORKDIR /opt/kaon
+RUN sh deploy/container.sh
+ENV HF_HOME=/var/cache/kaon
+# What the container runtime of NVIDIA brings in.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER kaon
+EXPOSE 8000
+HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
+ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
+CMD ["serve", "--host", "0.0.0.0"]
+
+# The last one is what `docker build` makes when it is not told otherwise.
+FROM ${ROCM_BASE} AS rocm
+COPY . /opt/kaon
+WORKDIR /opt/kaon
+RUN sh deploy/container.sh
+ENV HF_HOME=/var/cache/kaon
+USER kaon
+EXPOSE 8000
+HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
 ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
 CMD ["serve", "--host", "0.0.0.0"]

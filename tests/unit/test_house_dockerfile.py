@@ -1,0 +1,105 @@
+"""The container's targets, and that what they run works on what they copy."""
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+
+
+def stages() -> dict[str, list[str]]:
+    """The instructions of each target."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in LINES:
+        if match := re.fullmatch(r"FROM (\S+) AS (\w+)", line):
+            name = match[2]
+            found[name] = [line]
+        elif name and line and not line.startswith("#"):
+            found[name].append(line)
+    return found
+
+
+def test_rocm_is_what_is_built_when_nothing_is_named() -> None:
+    assert list(stages()) == ["cpu", "cuda", "rocm"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm"])
+def test_each_target_runs_as_a_user_of_its_own_and_tells_of_its_health(target: str) -> None:
+    instructions = [line.partition(" ")[0] for line in stages()[target]]
+    assert {"USER", "HEALTHCHECK", "ENTRYPOINT", "CMD", "EXPOSE"} <= set(instructions)
+    assert "USER kaon" in stages()[target]
+    # The form without a shell hands signals on to the server.
+    for line in stages()[target]:
+        if line.startswith(("ENTRYPOINT", "CMD")):
+            assert line.partition(" ")[2].startswith("[")
+    assert instructions.index("RUN") < instructions.index("USER")
+
+
+def copied(into: Path) -> None:
+    """What `COPY . /opt/kaon` copies of the files under version control."""
+    ignored = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines() if line.strip()]
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listing.splitlines():
+        parts = [*map(str, Path(name).parents), name]
+        if any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in ignored if part != "."):
+            continue
+        target = into / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git tells what an image holds")
+def test_an_image_holds_what_its_installation_names(tmp_path: Path) -> None:
+    copied(tmp_path)
+    for name in ("Makefile", "README.md", "deploy/container.sh", "deploy/install.sh", "server/healthcheck.py"):
+        assert (tmp_path / name).exists(), name
+    assert not (tmp_path / "tests").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone: git tells what an image holds")
+def test_the_installation_of_an_image_works_in_a_clean_environment(tmp_path: Path) -> None:
+    copied(tmp_path)
+    script = (tmp_path / "deploy" / "container.sh").read_text()
+    (command,) = re.findall(r"^PIP_NO_CACHE_DIR=1 (make install)$", script, flags=re.MULTILINE)
+    clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME") or name.startswith("PIP_")}
+    subprocess.run([*command.split(), f"PYTHON={sys.executable}"], cwd=tmp_path, env=clean, check=True)
+    asked = subprocess.run(
+        [tmp_path / ".venv/bin/kaon", "--version"], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.startswith("kaon ")
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/livez" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_health_check_tells_a_server_that_answers_from_none() -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Answers)
+    thread = Thread(target=server.handle_request)
+    thread.start()
+    ask = [sys.executable, "-m", "server.healthcheck"]
+    environment = {**os.environ, "KAON_PORT": str(server.server_port)}
+    assert subprocess.run(ask, cwd=ROOT, env=environment, check=False).returncode == 0
+    thread.join()
+    server.server_close()
+    refused = subprocess.run(ask, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert f"http://127.0.0.1:{server.server_port}/livez" in refused.stderr
+    assert "Traceback" not in refused.stderr
