@@ -1,5 +1,6 @@
 """Layers whose kernels run give what they give in torch: norms, activations, routers and experts."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ from models.layers.activation import clamped_swiglu, geglu_tanh, swiglu
 from models.layers.moe import FusedMoE
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.routing import GroupedRouter, SoftmaxRouter
+from models.parallel import ExpertParallel
 from tests.parity.test_model_sharding import random, ranks
 from tests.parity.test_moe import EXPERTS, HIDDEN, INNER, Whole, routed
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter
@@ -92,11 +94,13 @@ def test_experts_of_ranks(size: int, activation: Callable[[torch.Tensor], torch.
         torch.testing.assert_close(*both(lambda: layer(*inputs, beside, gate)))  # noqa: B023
 
 
-def test_experts_that_are_held_elsewhere_give_nothing() -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_experts_that_are_held_elsewhere_give_nothing(size: int) -> None:
     whole, inputs = Whole(bias=True), routed(7)
     total = torch.zeros(7, HIDDEN)
-    for mine in (range(4), range(4, 5), range(5, 6)):
-        layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=True, local_experts=mine)
+    for parallel in ranks(size):
+        parallel = dataclasses.replace(parallel, experts=ExpertParallel())
+        layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=True, parallel=parallel)
         whole.fill(layer, stacked=True)
         total += both(lambda: layer(*inputs))[0]  # noqa: B023
     torch.testing.assert_close(total, whole(*inputs))
