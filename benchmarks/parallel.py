@@ -27,6 +27,7 @@ from engine.worker.step_message import decode_step, encode_step, rank_batch
 from engine.worker.step_ring import StepRing
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.kernels.cpu.library import load_library
+from models.meeting import Meeting
 from models.process_group import ProcessGroupCollectives
 
 BLOCK_SIZE = 16
@@ -141,7 +142,7 @@ def _reduce_seconds(reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[floa
 
 
 def _by_gloo(rank: int, store: str) -> list[float]:
-    group = ProcessGroupCollectives(rank, 2, torch.device("cpu"), Path(store), 60.0)
+    group = ProcessGroupCollectives(rank, 2, torch.device("cpu"), Meeting(Path(store).as_uri(), 60.0))
     group.join()
     times = _reduce_seconds(group.all_reduce)
     group.close()

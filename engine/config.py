@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 EMBEDDED_MODEL_NAME = "kaon-demo"
+CLUSTER_KEY_ENV = "KAON_CLUSTER_KEY"
+"""The environment's name for the key that hosts know each other by: no setting, since flags can be seen by others."""
 
 
 class Section(BaseModel):
@@ -40,6 +42,55 @@ class ParallelConfig(Section):
 
     rank_start_timeout: Annotated[float, Field(gt=0.0)] = 300.0
     """Seconds that each rank may take longer than the first to load, and to meet the others."""
+
+    distributed_executor_backend: Literal["mp", "ray"] = "mp"
+    """Who starts the ranks: `mp` this host, and others as `nnodes` says; `ray` the Ray cluster that it belongs to."""
+
+    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's strategy: few nodes if possible, many if possible, one node only, or a node for each rank."""
+
+    nnodes: Annotated[int, Field(ge=1, le=64)] = 1
+    """Hosts that the ranks are shared out over; each is started with the same settings, but for `node_rank`."""
+
+    node_rank: Annotated[int, Field(ge=0, lt=64)] = 0
+    """Number of this host; 0 schedules and serves HTTP, the others compute their ranks' part for it."""
+
+    master_addr: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address of host 0, by which the others reach it."""
+
+    master_port: Annotated[int, Field(ge=1, le=65533)] = 29500
+    """First of three ports of host 0 that the others connect to."""
+
+    cluster_key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File of the key that the hosts know each other by, in place of `KAON_CLUSTER_KEY`; no key: loopback only."""
+
+    @model_validator(mode="after")
+    def _ranks_fit_hosts(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"node_rank is {self.node_rank}, but there are {self.nnodes} hosts (nnodes); number them from 0"
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, which does not divide the {self.tensor_parallel_size} ranks "
+                "(tensor_parallel_size); each host has as many ranks as the others"
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, but data_parallel_size is {self.data_parallel_size}; replicas run on one "
+                "host in this release"
+            )
+        if self.distributed_executor_backend == "ray" and self.data_parallel_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend is ray, but data_parallel_size is {self.data_parallel_size}; replicas "
+                "run on one host in this release, so choose mp"
+            )
+        if self.distributed_executor_backend == "ray" and self.nnodes > 1:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, but distributed_executor_backend is ray, which knows its hosts itself; "
+                "leave nnodes out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _experts_are_spread_over_several(self) -> Self:

@@ -45,7 +45,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.structured.matchers import Matchers
-from engine.worker.async_proc import AsyncIOProcManager, RankError
+from engine.worker.async_proc import AsyncIOProcManager
+from engine.worker.rank_places import RankError
 from engine.worker.shard import HostShare
 
 logger = logging.getLogger("engine.engine_core")
@@ -315,22 +316,34 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)
     os.close(launch.flight_record)
+    share = HostShare(launch.replica, launch.available_bytes)
     with ExitStack() as ends:
-        return _load_and_serve(config, launch, sockets, phases, record, ends)
+        started: list[AsyncIOProcManager] = []
+
+        def start_ranks(path: Path) -> AsyncIOProcManager:
+            ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path, launch.seat, share)
+            ends.callback(ranks.close)
+            started.append(ranks)
+            return ranks
+
+        failure = _load_and_serve(config, launch.seat, share, sockets, phases, record, start_ranks)
+        if failure is None or failure.usage:
+            for ranks in started:
+                ranks.part("" if failure is None else failure.error)
+        return failure
 
 
 def _load_and_serve(
-    config: Config, launch: Launch, sockets: CoreSockets, phases: PhaseClock, record: FlightRecord, ends: ExitStack
+    config: Config,
+    seat: Seat | None,
+    share: HostShare,
+    sockets: CoreSockets,
+    phases: PhaseClock,
+    record: FlightRecord,
+    start_ranks: Callable[[Path], AsyncIOProcManager],
 ) -> Failed | None:
-    """See `_run`; what is to be ended behind it goes into `ends`."""
-
-    def start_ranks(path: Path) -> AsyncIOProcManager:
-        ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path, launch.seat, share)
-        ends.callback(ranks.close)
-        return ranks
-
-    share = HostShare(launch.replica, launch.available_bytes)
-    links = None if launch.seat is None else _links(launch.seat, sockets)
+    """See `_run`."""
+    links = None if seat is None else _links(seat, sockets)
     try:
         has_ranks = config.parallel_config.tensor_parallel_size > 1
         loaded = load_model(config, phases, start_ranks if has_ranks else None, links, share)

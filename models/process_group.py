@@ -1,33 +1,23 @@
 """`ProcessGroupCollectives`: a tensor-parallel group by torch.distributed: NCCL, which on ROCm is RCCL, or Gloo."""
 
 import os
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from models.meeting import Meeting
 from models.replica_world import ReplicaWorld
 
 
 class ProcessGroupCollectives:
-    """Ranks of one host, joined through a file. A collective that one rank leaves out holds the others up."""
+    """Ranks that meet in a store. A collective that one rank leaves out holds the others up."""
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        store: Path,
-        timeout: float,
-        world: ReplicaWorld | None = None,
+        self, rank: int, size: int, device: torch.device, meeting: Meeting, world: ReplicaWorld | None = None
     ) -> None:
-        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
-
-        `world`: of all replicas' ranks, of which these are some; joined before they are.
-        """
+        """`world`: of all replicas' ranks, of which these are some. Joined before them, it spares the meeting."""
         self._rank, self._size, self._device = rank, size, device
-        self._store, self._timeout, self._world = store, timedelta(seconds=timeout), world
+        self._meeting, self._world = meeting, world
         self._group: dist.ProcessGroup | None = None
 
     def join(self) -> None:
@@ -35,17 +25,20 @@ class ProcessGroupCollectives:
         if self._world is not None:
             self._group = self._world.tensor_group
             return
+        interface = self._meeting.interface()
         if self._device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         else:
+            if not self._meeting.is_local:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             # It would look into the store from time to time, which is gone by then; deaths are noticed otherwise.
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         dist.init_process_group(
             "gloo" if self._device.type == "cpu" else "nccl",
-            init_method=self._store.as_uri(),
+            store=self._meeting.store(self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
-            timeout=self._timeout,
+            timeout=self._meeting.timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
 

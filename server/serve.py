@@ -41,6 +41,10 @@ def run(config: Config) -> int:
 
 
 def _run(config: Config, started: float) -> int:
+    if config.parallel_config.node_rank:
+        from server import host
+
+        return host.run(config)
     name_process("kaon-api")
     _set_up_logging(config.server_config)
     try:

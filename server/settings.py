@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_args, get_origin
 from pydantic import ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from engine.config import Config, Section
+from engine.config import CLUSTER_KEY_ENV, Config, Section
 from server.settings_table import ENV_PREFIX, POSITIONAL, SETTINGS, Setting
 
 CONFIG_FLAG = "--config"
@@ -136,7 +136,7 @@ def _flat_model() -> type[_Flat]:
 
 
 def _read_environment() -> dict[str, Any]:
-    known = {CONFIG_ENV, *(setting.env for setting in SETTINGS)}
+    known = {CONFIG_ENV, CLUSTER_KEY_ENV, *(setting.env for setting in SETTINGS)}
     if "KAON_SERVICE_HOST" in os.environ:
         raise SettingsError(
             "KAON_SERVICE_HOST and its like come from a Kubernetes Service named kaon, not from you; "

@@ -6,9 +6,9 @@ is gone: there is no step without it, so that the core ends, in a sentence that 
 
 import logging
 import os
+import select
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -16,23 +16,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.config import Config
 from engine.meeting import Seat
-from engine.worker.memory import KVCacheSize, available_host_memory
+from engine.worker.local_ranks import LocalRanks
+from engine.worker.memory import KVCacheSize
 from engine.worker.rank_messages import (
     Allocate,
     FromRank,
     Join,
     RankFailed,
-    RankLaunch,
     RankLoaded,
     RankRaised,
     RankServes,
     RankSized,
 )
-from engine.worker.rank_proc import RankProc, wait_readable
+from engine.worker.rank_places import RankError, RankLink, RankPlaces
 from engine.worker.rank_steps import RankSteps
-from engine.worker.shard import HostShare, Shard
-from engine.worker.step_ends import StepEnds
-from engine.worker.step_ring import StepRing
+from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:
     from engine.worker.build import RankGroup
@@ -45,10 +43,6 @@ _END_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
 """For rank 0 to leave a step or a start that another rank failed in, before the core ends."""
 _Message = TypeVar("_Message", bound=FromRank)
-
-
-class RankError(RuntimeError):
-    """A rank cannot start, or the ranks cannot meet; one sentence for the user."""
 
 
 class AsyncIOProcManager:
@@ -67,49 +61,22 @@ class AsyncIOProcManager:
 
         `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
         `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed, from any
-        thread. Raises `OSError` where a process cannot be started.
+        thread. Raises `ValueError`, a sentence, for what the user can mend, and `OSError` where a process cannot be
+        started.
         """
-        size = config.parallel_config.tensor_parallel_size
         self._timeout = config.parallel_config.rank_start_timeout
         self._fail = fail
-        self._said: dict[int, SimpleQueue[FromRank | None]] = {rank: SimpleQueue() for rank in range(1, size)}
         self._steps: RankSteps | None = None
         self._group: RankGroup | None = None
-        self._procs: list[RankProc] = []
-        self._failed: set[RankProc] = set()
-        ring_descriptor, self._ring = StepRing.create(size - 1)
-        ends_descriptor, self._ends = StepEnds.create(size - 1)
-        memory = os.memfd_create("kaon-collectives")
-        available = available_host_memory() if share.available_bytes is None else share.available_bytes
-        self.shard = Shard(0, size, Path(directory) / "ranks", memory, available // size)
+        self._failed: set[RankLink] = set()
+        self._places = start_ranks(config, directory, path, seat, share)
+        self._links = self._places.links
+        self._said: dict[int, SimpleQueue[FromRank | None]] = {link.rank: SimpleQueue() for link in self._links}
+        self.shard = self._places.shard
         """What the caller itself is."""
         self._closing, self._wake = os.pipe()
-        with ExitStack() as stack:
-            stack.callback(os.close, ring_descriptor)
-            stack.callback(os.close, ends_descriptor)
-            for rank in self._said:
-                launch = RankLaunch(
-                    f"kaon-worker-{share.replica}.{rank}",
-                    share.replica,
-                    rank,
-                    size,
-                    config.model_dump_json(),
-                    str(path),
-                    str(self.shard.store),
-                    self.shard.available_bytes,
-                    ring_descriptor,
-                    ends_descriptor,
-                    memory,
-                    seat,
-                )
-                self._procs.append(RankProc(launch, (ring_descriptor, ends_descriptor, memory)))
         self._thread = Thread(target=self._hear, name="ranks", daemon=True)
         self._thread.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [proc.pid for proc in self._procs]
 
     def wait_loaded(self) -> tuple[frozenset[int], int]:
         """Wait until every rank has its shard; the CPUs that they keep for themselves, and their parameters.
@@ -144,40 +111,48 @@ class AsyncIOProcManager:
     def serve(self, runner: "ShardRunner", group: "RankGroup") -> None:
         """From now on the other ranks compute each of the runner's steps too."""
         self._expect_all(RankServes, "warm up")
+        writer, taker = self._places.open_steps(self._timeout)
         runner.other_ranks = self._steps = RankSteps(
-            self._ring, self._ends, len(self._procs), group, self._fail, lambda trace: logger.error("%s", trace)
+            writer, taker, len(self._links), group, self._fail, lambda trace: logger.error("%s", trace)
         )
+
+    def part(self, why: str = "") -> None:
+        """No other engine core will come: hosts that would wait for one end as well, at `close`.
+
+        `why` is a sentence, or "" at an orderly end.
+        """
+        self._places.part(why)
 
     def close(self) -> None:
         """End the processes, within seconds."""
         os.close(self._wake)
         self._thread.join()
-        for proc in self._procs:
-            proc.close(_END_SECONDS)
+        for link in self._links:
+            link.close(_END_SECONDS)
+        self._places.close()
         if self._group is not None:
             self._group.close()
         os.close(self._closing)
-        os.close(self.shard.memory)
 
     def _send_all(self, message: Join | Allocate) -> None:
-        for proc in self._procs:
-            proc.send(message)
+        for link in self._links:
+            link.send(message)
 
     def _expect_all(self, kind: type[_Message], what: str) -> list[_Message]:
         """The next message of every rank, each of that kind; `what` they have to do until then."""
         deadline = time.monotonic() + self._timeout
-        return [self._expect(rank, kind, what, deadline) for rank in self._said]
+        return [self._expect(link, kind, what, deadline) for link in self._links]
 
-    def _expect(self, rank: int, kind: type[_Message], what: str, deadline: float) -> _Message:
+    def _expect(self, link: RankLink, kind: type[_Message], what: str, deadline: float) -> _Message:
         try:
-            message = self._said[rank].get(timeout=max(0.0, deadline - time.monotonic()))
+            message = self._said[link.rank].get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             raise RankError(
-                f"tensor-parallel rank {rank} did not {what} within rank_start_timeout {self._timeout:g} s of the "
+                f"{link.title} did not {link.absence or what} within rank_start_timeout {self._timeout:g} s of the "
                 "first"
             ) from None
         if isinstance(message, RankFailed):
-            raise RankError(f"tensor-parallel rank {rank}: {message.error}")
+            raise RankError(f"{link.title}: {message.error}")
         assert isinstance(message, kind), message
         return message
 
@@ -188,34 +163,59 @@ class AsyncIOProcManager:
         due: tuple[float, str, int] | None = None
         while True:
             timeout = None if due is None else due[0] - time.monotonic()
-            heard = [proc for proc in self._procs if proc not in self._failed]
-            readable = wait_readable(heard, self._closing, timeout)
+            heard = [link for link in self._links if link not in self._failed]
+            readable = _wait_readable(heard, self._closing, timeout)
             if self._closing in readable:
                 return
             if due is not None and time.monotonic() >= due[0]:
                 if self._is_stuck(due[2]):
                     self._fail(due[1])
                 due = None
-            for proc in heard:
-                if proc.descriptor in readable:
-                    due = self._take_in(proc, proc.receive()) or due
+            for link in heard:
+                if link.descriptor in readable:
+                    due = self._take_in(link, link.receive()) or due
 
-    def _take_in(self, proc: RankProc, message: FromRank | None) -> tuple[float, str, int] | None:
+    def _take_in(self, link: RankLink, message: FromRank | None) -> tuple[float, str, int] | None:
         """What a rank says, None where it is gone; from when on, why, and in which step the core is to end for it."""
         if message is None:
-            self._fail(*proc.why_gone())
+            how, killed = link.how_gone()
+            self._fail(f"{link.title} {how}", killed)
         elif isinstance(message, RankRaised):
-            sentence = f"tensor-parallel rank {proc.rank} failed alone in a step: {message.error}"
+            sentence = f"{link.title} failed alone in a step: {message.error}"
             return time.monotonic() + _LEAVE_SECONDS, sentence, message.number
         else:
-            self._said[proc.rank].put(message)
+            self._said[link.rank].put(message)
             if isinstance(message, RankFailed):
-                self._failed.add(proc)
+                self._failed.add(link)
                 if self._group is not None:
-                    sentence = f"tensor-parallel rank {proc.rank}: {message.error}"
+                    sentence = f"{link.title}: {message.error}"
                     return time.monotonic() + _LEAVE_SECONDS, sentence, -1
         return None
 
     def _is_stuck(self, step: int) -> bool:
         """Whether this process is still where it waits for a rank that failed in that step, or before any."""
         return step < 0 or (self._steps is not None and self._steps.number == step)
+
+
+def start_ranks(config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> RankPlaces:
+    """Start the ranks behind the first where the configuration says. Raises as `AsyncIOProcManager` does.
+
+    Replicas run on one host: only ranks that are all on it have a `seat` or a `share`.
+    """
+    if config.parallel_config.distributed_executor_backend == "ray":
+        from engine.worker.ray_ranks import RayRanks
+
+        return RayRanks(config, path)
+    if config.parallel_config.nnodes == 1:
+        return LocalRanks(config, directory, path, seat, share)
+    from engine.worker.remote_ranks import RemoteRanks
+
+    return RemoteRanks(config, path)
+
+
+def _wait_readable(links: Sequence[RankLink], wake: int, timeout: float | None) -> list[int]:
+    """Block until some of these descriptors are readable, or for so many seconds; which are."""
+    poller = select.poll()
+    for descriptor in (wake, *(link.descriptor for link in links)):
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if timeout is None else max(0.0, 1e3 * timeout))]

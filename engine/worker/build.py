@@ -25,6 +25,7 @@ from models.config_fields import Fields
 from models.kernels import backends
 from models.kernels.cpu import library
 from models.kernels.cpu.group import SharedMemoryCollectives
+from models.meeting import Meeting
 from models.model_config import ModelConfig, read_checkpoint_config
 from models.parallel import Collectives, ExpertParallel, TensorParallel
 from models.process_group import ProcessGroupCollectives
@@ -111,8 +112,8 @@ def build_runner(
 
 
 def _place(config: Config, shard: Shard | None, share: HostShare) -> tuple[int, int]:
-    """This rank among those of all replicas, and how many they are: a device or a part of the cores for each."""
-    rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
+    """This rank among those of this host, and how many they are: a device or a part of the cores for each."""
+    rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
     return share.replica * size + rank, config.parallel_config.data_parallel_size * size
 
 
@@ -128,11 +129,12 @@ def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device
 def _collectives(config: Config, shard: Shard, device: torch.device, world: ReplicaWorld | None) -> RankGroup:
     """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
     operators = library.load_library()
-    if device.type == "cpu" and operators is not None and config.parallel_config.cpu_collectives == "shared_memory":
+    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and shard.memory is not None
+    if device.type == "cpu" and operators is not None and shares_memory:
+        assert shard.memory is not None
         return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
-    return ProcessGroupCollectives(
-        shard.rank, shard.size, device, shard.store, config.parallel_config.rank_start_timeout, world
-    )
+    meeting = Meeting(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
+    return ProcessGroupCollectives(shard.rank, shard.size, device, meeting, world)
 
 
 def _bind_memory(node: int, path: Path, config: Config) -> None:
@@ -189,7 +191,7 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
             wanted = "cpu"
     device = torch.device("cpu" if wanted == "auto" else wanted)
     select_backend(device)
-    if device.type == "cpu" or ranks == 1:
+    if device.type == "cpu" or (shard is None and ranks == 1):
         return device
     count = torch.cuda.device_count()
     if ranks > count:
@@ -199,9 +201,10 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
             "tensor_parallel_size": parallel.tensor_parallel_size,
         }
         given = [f"{field} is {size}" for field, size in sizes.items() if size > 1]
+        hosts = 1 if shard is None else shard.size // shard.local_size
         raise ValueError(
-            f"{' and '.join(given)}, which takes {ranks} GPUs, but this machine has {count}; set "
-            f"{'it to' if len(given) == 1 else 'them to a product of'} at most {count}"
+            f"{' and '.join(given)}, which takes {ranks} GPUs{' on each host' if hosts > 1 else ''}, but this machine "
+            f"has {count}; set {'it to' if len(given) == 1 else 'them to a product of'} at most {count * hosts}"
         )
     device = torch.device(device.type, rank)
     torch.cuda.set_device(device)

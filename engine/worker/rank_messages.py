@@ -7,24 +7,43 @@ import msgspec
 from engine.meeting import Seat
 
 
+class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
+    """Descriptors of what the ranks of one host share."""
+
+    ring: int
+    """Steps."""
+    ends: int
+    collectives: int
+    """Those on the CPU."""
+
+
+class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
+    """Where rank 0 tells a rank of steps that cannot share its memory; keys are of CURVE, made for this one start."""
+
+    address: str
+    core_public: bytes
+    public: bytes
+    secret: bytes
+
+
 class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
-    """What the process is to be. `config` is `Config.model_dump_json()`; numbers are descriptors."""
+    """What the process is to be. `config` is `Config.model_dump_json()`."""
 
     name: str
     replica: int
     rank: int
     size: int
+    local_rank: int
+    local_size: int
+    """See `Shard`."""
     config: str
     path: str
     """Of the checkpoint."""
     store: str
-    """File by which torch.distributed's process groups meet."""
+    """See `Shard`."""
     available_bytes: int
     """Of the host's memory, for this rank's weights."""
-    ring: int
-    ends: int
-    memory: int
-    """Of the collectives on the CPU."""
+    steps: SharedMemory | StepAddress
     seat: Seat | None
     """Of its replica, where several compute in lockstep."""
 

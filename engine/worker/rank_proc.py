@@ -1,7 +1,9 @@
-"""`RankProc`: the process of one rank behind the first, as the engine core sees it. Made by `AsyncIOProcManager`."""
+"""`RankProc`: the process of one rank behind the first, as who started it sees it.
+
+Made on the engine core's own host by `LocalRanks` and `RemoteRanks`, on others by `RankHost`.
+"""
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -42,6 +44,16 @@ class RankProc:
         self.send(launch)
 
     @property
+    def title(self) -> str:
+        """As sentences call it."""
+        return f"tensor-parallel rank {self.rank}"
+
+    @property
+    def absence(self) -> str | None:
+        """Nothing: the process was started here."""
+        return None
+
+    @property
     def descriptor(self) -> int:
         """Readable when the process has said something, or is gone."""
         return self._socket.fileno()
@@ -66,13 +78,12 @@ class RankProc:
             return None
         return _decoder.decode(packet) if packet else None
 
-    def why_gone(self) -> tuple[str, bool]:
-        """How the process, which is gone, ended; whether another process killed it."""
+    def how_gone(self) -> tuple[str, bool]:
+        """How the process, which is gone, ended, as the end of a sentence; whether another process killed it."""
         code = self._process.wait()
-        rank = f"tensor-parallel rank {self.rank}"
         if code < 0:
-            return f"{rank} was killed by {signal.Signals(-code).name}", code == -signal.SIGKILL
-        return f"{rank} exited with code {code}; its log says why", False
+            return f"was killed by {signal.Signals(-code).name}", code == -signal.SIGKILL
+        return f"exited with code {code}; its log says why", False
 
     def close(self, timeout: float) -> None:
         """End the process, by its socket and after `timeout` seconds by SIGKILL."""
@@ -82,11 +93,3 @@ class RankProc:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def wait_readable(procs: Sequence[RankProc], wake: int, timeout: float | None) -> list[int]:
-    """Block until some of these descriptors are readable, or for so many seconds; which are."""
-    poller = select.poll()
-    for descriptor in (wake, *(proc.descriptor for proc in procs)):
-        poller.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poller.poll(None if timeout is None else max(0.0, 1e3 * timeout))]

@@ -1,6 +1,6 @@
 """The process of a tensor-parallel rank behind the first: `python -m engine.worker.rank_process`.
 
-Started by `AsyncIOProcManager`. Loads its shard, meets the others, and follows the steps that rank 0 tells of until
+Started by `RankProc`. Loads its shard, meets the others, and follows the steps that rank 0 tells of until
 the engine core is gone.
 """
 
@@ -32,13 +32,13 @@ from engine.worker.rank_messages import (
     RankRaised,
     RankServes,
     RankSized,
+    SharedMemory,
     ToRank,
 )
 from engine.worker.rank_steps import ABORTED
 from engine.worker.shard import HostShare, Shard
-from engine.worker.step_ends import StepEnds
 from engine.worker.step_message import decode_step
-from engine.worker.step_ring import StepRing
+from engine.worker.told_steps import open_steps
 
 logger = logging.getLogger("engine.worker.rank_process")
 
@@ -75,8 +75,10 @@ def main() -> int:
 
 
 def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
-    shard = Shard(launch.rank, launch.size, Path(launch.store), launch.memory, launch.available_bytes)
-    ring, ends = StepRing(launch.ring, launch.size - 1), StepEnds(launch.ends, launch.size - 1)
+    memory = launch.steps.collectives if isinstance(launch.steps, SharedMemory) else None
+    local = launch.local_rank, launch.local_size
+    shard = Shard(launch.rank, launch.size, *local, launch.store, memory, launch.available_bytes)
+    steps = open_steps(launch)
     from engine.worker.build import build_runner
     from engine.worker.shard_runner import ShardRunner
     from models.parallel import CollectiveAborted
@@ -99,9 +101,8 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     runner.warm_up()
     gc.freeze()
     _send(core, RankServes())
-    index = launch.rank - 1
     while True:
-        message = decode_step(ring.read(index))
+        message = decode_step(steps.read())
         failure = ""
         try:
             group.begin_step(message.number)
@@ -114,7 +115,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
             logger.error("step %d failed: %s", message.number, sentence)
             _send(core, RankRaised(message.number, sentence))
             failure = f"{sentence}\n{traceback.format_exc()}"
-        ends.tell(index, failure)
+        steps.tell(failure)
 
 
 def _end_with(core: socket.socket) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.batch import ScheduledBatch
-from engine.worker.step_ends import StepEnds
+from engine.worker.rank_places import EndTaker, StepWriter
 from engine.worker.step_message import encode_step
-from engine.worker.step_ring import StepRing
 
 ABORTED = "aborted"
 """The failure of a rank that left the step because another had."""
@@ -34,15 +33,15 @@ class RankSteps:
 
     def __init__(
         self,
-        ring: StepRing,
-        ends: StepEnds,
+        writer: StepWriter,
+        ends: EndTaker,
         num_others: int,
         group: Group,
         fail: Callable[[str], object],
         on_trace: Callable[[str], object],
     ) -> None:
         """`fail` ends this process with a sentence; `on_trace` is given the traceback of a rank that raised."""
-        self._ring, self._ends, self._num_others, self._group = ring, ends, num_others, group
+        self._writer, self._ends, self._num_others, self._group = writer, ends, num_others, group
         self._fail, self._on_trace = fail, on_trace
         self._number = 0
         self._sampled: list[int] = []
@@ -54,13 +53,17 @@ class RankSteps:
         return self._number if self._is_open else 0
 
     def begin(self, batch: ScheduledBatch, *, is_greedy: bool, tokens_across_dp: tuple[int, ...] = ()) -> None:
-        """Have the other ranks compute a step too."""
+        """Have the other ranks compute a step too. Ends this process where one of them cannot be told of it."""
         self._number += 1
         message = encode_step(
             batch, self._number, self._sampled, is_greedy=is_greedy, tokens_across_dp=tokens_across_dp
         )
         self._sampled = []
-        self._ring.write(message)
+        try:
+            self._writer.write(message)
+        except ConnectionError as error:
+            self._fail(str(error))
+            raise
         self._is_open = True
         self._group.begin_step(self._number)
 

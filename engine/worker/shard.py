@@ -9,16 +9,21 @@ from engine.worker.cores import physical_cores
 
 
 class Shard(NamedTuple):
-    """One of several tensor-parallel ranks on this host."""
+    """One of several tensor-parallel ranks."""
 
     rank: int
     size: int
-    store: Path
-    """File by which torch.distributed's process groups meet."""
-    memory: int
-    """Descriptor of the memory for collectives on the CPU."""
+    local_rank: int
+    """Among those of this host, which share out its GPUs or its cores."""
+    local_size: int
+    store: str
+    """Where torch.distributed's process groups meet: `file://` a path, or `tcp://` a host and a port."""
+    memory: int | None
+    """Descriptor of the memory for collectives on the CPU; None where not all ranks are on this host."""
     available_bytes: int
     """Of the host's memory, for this rank's weights."""
+    listener: int | None = None
+    """On rank 0 the descriptor of the socket that listens at a `tcp://` store."""
 
 
 class HostShare(NamedTuple):

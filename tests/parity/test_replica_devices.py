@@ -18,7 +18,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def device_of(replicas: int, ranks: int, replica: int, rank: int, device: str = "cuda") -> torch.device:
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
     config = Config.model_validate({"parallel_config": parallel, "device": device})
-    shard = None if ranks == 1 else Shard(rank, ranks, None, 0, 0)  # type: ignore[arg-type]
+    shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
     return build._resolve_device(config, shard, HostShare(replica))
 
 
@@ -55,6 +55,23 @@ def test_more_than_there_are_is_refused_in_a_sentence_by_every_replica(
             device_of(replicas, ranks, replica, 0)
 
 
+@pytest.mark.parametrize(("size", "per_host"), [(2, 1), (8, 4)])
+def test_ranks_share_out_the_gpus_of_their_own_host(size: int, per_host: int) -> None:
+    config = Config.model_validate({"parallel_config": {"tensor_parallel_size": size}, "device": "cuda"})
+    for rank in range(size):
+        shard = Shard(rank, size, rank % per_host, per_host, "", None, 0)
+        assert build._resolve_device(config, shard, HostShare()) == torch.device("cuda", rank % per_host)
+
+
+def test_more_ranks_on_a_host_than_it_has_gpus_are_refused_in_a_sentence() -> None:
+    config = Config.model_validate({"parallel_config": {"tensor_parallel_size": 16}, "device": "cuda"})
+    sentence = (
+        "tensor_parallel_size is 16, which takes 8 GPUs on each host, but this machine has 4; set it to at most 8"
+    )
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        build._resolve_device(config, Shard(8, 16, 0, 8, "", None, 0), HostShare())
+
+
 def test_on_the_cpu_replicas_need_no_gpus() -> None:
     assert device_of(64, 2, 63, 1, "cpu") == torch.device("cpu")
 
@@ -67,5 +84,5 @@ def test_cores_are_shared_out_over_the_ranks_of_all_replicas(
     replicas: int, ranks: int, replica: int, rank: int, place: tuple[int, int]
 ) -> None:
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
-    shard = None if ranks == 1 else Shard(rank, ranks, None, 0, 0)  # type: ignore[arg-type]
+    shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
     assert build._place(Config(parallel_config=parallel), shard, HostShare(replica)) == place

@@ -1,0 +1,190 @@
+"""`RankHost`: runs the ranks of a host that is not the engine core's, for one core after the other.
+
+Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: the ranks are processes.
+"""
+
+import logging
+import socket
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.cluster_key import ClusterKeys, read_cluster_key
+from engine.cluster_settings import CommonGround
+from engine.config import Config
+from engine.worker.curve import dial, endpoint, resolve
+from engine.worker.host_messages import Farewell, FromHost, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.worker.memory import available_host_memory
+from engine.worker.rank_messages import RankFailed, RankLaunch, RankServes, ToRank
+from engine.worker.rank_proc import RankProc
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_EVENTS = sum(_HANDSHAKE_FAILED) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_REFUSALS = 5
+"""Handshakes that fail in a row before the key is blamed: a core that ends breaks one off, too."""
+_END_SECONDS = 2.0
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ToHost)
+
+
+def host_of(config: Config, path: Path) -> "RankHost":
+    """This host, as `config` numbers it. Raises `ValueError`, a sentence, where it cannot join; `OSError`."""
+    parallel = config.parallel_config
+    keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
+    address = endpoint(resolve(parallel.master_addr), parallel.master_port)
+    ground = CommonGround.of(config, path)
+    return RankHost(parallel.node_rank, address, keys, ground, path, parallel.rank_start_timeout)
+
+
+class HostError(RuntimeError):
+    """This host cannot join, or must not; one sentence for the user."""
+
+
+class RankHost:
+    """The ranks of one host. All calls come from one thread, with which the ranks end."""
+
+    def __init__(
+        self, node: int, address: str, keys: ClusterKeys, ground: CommonGround, path: Path, timeout: float
+    ) -> None:
+        """`address`: `tcp://` where cores are joined. `path`: of the checkpoint here. `timeout`: seconds to join."""
+        self.address = address
+        self._node, self._keys, self._ground, self._path, self._timeout = node, keys, ground, path, timeout
+        self._has_served = False
+        """Whether a core was ready once with these ranks."""
+
+    def serve(self, *, rejoins: bool) -> None:
+        """Serve one core, or one after the other, until one says farewell.
+
+        Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
+        """
+        while True:
+            with _Joined(self._node, self.address, self._keys) as core:
+                core.join(self._timeout, self._ground)
+                _log.info("joined the engine core at %s", self.address)
+                farewell = self._follow(core)
+            if farewell is not None and not (farewell.why and self._has_served):
+                if farewell.why:
+                    raise HostError(farewell.why)
+                return
+            if not rejoins:
+                return
+            _log.warning("the engine core at %s is gone; this host waits for the next", self.address)
+
+    def _follow(self, core: "_Joined") -> Farewell | None:
+        """Do as the core says until it is gone, or says farewell."""
+        failure: RankFailed | None = None
+        while True:
+            lost, frames, procs = core.wait()
+            for proc in procs:
+                message = proc.receive()
+                if message is None:
+                    core.forget(proc)
+                    continue
+                if isinstance(message, RankServes):
+                    self._has_served = True
+                elif isinstance(message, RankFailed) and message.usage:
+                    failure = message
+                core.send(RankSaid(proc.rank, message))
+            for frame in frames:
+                told = _decoder.decode(frame)
+                match told:
+                    case TellRank():
+                        self._tell(core, told.rank, told.message)
+                    case Refused():
+                        raise HostError(told.why)
+                    case Farewell():
+                        return told
+            if lost:
+                return None if failure is None else Farewell(failure.error)
+
+    def _tell(self, core: "_Joined", rank: int, message: ToRank) -> None:
+        if isinstance(message, RankLaunch):
+            # As this host has it.
+            memory = available_host_memory() // message.local_size
+            core.start(msgspec.structs.replace(message, path=str(self._path), available_bytes=memory))
+        elif rank in core.procs:
+            core.procs[rank].send(message)
+
+
+class _Joined:
+    """One connection to a core, and the processes that were started for it, which end with it."""
+
+    def __init__(self, node: int, address: str, keys: ClusterKeys) -> None:
+        self._node, self._address = node, address
+        # Another name each time: a core that lost this host must not take the next connection for the same.
+        self._socket = dial(zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode())
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(address)
+        self.procs: dict[int, RankProc] = {}
+
+    def __enter__(self) -> "_Joined":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for proc in self.procs.values():
+            proc.close(_END_SECONDS)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def join(self, timeout: float, ground: CommonGround) -> None:
+        """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
+        deadline = time.monotonic() + timeout
+        refusals = 0
+        while True:
+            if not self._monitor.poll(max(0, round(1e3 * (deadline - time.monotonic())))):
+                raise HostError(f"no engine core came to {self._address} within rank_start_timeout {timeout:g} s")
+            match recv_monitor_message(self._monitor)["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    break
+                case event if event in _HANDSHAKE_FAILED:
+                    refusals += 1
+            if refusals == _REFUSALS:
+                raise HostError(
+                    f"{self._address} turns this host away; the cluster key must be the same on all hosts, and "
+                    "master_port the first host's"
+                )
+        self.send(Hello(self._node, socket.gethostname(), ground))
+
+    def wait(self) -> tuple[bool, list[bytes], list[RankProc]]:
+        """Block until something happens: whether the core is gone, its messages, processes to be heard."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        for proc in self.procs.values():
+            poller.register(proc.descriptor, zmq.POLLIN)
+        readable = dict(poller.poll())
+        frames = [self._socket.recv()] if self._socket in readable else []
+        lost = False
+        while self._monitor in readable and self._monitor.poll(0):
+            lost |= recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        while lost and self._socket.poll(0):
+            frames.append(self._socket.recv())
+        # An empty one only asks whether this host is still there.
+        return lost, [frame for frame in frames if frame], [p for p in self.procs.values() if p.descriptor in readable]
+
+    def send(self, message: FromHost) -> None:
+        """Tell the core something."""
+        self._socket.send(_encoder.encode(message))
+
+    def start(self, launch: RankLaunch) -> None:
+        """Run a rank."""
+        self.procs[launch.rank] = RankProc(launch, ())
+
+    def forget(self, proc: RankProc) -> None:
+        """A process is gone: tell the core how."""
+        how, killed = proc.how_gone()
+        self.procs.pop(proc.rank).close(_END_SECONDS)
+        _log.error("tensor-parallel rank %d %s", proc.rank, how)
+        self.send(RankGone(proc.rank, how, killed))

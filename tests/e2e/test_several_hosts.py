@@ -1,0 +1,273 @@
+"""Tensor parallel over several hosts: processes that share nothing but TCP, at two loopback addresses.
+
+The same answers, and what becomes of both sides when one cannot join, dies or ends.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.config import CLUSTER_KEY_ENV, ParallelConfig
+from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.sampling_params import SamplingParams
+from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports, parallel_fields
+from tests.e2e.kaon_server import SETTINGS, KaonServer
+from tests.e2e.test_tensor_parallel import answers, engine_of, ranks_of, wait_gone
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.variants import all_variants
+
+
+@pytest.fixture(autouse=True)
+def _cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_ports()
+
+
+@pytest.fixture
+def start_host(tmp_path: Path) -> Iterator[Callable[..., KaonHost]]:
+    """Starts hosts, which end with the test."""
+    started: list[KaonHost] = []
+
+    def start(port: int, **settings: Any) -> KaonHost:
+        started.append(KaonHost(tmp_path / f"host{len(started)}", port, **settings))
+        return started[-1]
+
+    yield start
+    for host in started:
+        host.stop()
+
+
+def first_host(port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> LLMEngine:
+    """The engine of host 0."""
+    config = ParallelConfig.model_validate(parallel_fields(port, **(parallel or {})))
+    return LLMEngine(parallel_config=config, **{**FIELDS, **fields})
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[object]:
+    """One rank's answers."""
+    with engine_of(1) as engine:
+        return answers(engine)
+
+
+# -- the same answers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_two_hosts_answer_what_one_does(
+    size: int, alone: list[object], port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    host = start_host(port, parallel={"tensor_parallel_size": size})
+    with first_host(port, parallel={"tensor_parallel_size": size}) as engine:
+        assert answers(engine) == alone
+        ranks = host.ranks()
+        assert len(ranks) == size // 2
+        assert len(ranks_of(psutil.Process(engine._core.pid))) == size // 2 - 1
+    assert host.wait() == 0
+    wait_gone([rank.pid for rank in ranks])
+    assert "Traceback" not in host.stderr
+
+
+def test_experts_are_spread_over_two_hosts(port: int, start_host: Callable[..., KaonHost], tmp_path: Path) -> None:
+    """Whole experts on each: what ranks of one engine add up goes over TCP like any layer's sums."""
+    variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
+    settings = {"model": str(make_checkpoint(tmp_path, variant.family, **variant.overrides)), "max_model_len": 64}
+    spread = {"enable_expert_parallel": True}
+    prompts = [prompt(37), prompt(3, seed=7)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    with LLMEngine(**settings, **FIELDS) as engine:
+        expected = [result["token_ids"] for result in engine.generate(prompts, params, use_tqdm=False)]
+    host = start_host(port, parallel=spread, **settings)
+    with first_host(port, parallel=spread, **settings) as engine:
+        results = engine.generate(prompts, params, use_tqdm=False)
+        assert [result["token_ids"] for result in results] == expected
+    assert host.wait() == 0
+
+
+def test_a_host_may_come_first_or_last_and_serves_a_server_s_requests(
+    port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
+) -> None:
+    server = start_server(**FIELDS, parallel_config=parallel_fields(port))
+    host = start_host(port, **{**SETTINGS, **FIELDS})
+    server.ready()
+    with server.client() as client:
+        answer = client.completions.create(model="kaon-demo", prompt="Hello", max_tokens=4, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+    assert server.stop() == 0
+    assert host.wait() == 0
+    line = host.process.stdout.read()
+    assert f"node 1 of 2 joins tcp://127.0.0.2:{port}" in line
+
+
+# -- what cannot join -------------------------------------------------------------------------------------------
+
+
+def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_came(
+    port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    host = start_host(port, key="another-horse-battery-staple")
+    with pytest.raises(EngineDeadError) as raised:
+        first_host(port, parallel={"rank_start_timeout": 5.0})
+    assert f"rank 1 on node 1 did not join at tcp://127.0.0.2:{port} within rank_start_timeout 5 s" in str(
+        raised.value
+    )
+    assert raised.value.usage
+    assert host.wait() == 1
+    assert host.stderr.count("kaon: ") == 1
+    assert "turns this host away; the cluster key must be the same on all hosts" in host.stderr
+    assert "Traceback" not in host.stderr
+
+
+@pytest.mark.parametrize(
+    ("differing", "sentence"),
+    [
+        ({"version": "0.0.9"}, "runs Kaon 0.0.9, and the first host"),
+        ({"dtype": "bfloat16"}, "has dtype bfloat16, and the first host float32"),
+        ({"parallel": {"tensor_parallel_size": 4}}, "has tensor_parallel_size 4, and the first host 2"),
+    ],
+)
+def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
+    differing: dict[str, Any], sentence: str, port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    host = start_host(port, **differing)
+    with pytest.raises(EngineDeadError, match=rf"rank 1 on node 1 \(.+\): its host {sentence}"):
+        first_host(port)
+    assert host.wait() == 1
+    assert f"kaon: this host {sentence}" in host.stderr
+    assert "Traceback" not in host.stderr
+
+
+def test_a_second_host_of_the_same_number_is_refused_and_disturbs_nobody(
+    port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    start_host(port)
+    with first_host(port) as engine:
+        second = start_host(port)
+        assert second.wait() == 1
+        assert "node_rank is 1, and another host has joined as that already" in second.stderr
+        assert engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)[0]["finish_reason"]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2])
+def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.2", port + offset)),
+        pytest.raises(EngineDeadError, match=f"port {port + offset} on 127.0.0.2 is taken") as raised,
+    ):
+        first_host(port)
+    assert raised.value.usage
+
+
+def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
+    with pytest.raises(EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is no address of this machine"):
+        first_host(port, parallel={"master_addr": "203.0.113.9"})
+
+
+def test_without_a_key_nobody_listens_where_others_come(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CLUSTER_KEY_ENV)
+    with pytest.raises(
+        EngineDeadError, match=r"master_addr is 0\.0\.0\.0, which other machines reach, but there is no key"
+    ):
+        first_host(port, parallel={"master_addr": "0.0.0.0"})
+
+
+def test_what_the_engine_cannot_load_ends_the_other_host_too(port: int, start_host: Callable[..., KaonHost]) -> None:
+    host = start_host(port, max_model_len=99999999)
+    with pytest.raises(EngineDeadError, match="max_model_len is 99999999"):
+        first_host(port, max_model_len=99999999)
+    assert host.wait() == 1
+    assert "kaon: " in host.stderr
+    assert "max_model_len is 99999999" in host.stderr
+
+
+def test_a_host_that_no_engine_comes_to_ends_in_time(port: int, start_host: Callable[..., KaonHost]) -> None:
+    host = start_host(port, parallel={"rank_start_timeout": 1.0})
+    assert host.wait() == 1
+    assert f"no engine core came to tcp://127.0.0.2:{port} within rank_start_timeout 1 s" in host.stderr
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------
+
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+
+def kill_rank(host: KaonHost) -> str:
+    host.ranks()[0].kill()
+    return "was killed by SIGKILL"
+
+
+def kill_host(host: KaonHost) -> str:
+    host.process.kill()
+    return "is gone: the connection to its host has ended"
+
+
+@pytest.mark.parametrize("kill", [kill_rank, kill_host])
+def test_requests_go_on_when_a_remote_rank_or_its_host_is_killed(
+    kill: Callable[[KaonHost], str],
+    port: int,
+    start_host: Callable[..., KaonHost],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    host = start_host(port)
+    with first_host(port) as engine:
+        [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
+        core, ranks = engine._core.pid, [rank.pid for rank in host.ranks()]
+        ids = engine.add_request(["Hello", "A"], LONG)
+        how = kill(host)
+        if kill is kill_host:
+            host = start_host(port)
+        results = engine.collect(ids)
+        assert results[0]["token_ids"] == expected["token_ids"]
+        assert len(results[1]["token_ids"]) == 400
+        assert engine._core.pid != core
+        wait_gone([core, *ranks])
+    assert host.wait() == 0
+    log = capfd.readouterr().err
+    assert "tensor-parallel rank 1 on node 1 (" in log
+    assert how in log
+
+
+def test_the_host_joins_again_when_the_engine_is_killed(port: int, start_host: Callable[..., KaonHost]) -> None:
+    host = start_host(port)
+    with first_host(port) as engine:
+        [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
+        ranks = [rank.pid for rank in host.ranks()]
+        ids = engine.add_request(["Hello"], LONG)
+        psutil.Process(engine._core.pid).kill()
+        [result] = engine.collect(ids)
+        assert result["token_ids"] == expected["token_ids"]
+        wait_gone(ranks)
+    assert host.wait() == 0
+
+
+def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callable[..., KaonHost]) -> None:
+    host = start_host(port)
+    with first_host(port, max_core_restarts=0) as engine:
+        ranks = [rank.pid for rank in host.ranks()]
+        assert ranks
+        assert host.stop() == 0
+        wait_gone(ranks)
+        with pytest.raises(EngineDeadError, match=r"rank 1 on node 1 \(.+\) is gone"):
+            engine.generate(["Hello"], LONG, use_tqdm=False)
+
+
+def test_ranks_end_with_a_host_that_is_stopped_and_killed(port: int, start_host: Callable[..., KaonHost]) -> None:
+    host = start_host(port)
+    with first_host(port, max_core_restarts=0):
+        ranks = [rank.pid for rank in host.ranks()]
+        host.process.send_signal(signal.SIGSTOP)
+        os.kill(host.process.pid, signal.SIGKILL)
+        wait_gone(ranks)

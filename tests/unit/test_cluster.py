@@ -1,0 +1,190 @@
+"""What several hosts need to trust and to understand each other: the key, the settings they share, and the sockets."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
+from engine.cluster_settings import CommonGround
+from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
+from engine.worker.curve import Doorkeeper, dial, endpoint, listen, resolve
+from engine.worker.rank_messages import RankLoaded, StepAddress
+from engine.worker.remote_rank import RemoteRank
+from engine.worker.step_socket import RankSocket, StepsLost, StepSocket
+from models.demo import CHECKPOINT_DIR
+
+LONG_KEY = "correct-horse-battery-staple"
+
+
+# -- the key ----------------------------------------------------------------------------------------------------
+
+
+def test_whoever_knows_the_key_makes_the_same_pairs_and_nobody_else_does() -> None:
+    keys = ClusterKeys.of(LONG_KEY)
+    assert keys == ClusterKeys.of(LONG_KEY)
+    others = ClusterKeys.of(LONG_KEY + ".")
+    assert len({pair.secret for pair in (*keys, *others)}) == 4
+    assert zmq.curve_public(keys.core.secret) == keys.core.public
+
+
+def test_the_key_is_of_the_file_or_else_of_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CLUSTER_KEY_ENV, LONG_KEY)
+    assert read_cluster_key(None, "10.0.0.1") == LONG_KEY
+    (tmp_path / "key").write_text("  of-a-file-and-long-enough\n")
+    assert read_cluster_key(str(tmp_path / "key"), "10.0.0.1") == "of-a-file-and-long-enough"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_without_a_key_only_this_machine_is_served(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CLUSTER_KEY_ENV, raising=False)
+    assert read_cluster_key(None, address) == ""
+    for reachable in ("10.0.0.1", "0.0.0.0", "kaon-0.kaon"):
+        with pytest.raises(ValueError, match=f"master_addr is {reachable}, which other machines reach"):
+            read_cluster_key(None, reachable)
+
+
+def test_a_key_that_can_be_guessed_or_read_by_nobody_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(CLUSTER_KEY_ENV, "hunter2")
+    with pytest.raises(ValueError, match=r"KAON_CLUSTER_KEY holds 7 characters; .* at least 16") as raised:
+        read_cluster_key(None, "127.0.0.1")
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(ValueError, match=r"cluster_key_file is .*none, which cannot be read"):
+        read_cluster_key(str(tmp_path / "none"), "127.0.0.1")
+
+
+# -- settings ---------------------------------------------------------------------------------------------------
+
+
+def ground(**fields: object) -> CommonGround:
+    return CommonGround.of(Config.model_validate(fields), CHECKPOINT_DIR)
+
+
+def test_hosts_may_differ_in_what_is_their_own() -> None:
+    first = ground(num_kvcache_blocks=64, server_config=ServerConfig(port=1))
+    parallel = ParallelConfig(nnodes=2, node_rank=1, tensor_parallel_size=2)
+    first_parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2)
+    assert first.difference(ground(model="elsewhere", cpu_threads=3)) is None
+    assert ground(parallel_config=first_parallel).difference(ground(parallel_config=parallel)) is None
+
+
+def test_the_first_difference_is_named_with_both_values() -> None:
+    first = ground(dtype="float32")
+    assert "has dtype bfloat16, and the first host float32" in str(first.difference(ground(dtype="bfloat16")))
+    other = CommonGround("0.0.1", first.settings, first.checkpoint)
+    assert "runs Kaon 0.0.1, and the first host" in str(first.difference(other))
+    other = CommonGround(first.version, first.settings, "another")
+    assert "another model" in str(first.difference(other))
+    newer = CommonGround(first.version, {**first.settings, "new": "1"}, first.checkpoint)
+    assert "has new 1, and the first host missing" in str(first.difference(newer))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"node_rank": 1}, "node_rank is 1, but there are 1 hosts"),
+        ({"nnodes": 2}, "nnodes is 2, which does not divide the 1 ranks"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "leave nnodes out"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "replicas run on one host"),
+        ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "replicas run on one host"),
+        ({"master_port": 65534}, "master_port"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused_in_a_sentence(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ParallelConfig.model_validate(fields)
+
+
+# -- sockets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return endpoint("127.0.0.1", listener.getsockname()[1])
+
+
+def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    server, friend, stranger = CurvePair.new(), CurvePair.new(), CurvePair.new()
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(friend.public)
+    address = free_address()
+    with listen(context, zmq.ROUTER, address, server) as listener:
+        for pair, server_public, heard in (
+            (stranger, server.public, False),
+            (friend, CurvePair.new().public, False),
+            (friend, server.public, True),
+        ):
+            with dial(context, pair, server_public, b"x") as caller:
+                caller.connect(address)
+                caller.send(b"hello")
+                assert bool(listener.poll(5000 if heard else 300)) == heard
+        assert listener.recv_multipart() == [b"x", b"hello"]
+        with context.socket(zmq.DEALER) as plain:
+            plain.setsockopt(zmq.LINGER, 0)
+            plain.connect(address)
+            plain.send(b"hello")
+            assert not listener.poll(300)
+    doorkeeper.close()
+
+
+def test_an_address_that_cannot_be_had_is_told_in_a_sentence(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    address = free_address()
+    with listen(context, zmq.ROUTER, address, CurvePair.new()), pytest.raises(OSError, match="is taken; stop what"):
+        listen(context, zmq.ROUTER, address, CurvePair.new())
+    with pytest.raises(ValueError, match=r"master_addr is nowhere\.invalid, which has no address"):
+        resolve("nowhere.invalid")
+
+
+def test_steps_reach_every_rank_and_their_ends_come_back(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    core, rank = CurvePair.new(), CurvePair.new()
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(rank.public)
+    address = free_address()
+    steps = StepSocket(context, address, core, 2)
+    told = StepAddress(address, core.public, rank.public, rank.secret)
+    first = RankSocket(told, 1)
+    while (missing := steps.wait_for_ranks(0.1)) == 1:
+        pass
+    assert missing == 2
+    with pytest.raises(StepsLost, match="the connection to tensor-parallel rank 2 is lost"):
+        steps.write(b"too early")
+    second = RankSocket(told, 2)
+    assert steps.wait_for_ranks(5.0) is None
+    long = os.urandom(1 << 20)
+    steps.write(long)
+    assert first.read() == b"too early"
+    assert first.read() == second.read() == long
+    second.tell("it broke\nTraceback")
+    first.tell()
+    assert steps.take(0) == ""
+    assert steps.take_within(1, 5.0) == "it broke\nTraceback"
+    assert steps.take_within(0, 0.05) is None
+    steps.close()
+    doorkeeper.close()
+
+
+def test_a_rank_elsewhere_is_named_by_its_host_and_keeps_no_processor_of_this_one() -> None:
+    link = RemoteRank(3, 1, "tcp://10.0.0.1:29500")
+    assert link.title == "tensor-parallel rank 3 on node 1"
+    assert link.absence == "join at tcp://10.0.0.1:29500"
+    link.joined("worker-7")
+    assert link.title == "tensor-parallel rank 3 on node 1 (worker-7)"
+    assert link.absence is None
+    link.give(RankLoaded([4, 5], 10))
+    assert link.receive() == RankLoaded([], 10)
+    link.lose("was killed by SIGKILL", True)
+    assert link.receive() is None
+    assert link.how_gone() == ("was killed by SIGKILL", True)
+    link.close(0.0)
