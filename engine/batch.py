@@ -81,6 +81,16 @@ class ScheduledBatch:
         self._tables = [seq.block_table for seq in rows]
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """Of each row."""
+        return self._rows
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """Block table of each row, which the step may only see grow."""
+        return self._tables
+
+    @property
     def slots(self) -> npt.NDArray[np.int64]:
         """Worker row of each sequence. # [num_seqs]"""
         return np.array(self._slots, dtype=np.int64)

@@ -113,6 +113,12 @@ class CompilationConfig(Section):
     compilation_level: Literal[0] = 0
     """0 runs the model eagerly; this release has no other level."""
 
+    enforce_eager: bool = False
+    """Never replay a GPU's decode steps from captured graphs."""
+
+    cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = ()
+    """Batch sizes that graphs are captured for; default: 1, 2, 4, 8, and every 16th up to `max_num_seqs` or 512."""
+
 
 class SpeculativeConfig(Section):
     """Speculative decoding: how many draft tokens a step verifies."""
@@ -312,6 +318,9 @@ class Config(Section):
 
     scheduling_policy: Literal["prefill_first", "mixed"] = "prefill_first"
     """`prefill_first`: waiting prompts before any decode; `mixed`: decodes first, prompt chunks fill the step."""
+
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Schedule and submit each step before the last one's tokens are read; `auto`: on GPUs, with one rank."""
 
     scheduler_delay_factor: Annotated[float, Field(ge=0.0)] = 0.0
     """Hold prefills back for this many times the last prefill's latency, so that prompts batch up; 0 never waits."""

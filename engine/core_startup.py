@@ -102,7 +102,7 @@ def load_model(
             config.max_num_seqs,
             model_config.architecture,
         )
-    config = _with_cache(config, size)
+    config = _with_async_scheduling(_with_cache(config, size), runner.device.type)
     runner.allocate_kv_cache(size.num_blocks, size.num_slots)
     phases.end("kv-cache")
     runner.warm_up()
@@ -136,6 +136,18 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 def _refuse_unsupported(config: Config) -> None:
     if config.speculative_config is not None:
         raise ValueError("num_speculative_tokens is set, but this release has no draft proposer; leave it out")
+    parallel = config.parallel_config
+    if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks hear "
+            "of each token from the host; leave it at auto"
+        )
+    if config.async_scheduling == "on" and parallel.in_lockstep:
+        raise ValueError(
+            "async_scheduling is on, but with enable_expert_parallel the "
+            f"{parallel.data_parallel_size} replicas take each step together, so that none can be ahead; leave it at "
+            "auto"
+        )
 
 
 def _with_cache(config: Config, size: "KVCacheSize") -> Config:
@@ -149,6 +161,17 @@ def _with_cache(config: Config, size: "KVCacheSize") -> Config:
             "max_model_len": min(config.max_model_len, capacity),
         }
     )
+
+
+def _with_async_scheduling(config: Config, device_type: str) -> Config:
+    """`config` with `async_scheduling` decided: a step of the CPU's is over when it is launched, so being ahead of it
+    would only hold its tokens back.
+    """
+    if config.async_scheduling != "auto":
+        return config
+    parallel = config.parallel_config
+    pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
+    return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
 
 
 def _model_info(

@@ -26,6 +26,7 @@ from engine.config import Config
 from engine.core_io import CoreSockets, Incoming, InputQueue, OutputQueue, Wake
 from engine.core_process import Launch
 from engine.core_startup import LoadedModel, PhaseClock, load_model
+from engine.deferred_steps import DeferredSteps, LaunchingRunner
 from engine.flight_record import FlightRecord
 from engine.isolation import FailedStep, Isolation
 from engine.lifetime import end_with_parent, name_process, take_lifeline
@@ -44,6 +45,7 @@ from engine.replica_links import PEER_END_SECONDS, MeetingError, PeerGoneError, 
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.step_limits import StepOutOfMemory
 from engine.structured.matchers import Matchers
 from engine.worker.async_proc import AsyncIOProcManager
 from engine.worker.rank_places import RankError
@@ -62,8 +64,8 @@ _CHECK_AFTER_IDLE_SECONDS = 1.0
 """An idle core checks its own integrity after this long: never between two requests of a busy one."""
 
 
-class Runner(Protocol):
-    """What the loop needs of `ModelRunner`."""
+class Runner(LaunchingRunner, Protocol):
+    """What the loop needs of `ModelRunner`; `launch` where `async_scheduling` is on."""
 
     def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput: ...
 
@@ -101,6 +103,9 @@ class EngineCore:
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
         self._isolation = Isolation(self.scheduler, self._compute_and_tell)
         self._in_silence = Isolation(self.scheduler, self._compute)
+        self._deferred: DeferredSteps | None = None
+        if config.async_scheduling == "on":
+            self._deferred = DeferredSteps(self.scheduler, runner, self._record, self._outputs, self._send)
         self._suspects: deque[Sequence] = deque()
         """Sequences that an earlier core died on, each to be tried alone."""
         self._stopping = False
@@ -109,6 +114,7 @@ class EngineCore:
     def busy_loop(self) -> None:
         """Serve until a `Shutdown` arrives; then end what runs, say `Stopped`, and return."""
         self._serve()
+        self._drain()
         live = (*self.scheduler.running, *self.scheduler.waiting)
         self._outputs.put_nowait(self.scheduler.abort([seq.id for seq in live]))
         self._send("idle", 0.0)
@@ -130,7 +136,7 @@ class EngineCore:
         """Take in all that has arrived. With nothing to run, answer it and sleep until something has."""
         while True:
             self._take_in(self._arrived())
-            if self._stopping or self.scheduler.has_requests():
+            if self._stopping or self._deferred or self.scheduler.has_requests():
                 return
             if self._outputs:
                 self._send("idle", 0.0)
@@ -156,19 +162,27 @@ class EngineCore:
         for message in messages:
             match message:
                 case Sequence():
-                    try:
-                        self.scheduler.add(message)
-                    except ValueError as error:
-                        self._outputs.put_nowait([terminal_output(message.id, "error", str(error))])
-                        continue
-                    if message.is_suspect:
-                        self._suspects.append(message)
+                    self._take_in_sequence(message)
                 case AbortRequests():
                     aborted += message.request_ids
                 case Shutdown():
                     self._stopping = True
         if aborted:
             self._outputs.put_nowait(self.scheduler.abort(aborted))
+
+    def _take_in_sequence(self, seq: Sequence) -> None:
+        # Should it end this process before any step, it is known whose fault that was.
+        self._record.begin([seq.id])
+        try:
+            self.scheduler.add(seq)
+        except ValueError as error:
+            self._outputs.put_nowait([terminal_output(seq.id, "error", str(error))])
+        else:
+            if seq.is_suspect:
+                self._suspects.append(seq)
+        self._record.end()
+        if self._deferred is not None:
+            self._deferred.note_again()
 
     def _process_engine_step(self) -> None:
         """Run a step and send what came of it."""
@@ -180,19 +194,31 @@ class EngineCore:
     def _step(self) -> str | None:
         """Schedule, compute, postprocess; the step's kind, or None if there is nothing to tell of."""
         if self._suspects:
+            self._drain()
             # One alone: should it end this process too, it is known whose fault that was.
             failed = self._isolation.run([self._suspects.popleft()])
             if failed is not None:
                 self._fail_guilty(failed)
             return "idle" if self._outputs else None
+        if self._deferred is not None:
+            failed = self._deferred.advance()
+            if failed is not None:
+                self._fail_guilty(failed)
+            return "idle" if failed is not None and self._outputs else None
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None
         batch, seqs = scheduled
         error = self._compute(batch, seqs)
         if error is not None:
-            self._fail_guilty(FailedStep(list(seqs.values()), error))
+            self._fail_guilty(FailedStep(list(seqs.values()), error, batch.total_tokens_num))
         return batch.kind
+
+    def _drain(self) -> None:
+        """Read the steps that run."""
+        failed = None if self._deferred is None else self._deferred.drain()
+        if failed is not None:
+            self._fail_guilty(failed)
 
     def _compute_and_tell(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
         """As `_compute`, and send what came of it: whoever waits must not take many steps for none."""
@@ -215,7 +241,14 @@ class EngineCore:
         return None
 
     def _fail_guilty(self, failed: FailedStep) -> None:
-        """End the sequences that made a step raise; the others go on. Raises `RuntimeError` if every step does."""
+        """End the sequences that made a step raise; the others go on. Raises `RuntimeError` if every step does.
+
+        One that found no memory is nobody's fault as long as smaller ones can be tried.
+        """
+        if isinstance(failed.error, StepOutOfMemory) and self.scheduler.shrink_steps(
+            failed.num_tokens, len(failed.seqs)
+        ):
+            return
         for seq, error in self._isolation.guilty(failed):
             canary_error = self._try_canary()
             if canary_error is not None:

@@ -1,7 +1,7 @@
 """`FlightRecord`: which sequences the running step computes, in memory that outlives the core.
 
-Written by the engine core around each step, and read by `Supervisor` when the core has died: who was in the step may
-be why.
+Written by the engine core around each step, and around taking a sequence in; read by `Supervisor` when the core has
+died: who was in the step, or was taken in, may be why.
 """
 
 import mmap
@@ -37,12 +37,12 @@ class FlightRecord:
             os.close(descriptor)
 
     def begin(self, seq_ids: Sequence[int]) -> None:
-        """A step of these sequences starts."""
+        """A step of these sequences starts, or one is taken in."""
         self._words[1 : 1 + len(seq_ids)] = memoryview(array("q", seq_ids))
         self._words[0] = len(seq_ids)
 
     def end(self) -> None:
-        """The step has come to its end."""
+        """That has come to its end."""
         self._words[0] = 0
 
     def read(self) -> list[int]:

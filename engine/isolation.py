@@ -19,6 +19,8 @@ class FailedStep(NamedTuple):
 
     seqs: list[Sequence]
     error: BaseException
+    num_tokens: int = 0
+    """That it computed."""
 
 
 class Isolation:
@@ -42,7 +44,7 @@ class Isolation:
                 return None
             error = self._compute(*scheduled)
             if error is not None:
-                return FailedStep(list(scheduled[1].values()), error)
+                return FailedStep(list(scheduled[1].values()), error, scheduled[0].total_tokens_num)
 
     def guilty(self, failed: FailedStep) -> Iterator[tuple[Sequence, BaseException]]:
         """The sequences of a step that raised which raise by themselves too, and what. The others have gone on.
@@ -57,7 +59,7 @@ class Isolation:
             failed = again
         suspected = [failed]
         while suspected:
-            seqs, error = suspected.pop()
+            seqs, error, _ = suspected.pop()
             if len(seqs) == 1:
                 yield seqs[0], error
                 continue

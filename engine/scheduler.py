@@ -1,24 +1,28 @@
 """`Scheduler`: decides which tokens each step computes, and takes the sampled tokens back (specification §1 and §5).
 
-Called by the engine core, step by step: `schedule()`, the model, `postprocess()`. How blocks are found is the block
-manager's room; why a sequence stops is `engine.stops`'.
+Called by the engine core, step by step: `schedule()`, the model, `postprocess()`; or, one step ahead, `schedule()`,
+`submitted.begin()`, and later `submitted.read()`. How blocks are found is the block manager's room; why a sequence
+stops is `engine.stops`'.
 """
 
 import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
-from engine.messages import RequestOutput, SchedulerStats, TokenLogprobs, terminal_output
+from engine.first_outputs import keep_prompt_logprobs, take_token_back, tell_first_token
+from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 from engine.step_builder import DecodeRows, StepBuilder
+from engine.step_limits import StepLimits
 from engine.stops import StopConditions
+from engine.submitted_steps import OutputQueue, SubmittedSteps
 from engine.waiting_queue import WaitingQueue
 from kvcache.block_manager import BlockManager
 
-__all__ = ["ScheduledBatch", "ScheduledBatchOutput", "Scheduler"]
+__all__ = ["OutputQueue", "ScheduledBatch", "ScheduledBatchOutput", "Scheduler"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +31,6 @@ DEFAULT_AGING_SECONDS = 10.0
 
 SPEC_STATS_INTERVAL = 1000
 """Draft tokens between two log lines on their acceptance."""
-
-
-class OutputQueue(Protocol):
-    """Where `postprocess` puts a step's outputs."""
-
-    def put_nowait(self, outputs: list[RequestOutput], /) -> None: ...
 
 
 class Scheduler:
@@ -79,9 +77,11 @@ class Scheduler:
 
         # Every running sequence decodes in each step, so no more may run than a step has tokens for.
         self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // (1 + self.mtp_k)))
+        self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
         self._free_slots = list(reversed(range(self._num_slots)))
         self._prefilling: list[Sequence] = []
         """Running sequences whose prompt is computed in part, in order of admission."""
+        self.submitted = SubmittedSteps(self, self.block_manager, self._free_slots)
         self._decode_rows: DecodeRows | None = None
         """Running sequences whose prompt is computed; None after any of them came or went."""
         self._prefix_queried_tokens = 0
@@ -116,10 +116,19 @@ class Scheduler:
 
     def retract(self, seqs: Iterable[Sequence]) -> None:
         """Have the sequences of a step that raised wait again: nothing of what it computed is there."""
-        for seq in seqs:
+        # The last one first: they wait in their order.
+        for seq in reversed(list(seqs)):
             if seq.status is SequenceStatus.RUNNING:
                 self.block_manager.forget(seq)
                 self.preempt(seq)
+
+    def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
+        """Have less in a step from here on, as one of so much ran out of memory. False: it cannot be less."""
+        if not self.limits.shrink(num_tokens, num_rows):
+            return False
+        while len(self.running) > self.limits.num_rows:
+            self.preempt(self.running[-1])
+        return True
 
     def fail(self, seqs: Iterable[Sequence], error: str, bad_request: bool = False) -> list[RequestOutput]:
         """End sequences that a step could not compute; `error` is the sentence their clients get.
@@ -159,12 +168,16 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """Choose the next step's work and reserve its blocks; None when there is none."""
-        step = StepBuilder(self.max_num_batched_tokens, self.mtp_k)
+        """Choose the next step's work and reserve its blocks; None when there is none.
+
+        Also None where a submitted step must be read before more can be done: nobody is preempted meanwhile.
+        """
+        self.limits.note_step()
+        step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(time.time())
         if self.mixed:
-            self._schedule_decodes(step)
-            self._schedule_prefills(step, may_admit)
+            if self._schedule_decodes(step):
+                self._schedule_prefills(step, may_admit)
         else:
             self._schedule_prefills(step, may_admit)
             if not step.num_prefills:
@@ -211,7 +224,7 @@ class Scheduler:
         tokens_by_id = fwd_output.token_ids
         running, prefilling = SequenceStatus.RUNNING, self._prefilling
         if fwd_output.prompt_logprobs:
-            _keep_prompt_logprobs(seqs, fwd_output.prompt_logprobs)
+            keep_prompt_logprobs(seqs, fwd_output.prompt_logprobs)
         finished: list[Sequence] = []
         outputs: list[RequestOutput] = []
         refusals = dict(fwd_output.refusals or ())
@@ -243,9 +256,9 @@ class Scheduler:
             if not accepted:
                 continue
             if seq.first_token_time == 0.0:
-                _tell_first_token(seq, output)
+                tell_first_token(seq, output)
                 if not seq.max_tokens:
-                    _take_token_back(seq, output)
+                    take_token_back(seq, output)
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
@@ -256,6 +269,8 @@ class Scheduler:
                 rows = fwd_output.logprobs.get(output.request_id)
                 output.logprobs = rows and rows[: len(output.output_tokens)]
         for seq in finished:
+            # A block that the last tokens filled was not published while they were placeholders.
+            self.block_manager.publish(seq, len(seq.token_ids) - 1)
             self._release(seq, SequenceStatus.FINISHED)
         if finished:
             self.running = deque(seq for seq in self.running if seq.status is running)
@@ -309,9 +324,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless queues, slots and blocks agree. Run when idle and by the property tests."""
         self.block_manager.check_integrity(self.running)
-        slots = [seq.slot for seq in self.running]
+        slots = [*(seq.slot for seq in self.running), *self.submitted.kept_slots]
         if sorted(slots + self._free_slots) != list(range(self._num_slots)):
             raise AssertionError(f"slots leak: {slots} running, {self._free_slots} free")
+        if not self.submitted and any(seq.num_placeholder for seq in (*self.running, *self.waiting)):
+            raise AssertionError("a sequence waits for a token that no step brings")
         for seq in self.running:
             if seq.status is not SequenceStatus.RUNNING:
                 raise AssertionError(f"sequence {seq.id} runs with status {seq.status}")
@@ -337,13 +354,19 @@ class Scheduler:
         """Go on with prompts begun, then start waiting ones, in order, while budget, slots and blocks last."""
         for seq in list(self._prefilling):
             count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)
-            if count == 0:
+            if count <= 0:
                 return
             if self.window is not None:
                 self.block_manager.release_unseen(seq, seq.num_computed_tokens - self.window + 1)
             self.block_manager.publish(seq, seq.num_computed_tokens + count)
             self._add_prefill(step, seq, count)
-        while may_admit and self.waiting and self._free_slots and step.budget > 0:
+        while (
+            may_admit
+            and self.waiting
+            and self._free_slots
+            and step.budget > 0
+            and len(self.running) < self.limits.num_rows
+        ):
             seq = self.waiting[0]
             num_cached = self.block_manager.count_cached_tokens(seq)
             num_new = max(1, seq.num_tokens - num_cached)
@@ -357,7 +380,7 @@ class Scheduler:
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that the step's rest cannot hold starts with a part of it."""
-        return self.mixed or (num_new > self.max_num_batched_tokens and not step.num_prefills)
+        return self.mixed or (num_new > self.limits.num_tokens and not step.num_prefills)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
         """Start a waiting sequence: its tokens `[start, start + count)` are computed in this step."""
@@ -385,8 +408,8 @@ class Scheduler:
             self._decode_rows = None
         step.add_prefill(seq, count)
 
-    def _schedule_decodes(self, step: StepBuilder) -> None:
-        """One token, and its drafts, of every running sequence whose prompt is computed.
+    def _schedule_decodes(self, step: StepBuilder) -> bool:
+        """One token, and its drafts, of every sequence whose prompt is computed; False: a step must be read first.
 
         Python looks closely only at a sequence that needs a block or fills one, one step in `block_size`.
         """
@@ -398,17 +421,23 @@ class Scheduler:
                 for seq in rows.seqs:
                     self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
+        if self.submitted:
+            rows, lengths = rows.going_on()
+            if not rows.seqs:
+                return True
         # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
         size, k = self.block_manager.block_size, self.mtp_k
         eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
+        if self.submitted and not self.block_manager.can_append_all(rows.seqs[i] for i in eventful):
+            return False
         for i in eventful:
             seq = rows.seqs[i]
             if seq.status is SequenceStatus.RUNNING:
                 self._grow(step, seq, 1 + (min(k, seq.num_useful_drafts) if k else 0))
         if self._decode_rows is None:
-            self._schedule_decodes(step)
-        else:
-            step.add_decodes(rows, lengths)
+            return self._schedule_decodes(step)
+        step.add_decodes(rows, lengths)
+        return True
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
         """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
@@ -455,32 +484,11 @@ class Scheduler:
             seq.leave_time = time.time()
         self.block_manager.deallocate(seq)
         seq.num_computed_tokens = 0
+        seq.num_placeholder = 0
         seq.spec_token_ids = []
         if seq.slot >= 0:
-            self._free_slots.append(seq.slot)
+            if not self.submitted.keep(seq.slot):
+                self._free_slots.append(seq.slot)
             seq.slot = -1
         if seq in self._prefilling:
             self._prefilling.remove(seq)
-
-
-def _tell_first_token(seq: Sequence, output: RequestOutput) -> None:
-    """Add to a sequence's first output what is known only now."""
-    seq.first_token_time = time.time()
-    output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
-    output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
-    if seq.prompt_logprobs is not None:
-        output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-
-
-def _take_token_back(seq: Sequence, output: RequestOutput) -> None:
-    """End a sequence that wanted its prompt computed and nothing more: the token sampled behind it is dropped."""
-    seq.token_ids.pop()
-    output.output_tokens.clear()
-    seq.leave_reason = output.finish_reason = "max_tokens"
-
-
-def _keep_prompt_logprobs(seqs: Iterable[Sequence], told: dict[int, list[TokenLogprobs]]) -> None:
-    """Add what a step computed of its prompts, until all of it is sent with the first output."""
-    for seq in seqs:
-        if seq.id in told and seq.prompt_logprobs is not None:
-            seq.prompt_logprobs += told[seq.id]

@@ -1,5 +1,6 @@
 """`StepBuilder`: gathers what the scheduler puts into one step, and makes the `ScheduledBatch` of it."""
 
+import operator
 from collections.abc import Iterable
 
 from engine.batch import AppendedBlocks, ScheduledBatch
@@ -14,8 +15,17 @@ class DecodeRows:
         self.by_id = {seq.id: seq for seq in self.seqs}
         self.token_ids = [seq.token_ids for seq in self.seqs]
         self.counts = [1] * len(self.seqs)
+        self.limits = [seq.token_limit for seq in self.seqs]
         for seq in self.seqs:
             seq.type = SequenceType.DECODE
+
+    def going_on(self) -> tuple["DecodeRows", list[int]]:
+        """Those that a token still unread will not bring to their limit, and their lengths with it."""
+        lengths = [len(seq.token_ids) + seq.num_placeholder for seq in self.seqs]
+        if not any(map(operator.ge, lengths, self.limits)):
+            return self, lengths
+        rows = DecodeRows(seq for seq, length in zip(self.seqs, lengths, strict=True) if length < seq.token_limit)
+        return rows, [seq.num_tokens for seq in rows.seqs]
 
 
 class StepBuilder:

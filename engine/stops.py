@@ -44,7 +44,7 @@ class StopConditions:
             return f"stop_{token_id}"
         if seq.matcher is not None and seq.matcher.is_complete:
             return "grammar"
-        if seq.num_tokens >= seq.token_limit:
+        if len(seq.token_ids) >= seq.token_limit:
             return "max_tokens"
         return None
 

@@ -3,7 +3,7 @@
 Called by the scheduler: `allocate` when a sequence starts, `may_append` as it grows, `deallocate` when it leaves.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -53,6 +53,8 @@ class BlockManager:
         self.enable_prefix_caching: bool = config.enable_prefix_caching
         self.pool = BlockPool(config.num_kvcache_blocks, blocks_at_first)
         self._match: tuple[BlockOwner, int, list[int]] | None = None
+        self._left: deque[list[int]] = deque()
+        """Of each submitted step: blocks that were left since, and are taken back when it has been read."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -134,6 +136,19 @@ class BlockManager:
         self.publish(seq, len(seq.token_ids))
         return added
 
+    def can_append_all(self, seqs: Iterable[BlockOwner]) -> bool:
+        """Whether a step can compute one further token of each of these."""
+        return len(self.pool.free_block_ids) >= sum(self._missing_blocks(seq, 1) for seq in seqs)
+
+    def begin_step(self) -> None:
+        """A step was submitted: blocks that are left from here on may be read or written until its end."""
+        self._left.append([])
+
+    def end_step(self) -> None:
+        """The step that was submitted first has been read."""
+        for block_id in self._left.popleft():
+            self.pool.release(block_id)
+
     def release_unseen(self, seq: BlockOwner, num_unseen: int) -> None:
         """Take the blocks back that hold nothing but a sequence's first `num_unseen` tokens.
 
@@ -160,11 +175,16 @@ class BlockManager:
     def forget(self, seq: BlockOwner) -> None:
         """Share this sequence's blocks with nobody further: a step that should have filled them may not have."""
         released = seq.num_released_blocks
-        for block_id in seq.block_table[released:]:
-            self.pool.unpublish(self.pool.blocks[block_id])
+        self.forget_blocks(seq.block_table)
         for index, digest in enumerate(seq.block_hashes[:released]):
             block_id = self.pool.hash_to_block_id.get(digest, RELEASED)
             if block_id != RELEASED and self.pool.blocks[block_id].token_ids == seq.block(index):
+                self.pool.unpublish(self.pool.blocks[block_id])
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Share these blocks of one table, or of several, with nobody further."""
+        for block_id in block_ids:
+            if block_id != RELEASED:
                 self.pool.unpublish(self.pool.blocks[block_id])
 
     def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
@@ -178,9 +198,14 @@ class BlockManager:
             if seq.block_table[:released] != [RELEASED] * released or RELEASED in seq.block_table[released:]:
                 raise AssertionError(f"{released} leading blocks should be released: {seq.block_table}")
             held.update(seq.block_table[released:])
+        for left in self._left:
+            held.update(left)
         self.pool.check_integrity(held)
 
     def _release(self, block_ids: list[int]) -> None:
+        if self._left:
+            self._left[-1] += reversed(block_ids)
+            return
         for block_id in reversed(block_ids):
             self.pool.release(block_id)
 

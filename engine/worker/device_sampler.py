@@ -4,6 +4,7 @@ It gives the tokens that the sampler in torch gives; see `models.kernels.triton.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,9 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.structured.masks import MaskedRow, TokenMasks, packed
 from engine.worker.sampled_tokens import SampledTokens, exhausted
+from engine.worker.sampler import Send
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
-from engine.worker.token_logprobs import as_messages, by_kernels, token_logprobs
+from engine.worker.token_logprobs import as_messages, by_kernels, pack_columns, pack_logprobs, token_logprobs
 from engine.worker.upload import upload
 from models.kernels.triton import draw, sampling
 from models.kernels.triton.logprobs import Logprobs
@@ -28,6 +30,8 @@ class LaunchedTokens:
     """Its tokens are those that were sampled."""
     asked: dict[int, int]
     """Alternatives asked for, by row."""
+    asking: torch.Tensor
+    """These rows. # [len(asked)] int64"""
     logits: torch.Tensor | None
     """Of the rows that asked, as the model gave them. # [len(asked), V]"""
     logprobs: Logprobs | None
@@ -38,6 +42,20 @@ class LaunchedTokens:
     def token_ids(self) -> torch.Tensor:
         """The tokens, for the next step. # [N] int64"""
         return self.likeliest.tokens
+
+    def words(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What there is to read, on the device: tokens with the bits of peaks, and log probabilities where asked for.
+
+        # [2, N] int64, and as `pack_logprobs` makes them
+        """
+        peaks = self.likeliest.peaks.view(torch.int32).long()
+        words = torch.stack((self.token_ids, peaks))
+        if self.logits is None:
+            return words, None
+        chosen = self.token_ids.index_select(0, self.asking)
+        if self.logprobs is None:
+            return words, pack_logprobs(self.logits, chosen, max(self.asked.values()))
+        return words, pack_columns(chosen, self.logprobs)
 
     def read(self) -> SampledTokens:
         """Waits for the device."""
@@ -61,8 +79,8 @@ class LaunchedTokens:
         return dict(zip(rows, found, strict=True))
 
 
-def launch(logits: torch.Tensor, rows: SamplingRows, masks: TokenMasks) -> LaunchedTokens:
-    """One token a row. `logits` are overwritten. # [N, V] float32"""
+def launch(logits: torch.Tensor, rows: SamplingRows, masks: TokenMasks, send: Send | None = None) -> LaunchedTokens:
+    """One token a row. `logits` are overwritten. `send` brings arrays to the device. # [N, V] float32"""
     asked = rows.num_logprobs or {}
     masked = rows.masked or []
     changes = [
@@ -76,15 +94,14 @@ def launch(logits: torch.Tensor, rows: SamplingRows, masks: TokenMasks) -> Launc
         if change is not None and len(change.rows)
     ]
     words, refused = masks.fill(masked, logits.shape[-1]) if masked else (np.zeros((0, 0), np.int32), {})
-    asking, masked_rows, mask_words, columns, *changed = upload(
+    asking, masked_rows, mask_words, columns, *changed = (send or partial(upload, device=logits.device))(
         [
             np.array(list(asked), dtype=np.int64),
             np.array([each.row for each in masked], dtype=np.int64),
             words,
             columns_of(rows.random),
             *(array for _, change in changes for array in _arrays(change)),
-        ],
-        logits.device,
+        ]
     )
     unmodified = logits.index_select(0, asking) if asked else None
     for nth, (kind, _) in enumerate(changes):
@@ -100,7 +117,7 @@ def launch(logits: torch.Tensor, rows: SamplingRows, masks: TokenMasks) -> Launc
     if unmodified is not None:
         most = min(max(asked.values()), logits.shape[-1])
         found = by_kernels(unmodified, likeliest.tokens.index_select(0, asking), most)
-    return LaunchedTokens(rows, likeliest, asked, unmodified, found, refused)
+    return LaunchedTokens(rows, likeliest, asked, asking, unmodified, found, refused)
 
 
 def warm_up(vocab_size: int, device: torch.device) -> None:

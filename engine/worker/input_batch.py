@@ -6,14 +6,15 @@ they sampled were appended here.
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.batch import AppendedBlocks, PromptSpan
 from engine.sequence import Sequence
-from engine.worker.sampling_columns import SamplingColumns, SamplingRows
+from engine.worker.sampling_columns import LATER, SamplingColumns, SamplingRows
 
 
 class StepRows(Protocol):
@@ -52,8 +53,22 @@ class StepInputs:
     sampled_rows: npt.NDArray[np.int64]  # [S], those whose last known token is computed in this step
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
+    unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
     sampling: SamplingRows
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
+
+    @property
+    def sampled_positions(self) -> npt.NDArray[np.int64]:
+        """Where each sampled token goes in its sequence. # [S]"""
+        return self.seq_lens[self.sampled_rows]
+
+
+class DeviceInputs(NamedTuple):
+    """What of a step's arrays the model runner itself needs on the device. Not what attention does."""
+
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    last_tokens: torch.Tensor  # [S] int64
 
 
 class InputBatch:
@@ -75,6 +90,8 @@ class InputBatch:
                 f"{max_model_len} ({error}); lower one of the two"
             ) from error
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
+        """Of them: the last one may have been sampled and not be known here yet."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
@@ -101,6 +118,9 @@ class InputBatch:
         blocks, offsets = np.divmod(positions, self.block_size)
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)
+        sampled_slots = slots[sampled]
+        unread = np.flatnonzero(seq_lens > self._num_read[slots])
+        is_late = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
         return StepInputs(
             input_ids=self._tokens[token_slots, positions].astype(np.int64),
             positions=positions,
@@ -111,11 +131,16 @@ class InputBatch:
             num_decodes=batch.total_seqs_num_decode,
             slots=slots,
             sampled_rows=sampled,
-            sampled_slots=slots[sampled],
+            sampled_slots=sampled_slots,
             last_tokens=ends[sampled] - 1,
-            sampling=self._sampling.rows(slots[sampled], num_tokens[sampled], self._tokens),
+            unread_rows=unread,
+            sampling=LATER if is_late else self._sampling.rows(sampled_slots, num_tokens[sampled], self._tokens),
             adapters=self._adapters_of(slots),
         )
+
+    def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
+        """`inputs.sampling`, once the tokens of all steps before have been read."""
+        return self._sampling.rows(inputs.sampled_slots, inputs.sampled_positions, self._tokens)
 
     def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
         """None where no row of the step uses one."""
@@ -132,11 +157,26 @@ class InputBatch:
         """Add the token that each of these slots sampled."""
         self._tokens[slots, self._num_tokens[slots]] = token_ids
         self._num_tokens[slots] += 1
+        self._num_read[slots] += 1
+
+    def reserve(self, slots: npt.NDArray[np.int64]) -> None:
+        """Each of these slots samples a token in a step that was launched; `fill` tells which."""
+        self._num_tokens[slots] += 1
+
+    def fill(
+        self,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int64],
+    ) -> None:
+        """The tokens that were reserved first, at these positions. # 3 x [S]"""
+        self._tokens[slots, positions] = token_ids
+        self._num_read[slots] = positions + 1
 
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
-        self._num_tokens[slot] = len(seq.token_ids)
+        self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
         if seq.adapter and self._adapters is None:
             self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)

@@ -1,10 +1,47 @@
 """Memory of the KV cache's tensors, and a GPU's memory figures. Used by the model runner."""
 
 import math
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from engine.step_limits import StepOutOfMemory
 from models.host_memory import aligned_zeros
+
+
+@contextmanager
+def at_start(what: str, advice: str) -> Iterator[None]:
+    """Raises `ValueError`, which names how much is missing, and what to do, where a GPU has no memory for `what`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{what} does not fit the GPU: {_shortage(error)}; {advice}") from error
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Raises `StepOutOfMemory` where a GPU has no memory for a step, having given back what torch keeps for reuse."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        # Its frames hold what the step had made.
+        traceback.clear_frames(error.__traceback__)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        raise StepOutOfMemory(f"the GPU ran out of memory: {_shortage(error)}") from error
+
+
+def _shortage(error: torch.OutOfMemoryError) -> str:
+    """What an allocation asked for and what there was, in torch's words, without its advice on fragmentation."""
+    text = " ".join(str(error).split())
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+    free = re.search(r"of which ([\d.]+ \w+) is free", text)
+    if asked is None:
+        return text
+    return f"{asked[1]} more were asked for" + (f", and {free[1]} are free" if free else "")
 
 
 def zeros(
@@ -20,7 +57,11 @@ def zeros(
     Raises `ValueError` when the host refuses the memory: the fields in `lower` would make it less.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        with at_start(
+            f"a KV cache tensor of {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB",
+            "lower gpu_memory_utilization or num_kvcache_blocks",
+        ):
+            return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         pages = aligned_zeros(num_bytes)

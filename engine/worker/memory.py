@@ -100,7 +100,7 @@ def kv_cache_size(
 def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueError:
     return ValueError(
         f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but {what_takes} {num_bytes}; "
-        f"free memory or raise {found.field}"
+        f"{_gib(num_bytes - found.num_bytes)} are missing: free memory or raise {found.field}"
     )
 
 

@@ -4,6 +4,7 @@ Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cach
 """
 
 import dataclasses
+import functools
 import logging
 import time
 from pathlib import Path
@@ -17,8 +18,10 @@ from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.sequence import Sequence
 from engine.worker.committed import CommittedBlocks
-from engine.worker.input_batch import InputBatch, StepInputs, StepRows
-from engine.worker.kv_memory import TorchDeviceMemory
+from engine.worker.device import device_of
+from engine.worker.graph_runner import GraphRunner, capture_sizes
+from engine.worker.input_batch import DeviceInputs, InputBatch, StepInputs, StepRows
+from engine.worker.kv_memory import TorchDeviceMemory, at_start, in_step
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import (
     CPU_BYTES_AT_FIRST,
@@ -31,6 +34,7 @@ from engine.worker.memory import (
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.sampler import Sampler
+from engine.worker.step_launcher import LaunchedStep, StepLauncher
 from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
@@ -63,6 +67,10 @@ class ModelRunner:
     """How many each replica computes in the next step, where they do so in lockstep."""
     spare_block: int | None = None
     """Of the cache, which no sequence uses: dummy steps between those of sequences write there."""
+    graphs: GraphRunner | None = None
+    """Where decode steps are replayed."""
+    _graph_size = 0
+    """Rows of the graph that replays the running step; 0: it runs eagerly."""
     _step_seconds = 0.0
     """Of the last one."""
 
@@ -101,21 +109,27 @@ class ModelRunner:
             seed=config.seed,
         )
 
+    @functools.cached_property
+    def launcher(self) -> StepLauncher:
+        """Runs steps ahead of the host."""
+        return StepLauncher(self, device_of(self.device), self.config.max_num_seqs)
+
     def load(self, *, progress: bool = False) -> None:
         """Read the checkpoint. Raises `CheckpointError` for a bad one."""
         available = available_host_memory() if self.available_bytes is None else self.available_bytes
         # Rope types that depend on the context's length depend on the length that is served.
         served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
-        self.model = load_model(
-            self.model_path,
-            served,
-            dtype=self.dtype,
-            device=self.device,
-            progress=progress,
-            parallel=self.parallel,
-            available_bytes=available if self.device.type == "cpu" else None,
-            weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
-        )
+        with at_start("the model", "serve a smaller or a quantised one"):
+            self.model = load_model(
+                self.model_path,
+                served,
+                dtype=self.dtype,
+                device=self.device,
+                progress=progress,
+                parallel=self.parallel,
+                available_bytes=available if self.device.type == "cpu" else None,
+                weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
+            )
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
         self.caches = LayerCaches(
             self.model.kv_cache_layers(),
@@ -158,12 +172,13 @@ class ModelRunner:
 
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
-        if self._is_in_lockstep:
-            self.spare_block = num_blocks
-        caches = self.caches.allocate(num_blocks + self._is_in_lockstep, num_slots)
-        set_kv_cache_data(caches)
         on_host = self.device.type == "cpu"
+        has_graphs = self._replays_graphs and num_blocks > 1
+        self.spare_block = num_blocks if has_graphs or self._is_in_lockstep else None
+        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), num_slots)
+        set_kv_cache_data(caches)
         self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
+        self.graphs = self._graph_runner(spare_block=num_blocks) if has_graphs else None
         # A cache of one block is the profiling step's.
         self.program = None
         self.greedy_head = None
@@ -175,6 +190,30 @@ class ModelRunner:
             if isinstance(self.model_config, ModelConfig):
                 hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
                 self.greedy_head = GreedyHead.of(self.operators, self._own_logits, hidden_size, max_rows)
+
+    @property
+    def _replays_graphs(self) -> bool:
+        # Adapters choose among weights by token, a recurrent state has no spare row, and what replicas exchange is of
+        # another size at each step.
+        return not (
+            not self.launcher.device.has_graphs
+            or self.config.compilation_config.enforce_eager
+            or self.config.lora
+            or self.caches.have_states
+            or self.parallel.size > 1
+            or self._is_in_lockstep
+        )
+
+    def _graph_runner(self, spare_block: int) -> GraphRunner:
+        return GraphRunner(
+            self.launcher.device,
+            self.backend,
+            self.model,
+            capture_sizes(self.config.compilation_config.cudagraph_capture_sizes, self.config.max_num_seqs),
+            block_size=self.config.kv_cache_block_size,
+            max_blocks=-(-self.max_model_len // self.config.kv_cache_block_size),
+            spare_block=spare_block,
+        )
 
     def _activation_bytes(self) -> int:
         """What the largest step may commit beside weights and cache, as far as it is known before one has run."""
@@ -225,8 +264,11 @@ class ModelRunner:
         # Before a step, the outputs of the last one have been sent.
         self.committed.after_step(self._step_seconds)
         start = time.perf_counter()
-        output = self._compute(batch)
+        with in_step():
+            output = self._compute(batch)
         self._step_seconds = time.perf_counter() - start
+        if self.graphs is not None:
+            self.graphs.after_step()
         return output
 
     def dummy_prefill(self) -> None:
@@ -235,7 +277,20 @@ class ModelRunner:
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
+        if self.graphs is not None and self.graphs.capture_next():
+            return True
         return self.committed.at_rest()
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Begin a step whose rows may need tokens that the device has sampled and nobody has read."""
+        self.committed.after_step(self._step_seconds)
+        start = time.perf_counter()
+        with in_step():
+            step = self.launcher.launch(batch)
+        self._step_seconds = time.perf_counter() - start
+        if self.graphs is not None:
+            self.graphs.after_step()
+        return step
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode():
@@ -255,27 +310,38 @@ class ModelRunner:
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)
+        self._graph_size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
+        shown = inputs if self.graphs is None else self.graphs.pad(inputs, self._graph_size)
         metadata = self.backend.build_metadata(
-            query_lens=inputs.query_lens,
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slot_mapping,
-            num_decodes=inputs.num_decodes,
+            query_lens=shown.query_lens,
+            seq_lens=shown.seq_lens,
+            block_tables=shown.block_tables,
+            slot_mapping=shown.slot_mapping,
+            num_decodes=shown.num_decodes,
             slots=inputs.slots if self.caches.have_states else None,
         )
         return inputs, metadata
 
     def run_model(
-        self, inputs: StepInputs, metadata: AttentionMetaData, prompt_spans: list[PromptSpan]
+        self,
+        inputs: StepInputs,
+        metadata: AttentionMetaData,
+        prompt_spans: list[PromptSpan],
+        on_device: DeviceInputs | None = None,
     ) -> tuple[torch.Tensor | SampledTokens, dict[int, list[TokenLogprobs]] | None]:
         """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
 
         The tokens themselves, where each row takes the likeliest and the model's head tells it without logits.
+        `on_device`: the step's tokens where the device has them already.
         """
-        input_ids = torch.from_numpy(inputs.input_ids).to(self.device)
-        positions = torch.from_numpy(inputs.positions).to(self.device)
+        input_ids, positions, last_tokens = on_device or self._send(inputs)
         num_rows = len(inputs.query_lens)
-        context = Context(positions=positions, is_prefill=inputs.num_decodes < num_rows, batch_size=num_rows)
+        context = Context(
+            positions=positions,
+            is_prefill=inputs.num_decodes < num_rows,
+            batch_size=num_rows,
+            graph_bs=self._graph_size,
+        )
         lora = None
         if inputs.adapters is not None:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
@@ -285,9 +351,14 @@ class ModelRunner:
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
-            if len(inputs.last_tokens) < len(hidden):
-                hidden = hidden[torch.from_numpy(inputs.last_tokens).to(self.device)]
+            if len(last_tokens) < len(hidden):
+                hidden = hidden[last_tokens]
             return self._choices(hidden, inputs), prompt_logprobs
+
+    def _send(self, inputs: StepInputs) -> DeviceInputs:
+        """Bring a step's tokens to the device."""
+        arrays = inputs.input_ids, inputs.positions, inputs.last_tokens
+        return DeviceInputs(*(torch.from_numpy(array).to(self.device) for array in arrays))
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
         """By sequence. # hidden [T, H]"""
@@ -317,6 +388,8 @@ class ModelRunner:
         self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
     ) -> torch.Tensor:
         """# 2 x [T] int64 -> [T, H]"""
+        if self.graphs is not None and self._graph_size:
+            return self.graphs.run(input_ids, positions, metadata, self._graph_size)
         if self.program is None or has_adapters or len(input_ids) > self.program.max_tokens:
             return self.model(input_ids, positions)
         assert isinstance(metadata, NativeMetaData)
@@ -326,11 +399,15 @@ class ModelRunner:
         self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | SampledTokens
     ) -> ScheduledBatchOutput:
         """Sample, unless that is done; keep the tokens for the next step, and report them by sequence."""
-        ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
         sampled = logits
         if isinstance(sampled, torch.Tensor):
             sampled = self.sampler.sample(sampled, inputs.sampling)
         self._keep(inputs, sampled.token_ids)
+        return self.report(batch, inputs, sampled)
+
+    def report(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
+        """What a step sampled, by sequence."""
+        ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
         token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
         errors = {}
         for row in sampled.broken:
@@ -353,7 +430,10 @@ class ModelRunner:
         num_rows = min(self.config.max_num_seqs, num_tokens)
         lengths = [min(num_tokens // num_rows, self.max_model_len)] * num_rows
         self.allocate_kv_cache(1)
-        self._dummy_step(lengths)
+        with at_start(
+            f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"
+        ):
+            self._dummy_step(lengths)
         set_kv_cache_data({})
 
     def _dummy_step(self, lengths: list[int]) -> None:

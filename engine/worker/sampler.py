@@ -4,6 +4,10 @@ Called by the model runner with the rows that the input batch describes. What a 
 parameters and random number only, never on its neighbours.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,6 +29,9 @@ _DRAWN_LOGITS = 1 << 22
 
 _MASKED_AT_ONCE = 1 << 18
 """Logits that are masked in one operation on CPU, instead of row by row."""
+
+Send: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+"""Brings arrays to the device that the logits are on."""
 
 _WIDTHS = (64, 1024)
 """Likeliest tokens looked at for the cut of top-k, top-p and min-p, before the whole vocabulary is sorted."""
@@ -51,7 +58,7 @@ class Sampler:
             return launch(logits, rows, self._masks).read()
         asked = rows.num_logprobs or {}
         unmodified = logits[list(asked)] if asked else None
-        _adjust(logits, rows)
+        adjust(logits, rows, partial(_send, logits.device))
         refused: dict[int, str] = {}
         if rows.masked is not None:
             # The device may still be busy with the model meanwhile.
@@ -75,21 +82,20 @@ class Sampler:
         return SampledTokens(token_ids, logprobs, broken, refused)
 
 
-def _adjust(logits: torch.Tensor, rows: SamplingRows) -> None:
+def adjust(logits: torch.Tensor, rows: SamplingRows, send: Send) -> None:
     """Penalties and biases, in place. Repeats of a token write the same value, except where they add up."""
-    device = logits.device
     if rows.repetition is not None:
-        index, penalty = _index_and_values(rows.repetition, device)
+        index, penalty = _index_and_values(rows.repetition, send)
         seen = logits[index]
         logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
     if rows.presence is not None:
-        index, penalty = _index_and_values(rows.presence, device)
+        index, penalty = _index_and_values(rows.presence, send)
         logits[index] = logits[index] - penalty
     if rows.frequency is not None:
-        index, penalty = _index_and_values(rows.frequency, device)
+        index, penalty = _index_and_values(rows.frequency, send)
         logits.index_put_(index, -penalty, accumulate=True)
     if rows.bias is not None:
-        index, bias = _index_and_values(rows.bias, device)
+        index, bias = _index_and_values(rows.bias, send)
         logits.index_put_(index, bias, accumulate=True)
 
 
@@ -114,17 +120,23 @@ def _mask(logits: torch.Tensor, masked: list[MaskedRow], masks: npt.NDArray[np.i
                 row.fill(-np.inf)
                 row[kept] = values
         return
-    words = torch.from_numpy(masks).to(logits.device)
+    rows, words = _send(logits.device, [np.array([each.row for each in masked]), masks])
+    mask_rows(logits, rows, words)
+
+
+def mask_rows(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """Minus infinity for what the words' bits leave out, in place. # [N, V], [R] int64, [R, V / 32] int32"""
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed_ids = (bits & 1).bool().flatten(1)[:, :vocab_size]
-    rows = torch.tensor([each.row for each in masked], device=logits.device)
+    allowed_ids = (bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
     logits[rows] = logits[rows].masked_fill(~allowed_ids, -torch.inf)
 
 
-def _index_and_values(
-    changes: Adjustments, device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    rows, ids, values = (torch.from_numpy(a).to(device) for a in (changes.rows, changes.token_ids, changes.values))
+def _send(device: torch.device, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array).to(device) for array in arrays]
+
+
+def _index_and_values(changes: Adjustments, send: Send) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    rows, ids, values = send([changes.rows, changes.token_ids, changes.values])
     return (rows, ids), values
 
 
@@ -150,7 +162,7 @@ def _draw(logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, rando
         tokens[torch.from_numpy(random.rows)] = torch.from_numpy(drawn)
         return
     piece = max(1, _DRAWN_LOGITS // logits.shape[-1])
-    for filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
+    for filtered in (False, True):
         chosen = np.flatnonzero(random.filtered == filtered)
         for start in range(0, len(chosen), piece):
             part = random.take(chosen[start : start + piece])
@@ -158,16 +170,22 @@ def _draw(logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, rando
             temperature = torch.from_numpy(part.temperature).to(logits.device)
             # Less the maximum first: nothing overflows, however small the temperature.
             scaled = logits.index_select(0, rows).sub_(peaks[rows]).div_(temperature[:, None])
-            tokens[rows] = draw(scaled, part)
+            if filtered:
+                tokens[rows] = _draw_filtered(scaled, part)
+            else:
+                tokens[rows] = draw_unfiltered(scaled, torch.from_numpy(part.uniform).to(logits.device))
 
 
-def _draw_unfiltered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
-    """Invert the distribution function in the order of token ids: find the block, then the token in it. # [R, V]"""
+def draw_unfiltered(scaled: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Invert the distribution function in the order of token ids: find the block, then the token in it.
+
+    # logits less their maximum [R, V], [R] float64 -> [R] int64
+    """
     vocab_size = scaled.shape[-1]
     probabilities = scaled.softmax(-1)
     blocks, rest = block_view(probabilities, _CDF_BLOCK)
     sums = torch.cat((blocks.sum(-1), rest.sum(-1, keepdim=True)), -1)
-    block, remainder = _invert(sums.double(), torch.from_numpy(random.uniform).to(scaled.device))
+    block, remainder = _invert(sums.double(), uniform)
     ids = block[:, None] * _CDF_BLOCK + torch.arange(_CDF_BLOCK, device=scaled.device)  # [R, block]
     weights = probabilities.gather(-1, ids.clamp(max=vocab_size - 1)).double()
     offset, _ = _invert(weights.masked_fill_(ids >= vocab_size, 0.0), remainder)
@@ -193,21 +211,38 @@ def _draw_filtered(scaled: torch.Tensor, random: RandomRows) -> torch.Tensor:
         k, p = top_k[pending], top_p[pending]
         looked_at = scaled[pending] if len(pending) < len(scaled) else scaled
         values, ids = likeliest(looked_at, width) if width < vocab_size else (descending(looked_at), None)
-        weights = values.double().exp_()  # [P, width], 1 for the likeliest
-        cdf = weights.cumsum(-1)
-        mass = torch.where(k <= width, cdf.gather(-1, k.clamp(max=width)[:, None] - 1)[:, 0], total[pending])
-        needed = torch.where(p < 1.0, p * mass, torch.inf)
-        kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
-        kept_by_min_p = (weights >= min_p[pending, None]).sum(-1)
-        kept = torch.minimum(torch.minimum(k, kept_by_p), kept_by_min_p)
+        choice, kept = draw_ranked(values, k, p, min_p[pending], uniform[pending], total[pending])
         settled = (k <= width) | ((k == vocab_size) & (kept < width))
-        ranks = torch.arange(width, device=scaled.device)
-        choice, _ = _invert(weights.masked_fill_(ranks >= kept[:, None], 0.0), uniform[pending])
         tokens[pending] = at_ranks(looked_at, values, choice) if ids is None else ids.gather(-1, choice[:, None])[:, 0]
         pending = pending[~settled]
         if len(pending) == 0:
             break
     return tokens
+
+
+def draw_ranked(
+    values: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
+    total: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw among each row's largest values, in descending order: the rank, and how many the filters leave.
+
+    `total` is the weight of all the row's values, those not here included. # [R, width], 5 x [R] -> 2 x [R] int64
+    """
+    width = values.shape[-1]
+    weights = values.double().exp_()  # [R, width], 1 for the likeliest
+    cdf = weights.cumsum(-1)
+    mass = torch.where(top_k <= width, cdf.gather(-1, top_k.clamp(max=width)[:, None] - 1)[:, 0], total)
+    needed = torch.where(top_p < 1.0, top_p * mass, torch.inf)
+    kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)
+    kept_by_min_p = (weights >= min_p[:, None]).sum(-1)
+    kept = torch.minimum(torch.minimum(top_k, kept_by_p), kept_by_min_p)
+    ranks = torch.arange(width, device=values.device)
+    choice, _ = _invert(weights.masked_fill_(ranks >= kept[:, None], 0.0), uniform)
+    return choice, kept
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

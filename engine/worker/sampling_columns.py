@@ -19,6 +19,8 @@ MIN_TEMPERATURE = 1e-5
 _RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK = (
     1 << bit for bit in range(9)
 )
+_OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
+"""Features that look at the tokens before the one that is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class SamplingRows:
 
 
 _GREEDY = SamplingRows()
+LATER = SamplingRows()
+"""Stands for rows that can be told only once a token that the device has sampled is read."""
 
 
 class SamplingColumns:
@@ -154,6 +158,10 @@ class SamplingColumns:
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
         """Whether all these slots take their likeliest token, and nothing else is asked of the logits."""
         return not self._needs[slots].any()
+
+    def need_last_token(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether one of these slots cannot choose a token before the one before it is known."""
+        return bool((self._needs[slots] & _OF_TOKENS).any())
 
     def rows(
         self,
@@ -242,7 +250,10 @@ class SamplingColumns:
         rows = []
         for row in np.flatnonzero(flags & _MASK).tolist():
             slot = int(slots[row])
-            rows.append(self._masked[slot].row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
+            masked = self._masked[slot]
+            # One that ended while the step ran samples a token too, of which nobody hears.
+            if not masked.is_over:
+                rows.append(masked.row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
         return rows
 
     def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
@@ -252,9 +263,10 @@ class SamplingColumns:
 class _Masked:
     """A slot that may sample some tokens only."""
 
-    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_row", "_unwanted_eos")
+    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
 
     def __init__(self, seq: Sequence, ends: list[int], vocab_size: int) -> None:
+        self._seq = seq
         allowed = seq.sampling_params.allowed_token_ids
         self._matcher = seq.matcher
         self._allowed = None if allowed is None else packed(allowed, vocab_size)
@@ -265,6 +277,11 @@ class _Masked:
         self._late_ends = [*self._unwanted_eos, *ends]
         self._row: MaskedRow | None = None
         """Of the last step: most sequences keep their row for many."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the sequence has ended."""
+        return self._seq.is_finished
 
     def row(self, row: int, too_short: bool) -> MaskedRow:
         """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`."""

@@ -65,6 +65,47 @@ def _ranks(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) 
             for row, token, value in zip(rows, token_ids.tolist(), own, strict=True)
         ]
         return torch.tensor(ranks)
+    return _ranks_on_device(logits, token_ids, values)
+
+
+def _ranks_on_device(logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """# -> [R] int64"""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     better = (logits > values) | ((logits == values) & (ids < token_ids[:, None]))
     return 1 + better.sum(-1)
+
+
+def pack_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Tensor:
+    """What `token_logprobs` tells, as words, without waiting for the device. # [R, V], [R] -> [R, 3 + 2 * most] int64
+
+    Of each row: the token, its log probability, its rank, and the `most` likeliest tokens and their log probabilities.
+    """
+    most = min(most, logits.shape[-1])
+    columns = by_kernels(logits, token_ids, most)
+    if columns is not None:
+        return pack_columns(token_ids, columns)
+    chosen = token_ids[:, None]
+    values = logits.gather(-1, chosen)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    top_values, top_ids = likeliest(logits, most) if most else (logits[:, :0], chosen[:, :0])
+    ranks = _ranks_on_device(logits, token_ids, values)
+    return pack_columns(token_ids, ((values - normaliser)[:, 0], ranks, top_ids, top_values - normaliser))
+
+
+def pack_columns(token_ids: torch.Tensor, columns: "Logprobs | _Columns") -> torch.Tensor:
+    """The words of `pack_logprobs`, of tokens, log probabilities, ranks, the likeliest ids and theirs."""
+    logprobs, ranks, top_ids, top_logprobs = columns
+    bits = torch.cat((logprobs[:, None], top_logprobs), -1).view(torch.int32).long()
+    return torch.cat((token_ids[:, None], bits[:, :1], ranks[:, None], top_ids, bits[:, 1:]), -1)
+
+
+def unpack_logprobs(words: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """What `pack_logprobs` packed, on the host; `counts` are the likeliest ones that each row asked for."""
+    most = (words.shape[1] - 3) // 2
+    floats = words.int().view(torch.float32)
+    return [
+        TokenLogprobs(row[0], values[1], row[3 : 3 + count], values[3 + most : 3 + most + count], row[2])
+        for count, row, values in zip(
+            (min(count, most) for count in counts), words.tolist(), floats.tolist(), strict=True
+        )
+    ]

@@ -49,8 +49,27 @@ class StubRunner:
         lengths = zip(batch.req_ids, batch.context_lens, strict=True)
         return ScheduledBatchOutput({seq_id: (FIRST_TOKEN + length,) for seq_id, length in lengths})
 
+    def launch(self, batch: ScheduledBatch, /) -> "StubStep":
+        return StubStep(self.forward(batch))
+
     def prepare_ahead(self) -> bool:
         return False
+
+
+class StubStep:
+    """A step that was over when it was launched."""
+
+    def __init__(self, output: ScheduledBatchOutput) -> None:
+        self._output = output
+
+    def sample(self) -> None:
+        pass
+
+    def result(self) -> ScheduledBatchOutput:
+        return self._output
+
+    def wait(self) -> None:
+        pass
 
 
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:

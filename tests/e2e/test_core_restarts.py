@@ -72,9 +72,10 @@ class Run:
             assert self.tokens[request_id] == list(range(first, first + max_tokens))
 
 
-@pytest.fixture
-def run() -> Iterator[Run]:
-    run = Run()
+@pytest.fixture(params=["off", "on"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Waiting for each step, and one step ahead."""
+    run = Run(async_scheduling=request.param)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
         yield run

@@ -110,6 +110,7 @@ def test_context_is_no_longer_than_the_cache() -> None:
         ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
         ({"device": "cuda"}, "torch finds no GPU"),
         ({"speculative_config": {}}, "no draft proposer"),
+        ({"async_scheduling": "on", "parallel_config": {"tensor_parallel_size": 2}}, "async_scheduling is on, but"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_sentence(

@@ -33,9 +33,9 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def core() -> Iterator[CoreManager]:
-    with CoreManager(Config(num_kvcache_blocks=512)) as manager:
+@pytest.fixture(scope="module", params=["off", "on"])
+def core(request: pytest.FixtureRequest) -> Iterator[CoreManager]:
+    with CoreManager(Config(num_kvcache_blocks=512, async_scheduling=request.param)) as manager:
         manager.wait_ready(WAIT_SECONDS)
         yield manager
 

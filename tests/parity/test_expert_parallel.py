@@ -13,7 +13,7 @@ import torch
 from engine.config import Config
 from engine.worker.input_batch import StepInputs
 from engine.worker.model_runner import ModelRunner
-from engine.worker.sampler import SampledTokens
+from engine.worker.sampled_tokens import SampledTokens
 from models.errors import CheckpointError
 from models.forward_context import DPMetadata, ForwardContext
 from models.kernels.cpu.program import Program

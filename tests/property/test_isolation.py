@@ -24,16 +24,24 @@ def loads(draw: st.DrawFn) -> list[tuple[int, int, int | None, bool]]:
     budget=st.sampled_from([8, 20, 64, 1000]),
     policy=st.sampled_from(["prefill_first", "mixed"]),
     caching=st.booleans(),
+    ahead=st.sampled_from([None, None, "launch", "sample", "result"]),
 )
 def test_the_guilty_fail_and_nobody_else(
-    load: list[tuple[int, int, int | None, bool]], blocks: int, budget: int, policy: str, caching: bool
+    load: list[tuple[int, int, int | None, bool]],
+    blocks: int,
+    budget: int,
+    policy: str,
+    caching: bool,
+    ahead: str | None,
 ) -> None:
     bench = Bench(
         num_kvcache_blocks=blocks,
         max_num_batched_tokens=budget,
         scheduling_policy=policy,
         enable_prefix_caching=caching,
+        async_scheduling="off" if ahead is None else "on",
     )
+    bench.runner.sees_at = ahead or "launch"
 
     def on_step(step: int, batch: ScheduledBatch) -> None:
         for seq_id, length in zip(batch.req_ids, batch.context_lens, strict=True):

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
@@ -33,12 +34,43 @@ class StubRunner:
             {seq_id: (5,) for seq_id in batch.req_ids if seq_id not in errors}, errors=errors or None
         )
 
+    sees_at = "launch"
+    """When it sees a step that is launched: then, or when that is told to `sample`, or read for its `result`."""
+
+    def launch(self, batch: ScheduledBatch, /) -> "StubStep":
+        return StubStep(self, batch)
+
+
+class StubStep:
+    """A step of the stub's."""
+
+    def __init__(self, runner: StubRunner, batch: ScheduledBatch) -> None:
+        self._sees_at = runner.sees_at
+        self._compute = partial(runner.forward, batch)
+        self._see("launch")
+
+    def sample(self) -> None:
+        self._see("sample")
+
+    def result(self) -> ScheduledBatchOutput:
+        self._see("result")
+        return self.output
+
+    def wait(self) -> None:
+        pass
+
+    def _see(self, when: str) -> None:
+        if self._sees_at == when:
+            self.output = self._compute()
+
 
 class Bench:
     """An `EngineCore` over a `StubRunner`, and its queues."""
 
+    defaults: ClassVar[dict[str, Any]] = {"num_kvcache_blocks": NUM_BLOCKS, "max_num_seqs": 8, "eos_token_id": 2}
+
     def __init__(self, **settings: Any) -> None:
-        config = Config(**{"num_kvcache_blocks": NUM_BLOCKS, "max_num_seqs": 8, "eos_token_id": 2, **settings})
+        config = Config(**{**self.defaults, **settings})
         self.runner = StubRunner()
         self.record = FlightRecord.of_its_own(config.max_num_seqs)
         self.core = EngineCore(config, self.runner, SimpleQueue(), SimpleQueue(), record=self.record)

@@ -8,9 +8,9 @@ from engine.messages import AbortRequests, Shutdown
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, ends, outputs_of
 
 
-@pytest.fixture
-def bench() -> Bench:
-    return Bench()
+@pytest.fixture(params=["off", "on"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(async_scheduling=request.param)
 
 
 def test_every_sequence_gets_its_tokens_and_one_terminal_output(bench: Bench) -> None:
@@ -40,7 +40,8 @@ def test_abort_takes_effect_before_the_next_step(bench: Bench) -> None:
     assert ends(messages)[0] == "abort"
 
 
-def test_abort_of_the_last_sequence_is_answered_though_no_step_follows(bench: Bench) -> None:
+def test_abort_of_the_last_sequence_is_answered_though_no_step_follows() -> None:
+    bench = Bench()
     bench.add(0, max_tokens=50)
     bench.runner.on_step = lambda step, batch: bench.send(AbortRequests([0]))
     taken = bench.core.output_queue
@@ -127,3 +128,23 @@ def test_model_that_produces_no_token_is_not_ready(bench: Bench) -> None:
     bench.runner.on_step = fail
     with pytest.raises(RuntimeError, match="no token"):
         bench.core.produce_token()
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_a_death_while_a_request_is_taken_in_is_blamed_on_that_and_on_no_running_step(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    bench = Bench(async_scheduling=mode)
+    running = [0] if mode == "on" else []
+    bench.add(0, max_tokens=20)
+    bench.core.pull_and_process_input_queue()
+    bench.core._process_engine_step()
+    assert bench.record.read() == running
+    add, seen = bench.core.scheduler.add, []
+    monkeypatch.setattr(bench.core.scheduler, "add", lambda seq: seen.append(bench.record.read()) or add(seq))
+    bench.add(1)
+    bench.core.pull_and_process_input_queue()
+    assert seen == [[1]]
+    assert bench.record.read() == running
+    bench.core._process_engine_step()
+    assert bench.record.read() == ([1] if mode == "on" else [])

@@ -213,3 +213,9 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
     assert budget.num_bytes == (40 - 26 - 4) * GIB
     assert budget.field == "gpu_memory_utilization"
     assert "50% of 80.00 GiB, less 26.00 GiB at the peak" in budget.reason
+
+
+def test_a_cache_without_room_for_a_block_says_how_much_is_missing() -> None:
+    found = MemoryBudget(GIB // 2, "half a GiB is left", "gpu_memory_utilization")
+    with pytest.raises(ValueError, match=r"0\.50 GiB are missing: free memory or raise gpu_memory_utilization$"):
+        kv_cache_size(Config(), block_bytes=GIB, slot_bytes=0, max_model_len=100, budget=lambda: found)

@@ -1,0 +1,138 @@
+"""`DeferredSampler`: as `Sampler`, without ever waiting for the device; `PendingTokens`: what it chose, to be read.
+
+Called by the step launcher. Rows whose logits are spoiled get some token, and are told of when the tokens are read.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.structured.masks import TokenMasks
+from engine.worker.likeliest import argmax, likeliest
+from engine.worker.sampled_tokens import SampledTokens, exhausted
+from engine.worker.sampler import adjust, draw_ranked, draw_unfiltered, mask_rows
+from engine.worker.sampling_columns import RandomRows, SamplingRows
+from engine.worker.staging import Download, Downloads, Uploads
+from engine.worker.token_logprobs import pack_logprobs, unpack_logprobs
+from models.kernels import triton
+
+_DRAWN_LOGITS = 1 << 24
+"""Logits that are drawn from at a time: their running sums in float64 take sixteen bytes each."""
+_WIDEST = 1024
+"""Tokens that a top-k may keep without the whole vocabulary being sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """A token for each of N rows, on the device."""
+
+    token_ids: torch.Tensor  # [N] int64, on the device
+    chosen: Download  # [2, N]: the tokens, and the bits of each row's largest logit
+    logprobs: Download | None
+    rows: SamplingRows
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def read(self, downloads: Downloads) -> SampledTokens:
+        """Wait for the tokens, and tell of them."""
+        words = self.chosen.wait()
+        token_ids = words[0].numpy().copy()
+        peaks = words[1].int().view(torch.float32).numpy()
+        downloads.give_back(self.chosen)
+        refused = dict(self.refused)
+        broken = np.flatnonzero(~np.isfinite(peaks)).tolist()
+        if broken:
+            refused |= exhausted(broken, peaks, self.rows)
+            broken = [row for row in broken if row not in refused]
+        logprobs = {}
+        if self.logprobs is not None:
+            asked = self.rows.num_logprobs or {}
+            told = unpack_logprobs(self.logprobs.wait(), list(asked.values()))
+            downloads.give_back(self.logprobs)
+            logprobs = dict(zip(asked, told, strict=True))
+        for row in (*broken, *refused):
+            logprobs.pop(row, None)
+        return SampledTokens(token_ids, logprobs, broken, refused)
+
+
+class DeferredSampler:
+    """Chooses tokens by operations that are only enqueued."""
+
+    def __init__(self, uploads: Uploads, downloads: Downloads, masks: TokenMasks | None = None) -> None:
+        self._uploads = uploads
+        self._downloads = downloads
+        self._masks = masks or TokenMasks()
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> PendingTokens:
+        """One token a row. `logits` are overwritten. # [N, V] float32"""
+        if triton.runs(logits, operator="sampling"):
+            from engine.worker.device_sampler import launch
+
+            launched = launch(logits, rows, self._masks, self._uploads.send)
+            words, logprob_words = launched.words()
+            return PendingTokens(
+                launched.token_ids,
+                self._downloads.begin(words),
+                None if logprob_words is None else self._downloads.begin(logprob_words),
+                rows,
+                launched.refused,
+            )
+        asked = rows.num_logprobs or {}
+        if asked:
+            (asking,) = self._uploads.send([np.array(list(asked), dtype=np.int64)])
+            unmodified = logits[asking]
+        adjust(logits, rows, self._uploads.send)
+        refused: dict[int, str] = {}
+        if rows.masked:
+            masks, refused = self._masks.fill(rows.masked, logits.shape[-1])
+            masked = np.array([each.row for each in rows.masked], dtype=np.int64)
+            mask_rows(logits, *self._uploads.send([masked, masks]))
+        tokens = argmax(logits)  # [N]
+        peaks = logits.gather(-1, tokens[:, None])  # [N, 1]
+        if rows.random is not None:
+            # What is not finite would lead the search for a token out of the vocabulary.
+            usable = peaks.isfinite()
+            self._draw(logits.masked_fill_(~usable, 0.0), peaks.masked_fill(~usable, 0.0), tokens, rows.random)
+        chosen = self._downloads.begin(torch.stack((tokens, peaks[:, 0].contiguous().view(torch.int32).long())))
+        logprobs = None
+        if asked:
+            logprobs = self._downloads.begin(pack_logprobs(unmodified, tokens[asking], max(asked.values())))
+        return PendingTokens(tokens, chosen, logprobs, rows, refused)
+
+    def chosen(self, sampled: SampledTokens) -> PendingTokens:
+        """Tokens that the model's head chose by itself, on the host."""
+        peaks = np.zeros(len(sampled.token_ids), dtype=np.float32)
+        peaks[sampled.broken] = np.nan
+        words = np.stack((sampled.token_ids, peaks.view(np.int32).astype(np.int64)))
+        (on_device,) = self._uploads.send([words])
+        return PendingTokens(on_device[0], self._downloads.begin(on_device), None, SamplingRows())
+
+    def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, random: RandomRows) -> None:
+        """Replace the random rows' `tokens` by drawn ones. # logits [N, V], peaks [N, 1], tokens [N]"""
+        vocab_size = logits.shape[-1]
+        piece = max(1, _DRAWN_LOGITS // vocab_size)
+        narrow = random.filtered & (random.top_k <= min(_WIDEST, vocab_size - 1))
+        for chosen, width in (
+            (~random.filtered, 0),
+            (narrow, int(random.top_k[narrow].max(initial=1))),
+            (random.filtered & ~narrow, vocab_size),
+        ):
+            indexes = np.flatnonzero(chosen)
+            for start in range(0, len(indexes), piece):
+                part = random.take(indexes[start : start + piece])
+                rows, temperature, top_k, top_p, min_p, uniform = self._uploads.send(
+                    [part.rows, part.temperature, part.top_k, part.top_p, part.min_p, part.uniform]
+                )
+                # Less the maximum first: nothing overflows, however small the temperature.
+                scaled = logits.index_select(0, rows).sub_(peaks[rows]).div_(temperature[:, None])
+                if width == 0:
+                    tokens[rows] = draw_unfiltered(scaled, uniform)
+                    continue
+                total = scaled.exp().sum(-1).double()
+                # Equal values come in the order of their tokens.
+                if width < vocab_size:
+                    values, ids = likeliest(scaled, width)
+                else:
+                    values, ids = scaled.sort(dim=-1, descending=True, stable=True)
+                ranks, _ = draw_ranked(values, top_k, top_p, min_p, uniform, total)
+                tokens[rows] = ids.gather(-1, ranks[:, None])[:, 0]

@@ -1,0 +1,96 @@
+"""The seam to a real device: copies arrive, graphs replay, and choosing tokens never makes the host wait."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.structured.masks import MaskedRow, packed
+from engine.worker.deferred_sampler import DeferredSampler
+from engine.worker.device import GPUDevice
+from engine.worker.sampler import Sampler
+from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
+from engine.worker.staging import Downloads, Uploads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
+]
+
+VOCAB_SIZE = 3000
+
+
+@pytest.fixture
+def device() -> GPUDevice:
+    return GPUDevice(torch.device("cuda"))
+
+
+def test_what_is_copied_arrives_behind_the_work_before_it(device: GPUDevice) -> None:
+    uploads, downloads = Uploads(device), Downloads(device)
+    for step in range(20):
+        left, right = uploads.send([np.arange(5000) + step, np.full(3, step, dtype=np.float32)])
+        slow = torch.randn(2000, 2000, device="cuda")
+        for _ in range(5):
+            slow = slow @ slow
+        download = downloads.begin(left * 2 + right[0].long())
+        assert download.wait().tolist() == [2 * (value + step) + step for value in range(5000)]
+        downloads.give_back(download)
+
+
+def test_a_graph_replays_over_the_memory_it_was_captured_with(device: GPUDevice) -> None:
+    source, target = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+
+    def run() -> None:
+        target.copy_(source * 2 + 1)
+
+    graphs = [device.capture(run) for _ in range(3)]
+    for value, graph in enumerate(graphs):
+        source.fill_(value)
+        graph.replay()
+        device.record().synchronize()
+        assert target.tolist() == [2 * value + 1] * 8
+
+
+def rows_of(num_rows: int) -> SamplingRows:
+    """Every kind of row."""
+    rng = np.random.default_rng(1)
+    top_k = rng.choice([5, 40, VOCAB_SIZE], size=num_rows)
+    top_p = rng.choice([0.5, 1.0], size=num_rows)
+    min_p = rng.choice([0.0, 0.05], size=num_rows)
+    changes = Adjustments(np.arange(8), np.arange(8) * 7, np.full(8, 1.5, dtype=np.float32))
+    return SamplingRows(
+        random=RandomRows(
+            np.arange(4, num_rows),
+            np.full(num_rows - 4, 0.8, dtype=np.float32),
+            top_k[4:],
+            top_p[4:],
+            min_p[4:],
+            rng.uniform(size=num_rows - 4),
+            ((top_k < VOCAB_SIZE) | (top_p < 1.0) | (min_p > 0.0))[4:],
+        ),
+        repetition=changes,
+        presence=changes,
+        frequency=changes,
+        bias=changes,
+        masked=[MaskedRow(row, allowed=packed([3, 5, 900], VOCAB_SIZE)) for row in (2, 9)],
+        num_logprobs={1: 3, 6: 0},
+    )
+
+
+def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(device: GPUDevice) -> None:
+    logits = torch.from_numpy(np.random.default_rng(2).normal(size=(32, VOCAB_SIZE)).astype(np.float32) * 3)
+    rows = rows_of(32)
+    expected = Sampler().sample(logits.clone(), rows)
+    uploads, downloads = Uploads(device), Downloads(device)
+    sampler = DeferredSampler(uploads, downloads)
+    sampler.sample(logits.cuda(), rows).read(downloads)
+    on_device = logits.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = sampler.sample(on_device, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = pending.read(downloads)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for row, told in found.logprobs.items():
+        assert told.logprob == pytest.approx(expected.logprobs[row].logprob, abs=1e-4)

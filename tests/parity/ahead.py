@@ -1,0 +1,78 @@
+"""Runs a model runner one step ahead of what is read, on a device that is late. For the tests of deferred output."""
+
+from collections.abc import Iterable
+
+from engine.deferred_steps import DeferredSteps
+from engine.flight_record import FlightRecord
+from engine.messages import RequestOutput
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_launcher import StepLauncher
+from tests.parity.delayed_device import DelayedDevice
+
+
+class Ahead:
+    """A scheduler and a runner, with the steps between them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(runner.config)
+        self.device = DelayedDevice()
+        runner.launcher = StepLauncher(runner, self.device, runner.config.max_num_seqs)
+        self.outputs: list[RequestOutput] = []
+        self.record = FlightRecord.of_its_own(runner.config.max_num_seqs)
+        self.steps: list[str] = []
+        self.deferred = DeferredSteps(
+            self.scheduler, runner, self.record, self, lambda kind, seconds: self.steps.append(kind)
+        )
+
+    def put_nowait(self, outputs: list[RequestOutput]) -> None:
+        """Take a step's outputs."""
+        self.outputs += outputs
+
+    def run(self, seqs: Iterable[Sequence]) -> list[RequestOutput]:
+        """All that is told of these sequences, until nothing is left to do."""
+        self.scheduler.extend(seqs)
+        while self.scheduler.has_requests() or self.deferred:
+            assert self.deferred.advance() is None
+            self.scheduler.check_integrity()
+        assert self.record.read() == []
+        told, self.outputs = self.outputs, []
+        return told
+
+
+def waiting(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
+    """The same, with each step read before the next is scheduled."""
+    scheduler, outputs = Scheduler(runner.config), list[RequestOutput]()
+
+    class Queue:
+        def put_nowait(self, told: list[RequestOutput]) -> None:
+            outputs.extend(told)
+
+    scheduler.extend(seqs)
+    while (scheduled := scheduler.schedule()) is not None:
+        batch, in_step = scheduled
+        scheduler.postprocess(list(in_step.values()), runner.forward(batch), Queue())
+    return outputs
+
+
+class Near(float):
+    """Equal to what is nearly as large: sums depend on how steps are cut."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-3
+
+
+def answers(outputs: Iterable[RequestOutput]) -> dict[int, tuple[object, ...]]:
+    """By sequence: tokens, end, log probabilities and errors."""
+    told: dict[int, tuple[list[int], list[object], list[object]]] = {}
+    for output in outputs:
+        tokens, logprobs, rest = told.setdefault(output.request_id, ([], [], []))
+        tokens += output.output_tokens
+        for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
+            logprobs.append((each.token_id, Near(each.logprob), each.top_ids, each.rank))
+        rest += [output.finish_reason, output.error] if output.finished else []
+    return {seq_id: tuple(parts) for seq_id, parts in told.items()}

@@ -1,0 +1,32 @@
+"""`CapturingBackend`: the CPU's attention in plain torch, for graphs that are the call itself, over fixed metadata."""
+
+from dataclasses import fields
+
+from models.attention.cpu import CPUAttentionBackend
+from models.attention.cpu_plan import CPUAttentionMetaData
+from models.forward_context import AttentionMetaData
+
+
+class CapturingBackend(CPUAttentionBackend):
+    """What a graph was captured with is one object a size; a replay finds a step's values in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = (0, 0)
+        self.held: dict[int, CPUAttentionMetaData] = {}
+
+    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+        """See `AttentionBackend`."""
+        self.most = max_batch_size, max_blocks
+
+    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+        """See `AttentionBackend`. What it gives holds no step before `prepare_for_replay`."""
+        self.held[batch_size] = object.__new__(CPUAttentionMetaData)
+        return self.held[batch_size]
+
+    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
+        """See `AttentionBackend`."""
+        assert len(metadata.seq_lens) == batch_size
+        assert metadata.num_decodes == batch_size
+        for field in fields(metadata):
+            setattr(self.held[batch_size], field.name, getattr(metadata, field.name))

@@ -1,0 +1,68 @@
+"""`DelayedDevice`: a CPU that behaves as late as a GPU may, so that mistakes in the order of things fail tests."""
+
+import torch
+
+from engine.worker.device import Event, HostDevice
+
+GARBAGE = 0x7B
+
+
+class DelayedDevice(HostDevice):
+    """What is copied to pinned memory arrives when an event behind the copy is waited for; until then it is garbage.
+
+    What is copied from pinned memory must still be there at that time, as the device may not have read it before.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: set[int] = set()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        """Copies that have not happened yet: source or target in pinned memory, what was copied, and which way."""
+        self._num_done = 0
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """See `Device`."""
+        memory = torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
+        self._pinned.add(memory.untyped_storage().data_ptr())
+        return memory
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device`."""
+        to_host = target.untyped_storage().data_ptr() in self._pinned
+        assert to_host or source.untyped_storage().data_ptr() in self._pinned, "a copy that would hold the host up"
+        if to_host:
+            self._waiting.append((target, source.clone(), True))
+            target.view(torch.uint8).fill_(GARBAGE)
+        else:
+            self._waiting.append((source, source.clone(), False))
+            target.copy_(source)
+
+    def record(self) -> Event:
+        """See `Device`."""
+        return _Later(self, self._num_done + len(self._waiting))
+
+    def reach(self, place: int) -> None:
+        """The device has come so far."""
+        while self._num_done < place:
+            pinned, content, to_host = self._waiting.pop(0)
+            if to_host:
+                with torch.inference_mode():
+                    pinned.copy_(content)
+            assert torch.equal(pinned, content), "pinned memory was written before the device had read it"
+            self._num_done += 1
+
+    def has_reached(self, place: int) -> bool:
+        """Whether the device has surely come so far."""
+        return self._num_done >= place
+
+
+class _Later:
+    def __init__(self, device: DelayedDevice, place: int) -> None:
+        self._device, self._place = device, place
+
+    def query(self) -> bool:
+        """See `Event`."""
+        return self._device.has_reached(self._place)
+
+    def synchronize(self) -> None:
+        """See `Event`."""
+        self._device.reach(self._place)

@@ -1,0 +1,91 @@
+"""A GPU's memory that runs out: at start in a sentence, while serving by smaller steps, and never the engine's end."""
+
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine_core import EngineCore
+from engine.step_limits import StepOutOfMemory
+from engine.worker import model_runner
+from engine.worker.kv_memory import at_start, in_step
+from engine.worker.model_runner import ModelRunner
+from tests.parity.ahead import answers, waiting
+from tests.parity.test_deferred_output import sequences
+from tests.parity.test_worker_model_runner import checkpoint, prompts, runner_for
+
+__all__ = ["checkpoint", "prompts"]
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB is "
+    "free. Of the allocated memory 70.00 GiB is allocated by PyTorch. If reserved but unallocated memory is large try "
+    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+
+
+def test_what_does_not_fit_at_start_is_a_sentence_with_what_is_missing_and_what_helps() -> None:
+    with (
+        pytest.raises(ValueError, match=r"^the model does not fit the GPU: 2\.50 GiB more were asked for, and 1\.25 "),
+        at_start("the model", "serve a smaller one"),
+    ):
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+def test_words_of_torch_that_are_not_known_are_told_as_they_are() -> None:
+    with pytest.raises(StepOutOfMemory, match="ran out of memory: HIP error"), in_step():
+        raise torch.OutOfMemoryError("HIP error:\n  something")
+
+
+def test_the_largest_step_that_does_not_fit_names_its_flag(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ModelRunner, lengths: list[int]) -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    runner = runner_for(checkpoint, max_num_batched_tokens=300)
+    monkeypatch.setattr(ModelRunner, "_dummy_step", fail)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens 300, .* lower max_num_batched_tokens$"):
+        runner.worst_case_step()
+
+
+def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **fields: Any) -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    monkeypatch.setattr(model_runner, "load_model", fail)
+    with pytest.raises(ValueError, match="the model does not fit the GPU"):
+        runner_for(checkpoint)
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+@pytest.mark.parametrize("room", [30, 7])
+def test_memory_that_runs_out_while_serving_costs_nobody_an_answer(
+    checkpoint: Path, prompts: list[list[int]], mode: str, room: int
+) -> None:
+    """Room for a part of a prompt and, the second time, for half of the decodes."""
+    expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:12])))
+    runner = runner_for(checkpoint, async_scheduling=mode)
+    intact, failures = runner.run_model, 0
+
+    def short(inputs: Any, *rest: Any) -> Any:
+        nonlocal failures
+        if len(inputs.positions) > room:
+            failures += 1
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return intact(inputs, *rest)
+
+    runner.run_model = short  # type: ignore[method-assign]
+    core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
+    for seq in sequences(prompts[:12]):
+        core.input_queue.put(seq)
+    core.pull_and_process_input_queue()
+    for _ in range(1000):
+        if core.scheduler.is_finished():
+            break
+        core._process_engine_step()
+    told = []
+    while not core.output_queue.empty():
+        told += core.output_queue.get().outputs
+    assert answers(told) == expected
+    assert 0 < failures < 12
+    core.scheduler.check_integrity()

@@ -1,0 +1,197 @@
+"""Decodes replayed from graphs: which steps, of what sizes, over which memory; the tokens are those of eager steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.worker import graph_runner, model_runner
+from engine.worker.device import Graph
+from engine.worker.graph_runner import GraphRunner, capture_sizes
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_launcher import StepLauncher
+from models.forward_context import AttentionMetaData, get_forward_context
+from models.parallel import ExpertParallel, TensorParallel
+from tests.parity.ahead import Ahead, answers, waiting
+from tests.parity.capturing_backend import CapturingBackend
+from tests.parity.delayed_device import DelayedDevice
+from tests.parity.test_deferred_output import sequences
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
+
+__all__ = ["checkpoint", "prompts"]
+
+SIZES = (1, 2, 4, 8)
+
+
+class GraphDevice(DelayedDevice):
+    """A late device whose graphs are counted."""
+
+    has_graphs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captured = self.num_replayed = 0
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`."""
+        self.num_captured += 1
+        run()
+        graph, device = super().capture(run), self
+
+        class Counted:
+            def replay(self) -> None:
+                device.num_replayed += 1
+                graph.replay()
+
+        return Counted()
+
+
+@pytest.fixture(autouse=True)
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
+
+
+def graphed(checkpoint: Path, sizes: tuple[int, ...] = SIZES, **fields: Any) -> tuple[ModelRunner, GraphDevice]:
+    """A runner on a device with graphs."""
+    runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": sizes}, **fields)
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    return runner, device
+
+
+def test_graphs_are_captured_behind_traffic_and_give_the_tokens_of_eager_steps(
+    checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:12])))
+    runner, device = graphed(checkpoint)
+    assert runner.graphs is not None
+    assert answers(waiting(runner, sequences(prompts[:12]))) == expected
+    assert runner.graphs.captured_sizes == list(SIZES)
+    assert device.num_replayed > 0
+    before = device.num_replayed
+    ahead = Ahead(runner)
+    ahead.device = device
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    assert answers(ahead.run(sequences(prompts[:12]))) == expected
+    assert device.num_replayed > before
+    assert device.num_captured == len(SIZES)
+
+
+def test_the_largest_size_is_captured_first_also_while_idle(checkpoint: Path) -> None:
+    runner, _ = graphed(checkpoint)
+    assert runner.graphs is not None
+    captured = []
+    for _ in SIZES:
+        runner.prepare_ahead()
+        captured.append(runner.graphs.captured_sizes[0])
+    assert captured == [8, 4, 2, 1]
+    assert runner.graphs.captured_sizes == list(SIZES)
+
+
+def test_a_replay_reads_fixed_memory_and_rows_that_pad_it_write_to_a_block_of_nobodys(
+    checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    runner, device = graphed(checkpoint, (4,))
+    seen = set()
+    forward = runner.model.forward  # type: ignore[attr-defined]
+
+    def noted(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        if context.context.graph_bs:
+            seen.add((input_ids.data_ptr(), positions.data_ptr(), len(input_ids), id(context.attn_metadata)))
+        return forward(input_ids, positions)
+
+    runner.model.forward = noted  # type: ignore[attr-defined]
+    assert runner.graphs is not None
+    assert not runner.graphs.capture_next()
+    spare = [pool[NUM_BLOCKS] for pool in runner.caches.pools]
+    others = [pool[:NUM_BLOCKS].clone() for pool in runner.caches.pools]
+    assert any(part.any() for part in spare), "the pass that comes before a capture writes somewhere"
+    assert all(torch.equal(pool[:NUM_BLOCKS], old) for pool, old in zip(runner.caches.pools, others, strict=True))
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    seqs = sequences(prompts[:3])
+    for seq in seqs:
+        seq.sampling_params, seq.temperature, seq.max_tokens = params, 0.0, 5
+        seq.prompt_logprobs = None
+    waiting(runner, seqs)
+    assert device.num_replayed == 4
+    assert len(seen) == 1
+    touched = {index for pool in runner.caches.pools for index in pool.flatten(1).any(1).nonzero()[:, 0].tolist()}
+    # Blocks are given out in ascending order.
+    assert touched <= {*range(40), NUM_BLOCKS}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_num_seqs": 64}, {"scheduling_policy": "mixed", "max_num_batched_tokens": 40}]
+)
+def test_steps_larger_than_every_graph_and_prompts_run_eagerly(
+    checkpoint: Path, prompts: list[list[int]], fields: dict[str, Any]
+) -> None:
+    expected = answers(waiting(runner_for(checkpoint, **fields), sequences(prompts)))
+    runner, _ = graphed(checkpoint, (2,), **fields)
+    assert answers(waiting(runner, sequences(prompts))) == expected
+
+
+def test_a_capture_that_fails_leaves_steps_eager(
+    checkpoint: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: GraphDevice, run: Callable[[], None]) -> Graph:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(GraphDevice, "capture", fail)
+    expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:5])))
+    runner, _ = graphed(checkpoint)
+    assert answers(waiting(runner, sequences(prompts[:5]))) == expected
+    assert runner.graphs is not None
+    assert runner.graphs.captured_sizes == []
+    assert [record.message for record in caplog.records if "capturing a graph failed" in record.message]
+
+
+def test_a_backend_without_graphs_is_asked_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def none(self: CapturingBackend, batch_size: int) -> AttentionMetaData | None:
+        asked.append(batch_size)
+        return None
+
+    monkeypatch.setattr(CapturingBackend, "prepare_for_capture", none)
+    runner, _ = graphed(checkpoint)
+    assert isinstance(runner.graphs, GraphRunner)
+    assert not runner.graphs.capture_next()
+    assert not runner.graphs.capture_next()
+    assert asked == [8]
+
+
+def test_enforce_eager_and_models_that_cannot_be_replayed_have_no_graphs(checkpoint: Path) -> None:
+    runner, _ = graphed(checkpoint)
+    assert runner.graphs is not None
+    runner.config = runner.config.model_copy(
+        update={"compilation_config": runner.config.compilation_config.model_copy(update={"enforce_eager": True})}
+    )
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is None
+
+
+def test_replicas_that_exchange_tokens_have_a_spare_block_and_no_graphs(checkpoint: Path) -> None:
+    runner, _ = graphed(checkpoint)
+
+    class Others:
+        """Asked nothing here."""
+
+    experts = ExpertParallel(0, 2, Others())  # type: ignore[arg-type]
+    runner.parallel = TensorParallel(experts=experts)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is None
+    assert runner.spare_block == NUM_BLOCKS
+
+
+def test_sizes_by_default_are_small_ones_and_every_sixteenth() -> None:
+    assert capture_sizes((), 40) == [1, 2, 4, 8, 16, 32, 40]
+    assert capture_sizes((), 3) == [1, 2, 3]
+    assert capture_sizes((), 4096)[-2:] == [496, 512]
+    assert capture_sizes((64, 5, 5), 48) == [5, 48]

@@ -1,0 +1,203 @@
+"""The scheduler one step ahead of what is read, against a model of the KV cache whose device is as late as it may be.
+
+A submitted step runs only when it is read. Until then its slots and blocks must not change hands, which generation
+numbers tell; and then every position of each row's context must hold the row's own prefix.
+"""
+
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.messages import TokenLogprobs
+from engine.sequence import Sequence
+from kvcache.block import Block
+from kvcache.block_manager import RELEASED
+from tests.property.test_scheduling import POISON, FakeWorker, SchedulingMachine, next_token
+
+
+@dataclass
+class Unread:
+    """A step that was launched."""
+
+    batch: ScheduledBatch
+    rows: list[tuple[Sequence, int, int, int]]
+    """Sequence, slot, end and count of each."""
+    generations: dict[int, int]
+    """Of the blocks that the step may touch."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+
+class LateWorker(FakeWorker):
+    """Takes rows in when a step is launched, and computes it when it is read."""
+
+    def __init__(self, block_size: int, window: int | None) -> None:
+        super().__init__(block_size, 0, window)
+        self.generations: Counter[int] = Counter()
+        self.unread: deque[Unread] = deque()
+
+    def launch(self, batch: ScheduledBatch) -> None:
+        """Take a step in."""
+        in_use = {slot for step in self.unread for _, slot, _, _ in step.rows}
+        for seq in batch.new_seqs:
+            assert seq.slot not in in_use, "a slot changed hands before its step was read"
+            self.tokens[seq.slot] = list(seq.token_ids)
+            self.tables[seq.slot] = list(seq.block_table)
+            self.salts[seq.slot] = -1 if seq.cache_salt is None else seq.cache_salt
+        for slot, start, block_ids in batch.appended_blocks:
+            assert len(self.tables[slot]) == start
+            self.tables[slot] += block_ids
+        rows = [
+            (seq, seq.slot, end, count)
+            for seq, end, count in zip(batch.sequences, batch.context_lens, batch.num_scheduled_tokens, strict=True)
+        ]
+        touched = {self.cell(slot, position)[0] for _, slot, end, count in rows for position in self.seen(end, count)}
+        generations = {block_id: self.generations[block_id] for block_id in touched}
+        self.unread.append(Unread(batch, rows, generations, self.read_prompts(batch)))
+
+    def seen(self, end: int, count: int) -> range:
+        """Positions that a row reads or writes."""
+        return range(0 if self.window is None else max(0, end - count - self.window + 1), end)
+
+    def finish(self, broken: Collection[int] = ()) -> ScheduledBatchOutput:
+        """Compute the step that was launched first. Sequences named in `broken` write poison."""
+        step = self.unread.popleft()
+        for block_id, generation in step.generations.items():
+            assert self.generations[block_id] == generation, "a block changed hands before its step was read"
+        poisoned = set()
+        for seq, slot, end, count in step.rows:
+            context = self.tokens[slot][:end]
+            assert len(context) == end, (
+                f"sequence {seq.id} computes {end - count} to {end}, but has {len(context)} tokens"
+            )
+            met = any(self.kv.get(self.cell(slot, at)) == POISON for at in self.seen(end - count, 0))
+            for position in range(end - count, end):
+                cell, content = self.cell(slot, position), self.content(slot, context, position)
+                if (seq.id in broken or (met and seq.slot != slot)) and self.kv.get(cell) != content:
+                    self.kv[cell] = POISON
+                    poisoned.add(cell)
+                else:
+                    self.kv[cell] = content
+        errors, sampled = {}, {}
+        for seq, slot, end, count in step.rows:
+            cells = {position: self.cell(slot, position) for position in self.seen(end, count)}
+            known = self.tokens[slot]
+            if seq.id in broken or not poisoned.isdisjoint(cells.values()):
+                errors[seq.id] = "not a number"
+            elif seq.slot == slot:
+                for position, cell in cells.items():
+                    assert self.kv[cell] == self.content(slot, known, position)
+            if end == len(known):
+                known.append(next_token(known))
+                if seq.id not in errors:
+                    sampled[seq.id] = (known[-1],)
+        return ScheduledBatchOutput(sampled, errors=errors or None, prompt_logprobs=step.prompt_logprobs)
+
+    def fail(self) -> list[Sequence]:
+        """The step that was launched first raises, and leaves nothing that it, or those behind it, should have."""
+        for step in self.unread:
+            for _, slot, end, count in step.rows:
+                context = self.tokens[slot]
+                for position in range(end - count, end):
+                    cell = self.cell(slot, position)
+                    if position >= len(context) or self.kv.get(cell) != self.content(slot, context, position):
+                        self.kv[cell] = POISON
+        seqs = [seq for seq, slot, _, _ in self.unread[0].rows if seq.slot == slot]
+        self.unread.clear()
+        return seqs
+
+
+class DeferredMachine(SchedulingMachine):
+    """As `SchedulingMachine`, with up to two steps unread."""
+
+    worker: LateWorker
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = LateWorker(self.block_size, self.window)
+        pool = self.scheduler.block_manager.pool
+        take = pool.take
+
+        def counted() -> Block:
+            block = take()
+            self.worker.generations[block.block_id] += 1
+            return block
+
+        pool.take = counted  # type: ignore[method-assign]
+
+    @precondition(lambda self: self.scheduler.has_requests() or self.worker.unread)
+    @rule(fault=st.sampled_from([None] * 8 + ["raises", "first row", "last row", "launch"]))
+    def step(self, fault: str | None = None) -> None:
+        """Launch a step and read the one before it."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            assert self.worker.unread, "nothing is computed though there are requests"
+            self.read_step(fault)
+            return
+        batch, seqs = scheduled
+        assert batch.total_tokens_num - batch.total_tokens_num_decode <= self.budget
+        assert all(count > 0 for count in batch.num_scheduled_tokens)
+        for seq, end in zip(batch.sequences, batch.context_lens, strict=True):
+            assert end < seq.token_limit or end <= seq.num_prompt_tokens, "computed past a limit that is known ahead"
+        if fault == "launch":
+            while self.worker.unread:
+                self.read_step()
+            # What it computed until it raised is not there.
+            self.scheduler.retract(seqs.values())
+            return
+        self.worker.launch(batch)
+        self.scheduler.submitted.begin(batch)
+        if len(self.worker.unread) > 1:
+            self.read_step(fault)
+
+    @precondition(lambda self: self.worker.unread)
+    @rule(fault=st.sampled_from([None, None, "raises", "first row"]))
+    def read_step(self, fault: str | None = None) -> None:
+        """Read the step that was launched first."""
+        if fault == "raises":
+            seqs = self.worker.fail()
+            self.scheduler.submitted.drop()
+            self.put_nowait(self.scheduler.fail(seqs[:1], "raised"))
+            return
+        ids = [seq.id for seq, slot, _, _ in self.worker.unread[0].rows if seq.slot == slot]
+        broken = {"first row": ids[:1], "last row": ids[-1:]}.get(fault or "", [])
+        self.scheduler.submitted.read(self.worker.finish(broken), self)
+
+    def teardown(self) -> None:
+        """Nothing is lost, and nothing left."""
+        for _ in range(2000):
+            if self.scheduler.is_finished() and not self.worker.unread:
+                break
+            self.step()
+        super().teardown()
+        for table in self.worker.tables.values():
+            assert RELEASED not in table or self.window is not None
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "prefill_first": {},
+    "prefill_first_without_cache": {"caching": False},
+    "mixed": {"policy": "mixed"},
+    "mixed_with_tiny_steps": {"policy": "mixed", "budget": 5},
+    "chunked_prompts": {"budget": 6},
+    "blocks_of_one_token": {"block_size": 1, "num_blocks": 48},
+    "short_context": {"max_model_len": 17, "num_blocks": 8},
+    "few_blocks": {"num_blocks": 5},
+    "cache_of_one_block_with_delay": {"block_size": 16, "num_blocks": 1, "delay_factor": 3.0},
+    "window": {"window": 6},
+    "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
+    "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
+    "window_without_cache": {"window": 5, "caching": False, "budget": 6},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_lost_repeated_or_freed_early_one_step_ahead(variant: str) -> None:
+    machine = type(f"DeferredMachine_{variant}", (DeferredMachine,), VARIANTS[variant])
+    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+    machine.TestCase("runTest").runTest()
