@@ -25,7 +25,7 @@ def gather() -> Facts:
         user=_user(),
         python=platform.python_version(),
         has_kfd=Path("/dev/kfd").exists(),
-        has_nvidia=Path("/dev/nvidia0").exists(),
+        has_nvidia=_has_nvidia(),
         closed_devices=closed,
         closed_groups=groups,
     )
@@ -66,11 +66,13 @@ def _with_torch(facts: Facts) -> Facts:
         by = "torch" if library is None else f"the {facts.cpu_library} operators"
         named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
         return msgspec.structs.replace(facts, operators=named)
-    from models.kernels import triton
+    from models.kernels import aiter, triton
 
     device = torch.device("cuda", 0)
     reason, reasons = triton.start(device), backends.aiter_reasons(device)
     choices = backends.choose(backends.parse(()), reason, reasons)
+    if aiter.unfit(facts.gpus[0].arch.split(":")[0]) is not None:
+        reasons = {}
     return msgspec.structs.replace(
         facts, triton_reason=reason, aiter_reasons=reasons, operators=tuple(str(choice) for choice in choices)
     )
@@ -109,6 +111,11 @@ def _gpu_error() -> str | None:
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
     return None
+
+
+def _has_nvidia(root: Path = Path("/dev")) -> bool:
+    """A container that was given one GPU of several may have any number."""
+    return any(root.glob("nvidia[0-9]*"))
 
 
 def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[str, ...]]:

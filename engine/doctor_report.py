@@ -35,14 +35,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     closed_groups: tuple[str, ...] = ()
     """The groups that may."""
     has_nvidia: bool = False
-    """Whether the driver of NVIDIA's is there: /dev/nvidia0."""
+    """Whether the driver of NVIDIA's is there: /dev/nvidia0, or another number."""
     triton: str | None = None
     triton_reason: str | None = None
     """Why its kernels do not run on the first GPU."""
     aiter: str | None = None
     """Its version; None: it is not installed."""
     aiter_reasons: dict[str, str | None] = {}
-    """By operator, why it is not used; None where it is."""
+    """By operator, why it is not used; None where it is. Empty where it is not made for the first GPU."""
     operators: tuple[str, ...] = ()
     """What computes each operator, `norm by triton`."""
     cpu_library: str | None = None
@@ -71,7 +71,7 @@ def problems(facts: Facts) -> list[str]:
         )
     if facts.has_nvidia and not is_cuda and not facts.gpus:
         found.append(
-            f"there is an NVIDIA GPU (/dev/nvidia0), but torch {facts.torch} is built for {facts.build}; install a "
+            f"there is an NVIDIA GPU (/dev/nvidia*), but torch {facts.torch} is built for {facts.build}; install a "
             "build for CUDA, as pytorch.org/get-started says"
         )
     if is_rocm and not facts.has_kfd:
@@ -79,7 +79,8 @@ def problems(facts: Facts) -> list[str]:
             f"torch is built for {facts.build}, but there is no /dev/kfd: load the amdgpu driver, or start the "
             "container with --device /dev/kfd --device /dev/dri"
         )
-    if facts.closed_devices:
+    # Beside GPUs that are found, others may be closed on purpose.
+    if facts.closed_devices and not facts.gpus:
         groups = ",".join(facts.closed_groups)
         found.append(
             f"{facts.user} may not open {' and '.join(facts.closed_devices)}: add the user to the groups that may "
@@ -95,8 +96,13 @@ def problems(facts: Facts) -> list[str]:
     if facts.gpus and facts.triton_reason is not None:
         found.append(f"{facts.triton_reason}; plain torch computes instead, slowly")
     if facts.aiter is not None and facts.gpus and is_rocm:
-        broken = {reason: name for name, reason in facts.aiter_reasons.items() if reason is not None}
-        found += [f"aiter is installed, but not used for {name}: {reason}" for reason, name in broken.items()]
+        broken: dict[str, list[str]] = {}
+        for name, reason in facts.aiter_reasons.items():
+            if reason is not None:
+                broken.setdefault(reason, []).append(name)
+        found += [
+            f"aiter is installed, but not used for {' and '.join(names)}: {reason}" for reason, names in broken.items()
+        ]
     if not facts.gpus and facts.cpu_library is None:
         found.append(
             "the CPU's compiled operators are missing: Kaon was installed without a C compiler; install gcc or clang, "

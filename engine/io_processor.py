@@ -78,7 +78,8 @@ class InputOutputProcessor:
             raise InvalidRequest(
                 f"prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", "prompt"
             )
-        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        # The caller's list may be that of another prompt too, or change while the request is live.
+        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt.copy()
         self._check_token_ids(token_ids, "prompt")
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self._check_token_ids(params.logit_bias or (), "logit_bias")

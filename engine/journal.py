@@ -173,23 +173,26 @@ class Journal:
             step.outputs = [output for output in step.outputs if output.request_id not in ids]
         return left
 
-    def core_died(self, in_step: Collection[int], *, killed: bool) -> list[RequestOutput]:
+    def core_died(self, in_step: Collection[int] | None, *, killed: bool) -> list[RequestOutput]:
         """Call every request back from a core that is gone, which died, or was `killed`, in a step of `in_step`.
 
-        The last outputs of those that do not go on: they were aborted, or one core after the other died on them.
+        None: it followed another into its end, and no request is suspected. The last outputs of those that do not go
+        on: they were aborted, or one core after the other died on them.
         """
         there = [entry for entry in self if entry.place is not Place.HERE]
         # A core that dies between steps may have died of a request that it had not begun with.
-        suspects = self.entries(in_step) or [entry for entry in there if self._just_came(entry)]
+        suspects: set[Entry] = set()
+        if in_step is not None:
+            suspects.update(self.entries(in_step) or [entry for entry in there if self._just_came(entry)])
+            suspects &= set(there)
         for entry in suspects:
-            if entry.place is not Place.HERE:
-                entry.note_crash()
+            entry.note_crash()
         ended = []
         for entry in there:
             entry.place = Place.HERE
             if entry.aborted:
                 ended.append(terminal_output(entry.request.request_id, "abort"))
-            elif entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES):
+            elif entry in suspects and entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES):
                 error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
                 ended.append(terminal_output(entry.request.request_id, "error", error, is_poison=True))
         return ended

@@ -156,7 +156,7 @@ class Replica:
         self._owner.on_core_ready(self, again=again, resumed=resumed)
         self._go_on(list(self.journal))
 
-    def on_core_death(self, in_step: Collection[int], *, killed: bool) -> bool:
+    def on_core_death(self, in_step: Collection[int] | None, *, killed: bool) -> bool:
         """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
         ended = self.journal.core_died(in_step, killed=killed)
         self._tell(ended)

@@ -46,10 +46,11 @@ class Keeper(Protocol):
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
         """A core serves; `again` for all but the first."""
 
-    def on_core_death(self, in_step: Collection[int], /, *, killed: bool) -> bool:
+    def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:
         """The core that served is gone, in a step of these requests; `killed` by another process.
 
-        Whether a request was found to be at fault, and is gone too.
+        `in_step` is None where it followed another core into its end: no request is to blame. Whether one was found to
+        be at fault, and is gone too.
         """
 
     def on_end(self, failure: Failed, /) -> None:
@@ -250,7 +251,7 @@ class Supervisor:
         if self._stalled is not None:
             failure, killed = Failed(f"{self.name} stalled: {self._stalled}"), False
         # What it computed when it followed another into its end is nobody's fault.
-        in_step = [] if failure.collateral else link.running_step()
+        in_step = None if failure.collateral else link.running_step()
         self._unlink(link)
         found = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
         # One that died in its first step, or before any, would do no better the next time: unless it was a request's

@@ -102,7 +102,12 @@ def load_model(
     if is_packed:
         pack_products(model, weight_bits)
     missing = _wanted_tensors(model)
-    stays = _staying_quantized(missing, config.quantization, device) if may_stay else frozenset()
+    # The kernels compute experts of one replica only; those of several are asked by torch.
+    is_shared_out = parallel.experts is not None and parallel.experts.exchange is not None
+    stays: frozenset[str] = frozenset()
+    if may_stay:
+        may_stack = triton.takes("moe") and not is_shared_out
+        stays = _staying_quantized(missing, config.quantization, device, may_stack=may_stack)
     take_memory(model.parameters())
     ignored = _prediction_layers(config)
     left_over: list[str] = []
@@ -186,9 +191,12 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
 
 
 def _staying_quantized(
-    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, device: torch.device
+    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, device: torch.device, *, may_stack: bool
 ) -> frozenset[str]:
-    """The names of weights that a GPU's kernels take as they are stored; the parameters are made ready for them."""
+    """The names of weights that a GPU's kernels take as they are stored; the parameters are made ready for them.
+
+    `may_stack`: whether stacks of experts may be among them.
+    """
     assert quantization is not None
     names: dict[nn.Parameter, list[str]] = {}
     for name, target in wanted.items():
@@ -199,7 +207,7 @@ def _staying_quantized(
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
         if parameter.dim() == 3:
             # The name of the stack is the last.
-            if layers[-1] is not None and can_stay_stacked(parameter, layers[-1]) and triton.takes("moe"):
+            if layers[-1] is not None and can_stay_stacked(parameter, layers[-1]) and may_stack:
                 keep_quantized(parameter)
         elif all(layer is not None and can_stay(layer, device) for layer in layers):
             keep_quantized(parameter)

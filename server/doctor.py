@@ -1,9 +1,15 @@
 """`kaon doctor`: what this machine runs models on, and what is wrong, in words. Needs no torch in this process."""
 
+import contextlib
+import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -20,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
         is_help = list(arguments) in (["--help"], ["-h"])
         (sys.stdout if is_help else sys.stderr).write(_USAGE)
         return 0 if is_help else 2
-    report = examine([sys.executable, "-m", "engine.doctor"])
+    report = examine([sys.executable, "-P", "-m", "engine.doctor"])
     if arguments:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:
@@ -30,19 +36,37 @@ def run(arguments: Sequence[str]) -> int:
 
 def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
     """The report that a process prints; one of what became of it, where it prints none."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return _without_report(f"looking at this machine took longer than {seconds:g} s; a driver may hang")
+    # Files: a pipe that one of its children holds open would be waited for.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        # The parent's own code, whatever the directory.
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        try:
+            done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=environment)
+        except subprocess.TimeoutExpired:
+            return _without_report(f"looking at this machine took longer than {seconds:g} s; a driver may hang")
+        printed, said = _lines(out), _lines(errors)
     if done.returncode == 0:
-        return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=Report)
-    last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        # Libraries may print before it, and at their end.
+        for line in reversed(printed):
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.json.decode(line, type=Report)
+    cause = _cause(said)
     if done.returncode < 0:
         ended = f"signal {signal.Signals(-done.returncode).name}"
-        return _without_report(
-            f"looking at this machine was ended by {ended}: torch or a driver is broken ({last[0]})"
-        )
-    return _without_report(f"looking at this machine ended with exit code {done.returncode}: {last[0]}")
+        return _without_report(f"looking at this machine was ended by {ended}: torch or a driver is broken ({cause})")
+    return _without_report(f"looking at this machine ended with exit code {done.returncode}: {cause}")
+
+
+def _cause(said: Sequence[str]) -> str:
+    """The exception's own line: CUDA's errors go on with advice for those who wrote the program."""
+    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (raised or said or ["it said nothing"])[-1]
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
 
 
 def lines(report: Report) -> list[str]:

@@ -19,7 +19,7 @@ from engine.worker.rank_steps import Group
 from engine.worker.shard import HostShare, Shard, own_cpus
 from engine.worker.shard_runner import ShardRunner
 from engine.worker.threads import bind_memory, choose_threads, pin, settle
-from models.attention import select_backend
+from models.attention import require_backend
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.kernels import backends
@@ -182,15 +182,10 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
     """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
     wanted = config.device
     rank, ranks = _place(config, shard, share)
-    if wanted == "auto" and torch.cuda.is_available():
-        wanted = "cuda"
-        try:
-            select_backend(torch.device("cuda"))
-        except ValueError as error:
-            logger.warning("the model runs on the CPU: %s", error)
-            wanted = "cpu"
-    device = torch.device("cpu" if wanted == "auto" else wanted)
-    select_backend(device)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    require_backend(device)
     if device.type == "cpu" or (shard is None and ranks == 1):
         return device
     count = torch.cuda.device_count()

@@ -16,9 +16,9 @@ from engine.worker.sampled_tokens import SampledTokens, exhausted
 from engine.worker.sampler import Send
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.token_logprobs import as_messages, by_kernels, pack_columns, pack_logprobs, token_logprobs
-from engine.worker.upload import upload
 from models.kernels.triton import draw, sampling
 from models.kernels.triton.logprobs import Logprobs
+from models.upload import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
+from models.upload import upload
 
 _log = logging.getLogger(__name__)
 _WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
@@ -356,9 +357,11 @@ class ModelRunner:
             return self._choices(hidden, inputs), prompt_logprobs
 
     def _send(self, inputs: StepInputs) -> DeviceInputs:
-        """Bring a step's tokens to the device."""
-        arrays = inputs.input_ids, inputs.positions, inputs.last_tokens
-        return DeviceInputs(*(torch.from_numpy(array).to(self.device) for array in arrays))
+        """A GPU is still busy when the later ones are needed: all go before its pass, and none is waited for."""
+        arrays = (inputs.input_ids, inputs.positions, inputs.last_tokens)
+        if self.device.type == "cpu":
+            return DeviceInputs(*map(torch.from_numpy, arrays))
+        return DeviceInputs(*upload(arrays, self.device))
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
         """By sequence. # hidden [T, H]"""

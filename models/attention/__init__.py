@@ -13,10 +13,9 @@ _log = logging.getLogger(__name__)
 
 def select_backend(device: torch.device) -> AttentionBackend:
     """The backend for `device`, whose Triton kernels run from here on. Raises `ValueError` where there is no GPU."""
+    require_backend(device)
     if device.type == "cuda":
         return _gpu_backend(device)
-    if device.type != "cpu":
-        raise ValueError(f"device is {device.type}, for which this release has no attention backend; use device cpu")
     if runtime.active():
         from models.attention.cpu_native import NativeCPUAttentionBackend
 
@@ -26,10 +25,17 @@ def select_backend(device: torch.device) -> AttentionBackend:
     return CPUAttentionBackend()
 
 
-def _gpu_backend(device: torch.device) -> AttentionBackend:
-    if not torch.cuda.is_available():
+def require_backend(device: torch.device) -> None:
+    """Raise `ValueError` where a kind of device has no backend. Touches no GPU: a rank has not chosen its own yet."""
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device.type}, but torch finds no GPU; `kaon doctor` says why; use device cpu")
-    reason = kernels.start(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device.type}, for which this release has no attention backend; use device cpu")
+
+
+def _gpu_backend(device: torch.device) -> AttentionBackend:
+    # Who leaves attention to torch may do so because Triton takes the process down.
+    reason = None if kernels.leaves("attention") else kernels.start(device)
     if kernels.takes("attention"):
         from models.attention.triton import TritonAttentionBackend
 

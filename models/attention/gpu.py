@@ -9,9 +9,10 @@ import torch
 
 from models.attention.base import AttentionBackend
 from models.attention.triton_capture import CaptureBuffers
-from models.attention.triton_metadata import HostLengths, TritonMetaData, on_device
+from models.attention.triton_metadata import HostLengths, TritonMetaData
 from models.forward_context import AttentionMetaData
 from models.kernels.triton.pieces import list_pieces
+from models.upload import upload
 
 
 class GPUAttentionBackend:
@@ -50,7 +51,7 @@ class GPUAttentionBackend:
         ]
         if slots is not None:
             arrays.append(slots)
-        query_starts, contexts, tables, mapping, pieces, num_items, *rest = on_device(arrays, self._device)
+        query_starts, contexts, tables, mapping, pieces, num_items, *rest = upload(arrays, self._device)
         return TritonMetaData(
             backend=cast(AttentionBackend, self),
             cu_seqlens_q=query_starts,

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from models.attention.base import AttentionOptions, LatentInputs
-from models.attention.triton_metadata import TritonMetaData, on_device
+from models.attention.triton_metadata import TritonMetaData
 from models.forward_context import AttentionMetaData, VectorCache
 from models.kernels.triton.cache_view import vectors_as_hardware_reads
 from models.kernels.triton.indexer_scores import indexer_scores
 from models.kernels.triton.latent_attention import latent_attention as attend_absorbed
 from models.kernels.triton.latent_prefill import Piece, latent_prefill
 from models.kernels.triton.latent_store import latent_store, vector_store
+from models.upload import upload
 
 MAX_EXPANDED_ELEMENTS = 1 << 27
 """Of expanded latents at a time: 256 MiB in bfloat16. One latent of a model may need more."""
@@ -180,7 +181,7 @@ def _tokens(metadata: TritonMetaData, block_size: int) -> _Tokens:
         of_rows = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
         places = np.arange(len(of_rows)) - np.repeat(np.cumsum(queries) - queries, queries)
         lens = ((contexts - queries)[of_rows] + places + 1).astype(np.int32)
-        rows, seen = on_device([of_rows, lens], metadata.seq_lens.device)
+        rows, seen = upload([of_rows, lens], metadata.seq_lens.device)
         metadata.plans["tokens"] = _Tokens(rows, seen, int(contexts.max()))
     found: _Tokens = metadata.plans["tokens"]
     return found
@@ -232,7 +233,7 @@ def _launch(pieces: list[tuple[int, Piece, int]], device: torch.device) -> _Laun
     table = np.array([piece for _, piece, _ in pieces], np.int32)
     rows = np.concatenate([np.full(piece.num_keys, row) for row, piece, _ in pieces])
     places = np.concatenate([np.arange(start, start + piece.num_keys) for _, piece, start in pieces])
-    on, keys = on_device([table, np.stack((rows, places)).astype(np.int64)], device)
+    on, keys = upload([table, np.stack((rows, places)).astype(np.int64)], device)
     return _Launch(on, keys, max(piece.num_queries for _, piece, _ in pieces))
 
 

@@ -1,6 +1,6 @@
-"""`TritonMetaData`: a step as the GPU's kernels read it, and `on_device`, which takes it there in one copy."""
+"""`TritonMetaData`: a step as the GPU's kernels read it."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +10,9 @@ import torch
 
 from models.forward_context import AttentionMetaData
 from models.kernels.triton.pieces import MAX_PIECES, PIECE, num_pieces
+from models.upload import upload
 
 Lengths = npt.NDArray[np.int64]
-
-_ALIGNMENT = 16
-"""Bytes, which kernels are compiled for."""
-_TORCH_TYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class TritonMetaData(AttentionMetaData):
     def tiles(self, tokens: int) -> torch.Tensor:
         """The spans after the decodes in tiles of so many tokens, those with most keys first. # [tiles, 2] int32"""
         if tokens not in self.tile_tables:
-            (table,) = on_device([self._tiles(tokens)], self.seq_lens.device)
+            (table,) = upload([self._tiles(tokens)], self.seq_lens.device)
             self.tile_tables[tokens] = table.view(-1, 2)
         return self.tile_tables[tokens]
 
@@ -60,20 +57,3 @@ class TritonMetaData(AttentionMetaData):
         keys = (self.lengths.contexts[self.num_decodes :] - queries)[rows] + firsts
         order = np.argsort(-keys, kind="stable")
         return np.stack((rows[order] + self.num_decodes, firsts[order]), axis=1).astype(np.int32)
-
-
-def on_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Arrays of int32 or int64 on the device, by one copy from pinned memory that the host does not wait for."""
-    places, total = [], 0
-    for array in arrays:
-        places.append(total)
-        total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    host = packed.numpy()
-    for array, place in zip(arrays, places, strict=True):
-        host[place : place + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    there = packed.to(device, non_blocking=True)
-    return [
-        there[place : place + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
-        for array, place in zip(arrays, places, strict=True)
-    ]

@@ -5,11 +5,14 @@ The probe runs in a process of its own: whatever the library does when it is imp
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,8 @@ _PROBE_SECONDS = 300.0
 """Some of its kernels are compiled when they are first called."""
 _ARCHITECTURES = ("gfx942", "gfx950")
 """That the library is made for."""
-_SIZE = 128
+_PROBLEMS = ((128, torch.bfloat16), (896, torch.float16), (8192, torch.bfloat16))
+"""Sizes and types that the probe computes: libraries choose among kernels by them."""
 _EPS = 1e-6
 
 _library: Any = None
@@ -84,20 +88,30 @@ def unfit(arch: str) -> str | None:
 def probe(device: str, seconds: float = _PROBE_SECONDS) -> dict[str, str | None]:
     """By operator, None where the library gave the right numbers, else what was wrong, in words. In a child."""
     code = f"from models.kernels import aiter; aiter.report({device!r})"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return _all(f"its probe took longer than {seconds:g} s")
+    # Files: a pipe that a compiler it started holds open would be waited for.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        # The parent's own code, whatever the directory.
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        command, environment = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": path}
+        try:
+            done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=environment)
+        except subprocess.TimeoutExpired:
+            return _all(f"its probe took longer than {seconds:g} s")
+        printed, said = _text(out), _text(errors)
     if done.returncode < 0:
         return _all(f"its probe was ended by signal {-done.returncode}")
-    found = done.stdout.rpartition(_MARK)[2]
-    if done.returncode or not found:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    _, mark, found = printed.rpartition(_MARK)
+    if done.returncode or not mark:
+        last = said.strip().splitlines()[-1:] or ["it said nothing"]
         return _all(f"its probe ended with exit code {done.returncode}: {last[0]}")
-    reasons: dict[str, str | None] = json.loads(found)
+    # Behind it is what the library prints at its end.
+    reasons: dict[str, str | None] = json.JSONDecoder().raw_decode(found)[0]
     return reasons
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 _MARK = "kaon-aiter:"
@@ -115,7 +129,10 @@ def report(device: str) -> None:
     except Exception as error:  # noqa: BLE001
         reasons = _all(f"it could not be imported: {type(error).__name__}: {error}")
     else:
-        reasons = {name: _wrong(library, name, torch.device(device)) for name in _CHECKS}
+        on = torch.device(device)
+        if on.index is not None:
+            torch.cuda.set_device(on)
+        reasons = {name: _wrong(library, name, on) for name in _CHECKS}
     sys.stdout.write(f"{_MARK}{json.dumps(reasons)}")
 
 
@@ -127,24 +144,23 @@ def _wrong(library: Any, operator: str, device: torch.device) -> str | None:
     if absent := [name for name in functions if not hasattr(library, name)]:
         return f"it has no {' and no '.join(absent)}"
     try:
-        error = check(device)
+        errors = [check(*(_values(shift, *problem, device) for shift in (0, 3))) for problem in _PROBLEMS]
     except Exception as failure:  # noqa: BLE001, as above
         return f"it failed: {type(failure).__name__}: {failure}"
+    error = max(errors)
     return None if error <= 0.05 else f"its numbers are off by {error:.3g}"
 
 
-def _norm_error(device: torch.device) -> float:
-    x, residual = (_values(device, shift) for shift in (0, 3))
-    weight = _values(device, 5)[0].contiguous()
+def _norm_error(x: torch.Tensor, residual: torch.Tensor) -> float:
+    weight, shape = residual[1].contiguous(), x.shape[1:]
     normed, summed = add_rms_norm(x, residual, weight, _EPS)
-    expected = F.rms_norm((x + residual).float(), (_SIZE,), weight.float(), _EPS)
-    alone = F.rms_norm(x.float(), (_SIZE,), weight.float(), _EPS)
+    expected = F.rms_norm((x + residual).float(), shape, weight.float(), _EPS)
+    alone = F.rms_norm(x.float(), shape, weight.float(), _EPS)
     pairs = (normed, expected), (summed, x + residual), (rms_norm(x, weight, _EPS), alone)
     return max(_apart(*pair) for pair in pairs)
 
 
-def _activation_error(device: torch.device) -> float:
-    gate, up = (_values(device, shift) for shift in (0, 3))
+def _activation_error(gate: torch.Tensor, up: torch.Tensor) -> float:
     side_by_side = torch.cat((gate, up), 1)
     by_tanh = F.gelu(gate.float(), approximate="tanh") * up.float()
     return max(
@@ -153,10 +169,10 @@ def _activation_error(device: torch.device) -> float:
     )
 
 
-def _values(device: torch.device, shift: int) -> torch.Tensor:
-    """Small numbers, never all zero in a row. # [4, _SIZE] bfloat16"""
-    places = torch.arange(4 * _SIZE, device=device).view(4, _SIZE)
-    return (((places + shift) % 11 - 4) / 4).to(torch.bfloat16)
+def _values(shift: int, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Small numbers, never all zero in a row. # [4, size]"""
+    places = torch.arange(4 * size, device=device).view(4, size)
+    return (((places + shift) % 11 - 4) / 4).to(dtype)
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -165,7 +181,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference) if difference == difference else float("inf")
 
 
-_CHECKS: Mapping[str, tuple[tuple[str, ...], Callable[[torch.device], float]]] = MappingProxyType(
+_CHECKS: Mapping[str, tuple[tuple[str, ...], Callable[[torch.Tensor, torch.Tensor], float]]] = MappingProxyType(
     {
         "norm": (("rmsnorm2d_fwd", "rmsnorm2d_fwd_with_add"), _norm_error),
         "activation": (("silu_and_mul", "gelu_tanh_and_mul"), _activation_error),

@@ -172,16 +172,18 @@ def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(checkpoint: Pa
         assert not set(before) & set(engine._core.pids)
 
 
+@pytest.mark.parametrize("place", [0, len(PROMPTS)])
 def test_a_request_that_no_step_can_compute_ends_alone(
-    checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    """Its replica dies of it twice, and takes the other along, whose requests nobody blames."""
+    """Its replica dies of it twice, and takes the other along, whose requests nobody blames: not even new ones."""
     expected = tokens(alone, PROMPTS)
     raising = (set(range(3, 300)) - {token for tokens in (*PROMPTS, *expected) for token in tokens}).pop()
     run_faulty(monkeypatch, f"raise:{raising}")
     with engine_of(checkpoint, 2) as engine:
-        ids = engine.add_request([*PROMPTS, [5, raising, 6]], GREEDY)
-        *results, guilty = engine.collect(ids)
+        ids = engine.add_request([*PROMPTS[:place], [5, raising, 6], *PROMPTS[place:]], GREEDY)
+        results = engine.collect(ids)
+        guilty = results.pop(place)
         assert [result["token_ids"] for result in results] == expected
         assert guilty["finish_reason"] == "error"
 

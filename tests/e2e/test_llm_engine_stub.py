@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config
+from engine.config import Config, ParallelConfig
 from engine.io_processor import InvalidRequest
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.messages import StepOutputs
@@ -42,6 +42,25 @@ def test_result_tells_all_that_the_specification_names(engine: LLMEngine) -> Non
 def test_single_text_is_one_prompt(engine: LLMEngine) -> None:
     assert len(engine.generate("hello", use_tqdm=False)) == 1
     assert engine.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("placement", ["prefix", "round_robin"])
+def test_a_list_of_token_ids_given_many_times_is_as_many_prompts_for_the_replicas(placement: str) -> None:
+    fields = {"data_parallel_size": 2, "data_parallel_placement": placement}
+    with LLMEngine(parallel_config=ParallelConfig.model_validate(fields)) as engine:
+        ids = engine.add_request([[7] * 100] * 8, SamplingParams(max_tokens=300, ignore_eos=True))
+        shares = [len(replica.live) for replica in engine._core._replicas]
+        assert len(engine.collect(ids)) == sum(shares) == 8
+        assert min(shares) >= 2, shares
+
+
+def test_a_list_that_the_caller_changes_afterwards_is_what_it_was(engine: LLMEngine) -> None:
+    prompt = [7, 8, 9]
+    (request_id,) = engine.add_request([prompt], SamplingParams(max_tokens=3000, ignore_eos=True))
+    prompt.clear()
+    os.kill(engine._core.pid, signal.SIGKILL)
+    (result,) = engine.collect([request_id])
+    assert (result["finish_reason"], result["num_tokens_input"], result["num_tokens_output"]) == ("length", 3, 3000)
 
 
 def test_stop_string_ends_the_text_and_the_request(engine: LLMEngine) -> None:

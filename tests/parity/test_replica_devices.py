@@ -10,7 +10,7 @@ from engine.worker.shard import HostShare, Shard
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "select_backend", lambda device: None)
+    monkeypatch.setattr(build, "require_backend", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 

@@ -130,7 +130,7 @@ def test_drafts_are_verified_several_tokens_a_row(options: AttentionOptions) -> 
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 128), (7, 1, 64), (10, 2, 80), (4, 2, 96), (3, 1, 112), (2, 1, 256), (17, 1, 64)],
+    [(2, 2, 128), (7, 1, 64), (10, 2, 80), (4, 2, 96), (3, 1, 112), (2, 1, 256), (17, 1, 64), (4, 2, 8)],
 )
 def test_head_sizes_and_groups_that_are_no_powers_of_two(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

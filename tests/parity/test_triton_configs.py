@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import models.kernels.triton.configs_dense
+import models.kernels.triton.configs_latent  # noqa: F401, rows of the table
 from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
 from models.kernels.triton import cache_view
@@ -23,6 +25,38 @@ def test_a_gpu_without_a_row_gets_the_nearest(arch: str, row: str) -> None:
 def test_a_gpu_that_is_like_none_is_refused_in_words(arch: str) -> None:
     with pytest.raises(ValueError, match=f"the GPU is {arch}, for which there are no kernel configurations"):
         nearest_target(arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib", "fp8"),
+    [
+        ("sm_80", 163, None),
+        ("sm_86", 99, None),
+        ("sm_89", 99, "e4m3fn"),
+        ("sm_100", 227, "e4m3fn"),
+        ("sm_120", 99, "e4m3fn"),
+    ],
+)
+def test_an_nvidia_gpu_that_is_no_hopper_has_its_own_shared_memory_and_fp8(
+    arch: str, kib: int, fp8: str | None
+) -> None:
+    target = nearest_target(arch)
+    assert (target.lds_bytes, target.fp8) == (kib * 1024, fp8)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        ("attention_prefill", {"head_dim": 256, "element": 2}),
+        ("latent_attention", {"heads": 128, "sparse": False, "element": 2}),
+        ("latent_attention", {"heads": 128, "sparse": True, "element": 2}),
+        ("moe_gemm", {"block": 16, "gated": True, "element": 2}),
+    ],
+)
+def test_tiles_that_a_smaller_gpu_has_no_room_for_are_smaller_there(kernel: str, shape: dict[str, object]) -> None:
+    hopper, ada = (config_of(kernel, nearest_target(arch), **shape) for arch in ("sm_90", "sm_89"))
+    assert hopper != ada
+    assert config_of(kernel, nearest_target("sm_80"), **shape) == hopper
 
 
 def test_a_problem_gets_the_first_row_that_is_for_it() -> None:

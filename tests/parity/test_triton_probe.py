@@ -8,6 +8,7 @@ import torch
 from models.attention import select_backend
 from models.kernels import triton
 from models.kernels.triton import probe, probe_kernel
+from models.kernels.triton.configs import Target, nearest_target
 from tests.parity.triton_interpreter import DEVICE
 
 
@@ -37,6 +38,23 @@ def test_a_compiler_that_raises_keeps_all_of_them_off_and_its_words_are_kept(mon
 
     monkeypatch.setattr(probe_kernel, "largest_error", fail)
     assert triton.start(DEVICE) == f"Triton failed on {DEVICE}: RuntimeError: no C compiler for {DEVICE}"
+
+
+def test_a_gpu_without_configurations_is_a_reason_like_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def like_none(device: torch.device) -> Target:
+        return nearest_target("sm_75")
+
+    monkeypatch.setattr(probe, "target_of", like_none)
+    assert (triton.start(DEVICE) or "").startswith("the GPU is sm_75, for which there are no kernel configurations")
+
+
+def test_triton_is_not_even_tried_where_attention_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton, "start", tried.append)
+    triton.leave_to_torch(frozenset({"attention"}))
+    assert select_backend(torch.device("cuda")).name == "torch"
+    assert not tried
 
 
 def test_a_gpu_on_which_triton_fails_gets_plain_torch_and_a_warning(

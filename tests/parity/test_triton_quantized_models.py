@@ -7,10 +7,14 @@ import torch
 
 from models.kernels import triton
 from models.layers.quantized_product import stored_experts_of, stored_of
+from models.loader import load_model
+from models.model_config import read_checkpoint_config
+from models.parallel import ExpertParallel, TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.paged_model import PagedModel, prompt
+from tests.parity.test_expert_parallel import Exchanges
 from tests.parity.test_quantization import FORMATS
-from tests.parity.triton_interpreter import requires_interpreter, triton_kernels  # noqa: F401, a fixture
+from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
 from tests.parity.variants import all_variants
 
 pytestmark = [requires_interpreter, pytest.mark.usefixtures("triton_kernels")]
@@ -77,3 +81,14 @@ def test_experts_of_gpt_oss_stay_as_they_are_stored(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in weights} == {"w13", "w2"}
     (found, _), (expected, _) = run(pair.quantised), run(pair.dense)
     assert_near(found, expected, "gpt-oss")
+
+
+def test_experts_that_replicas_share_out_become_dense_for_torch_asks_them(tmp_path: Path) -> None:
+    family = next(variant.family for variant in all_variants() if variant.architecture == "GptOssForCausalLM")
+    path = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64).quantised
+    parallel = TensorParallel(experts=ExpertParallel(1, 2, Exchanges(2).of(1)))
+    config = read_checkpoint_config(path, "auto")
+    model = load_model(path, config, dtype=torch.float32, device=DEVICE, progress=False, parallel=parallel)
+    stacks = [weight for name, weight in model.named_parameters() if name.rpartition(".")[2] in ("w13", "w2")]
+    assert stacks
+    assert all(stored_experts_of(weight) is None and weight.isfinite().all() for weight in stacks)

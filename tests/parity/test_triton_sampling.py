@@ -11,13 +11,13 @@ from engine.worker.device_sampler import columns_of, warm_up
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.sampler import Sampler
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingColumns, SamplingRows
-from engine.worker.upload import upload
 from models.kernels import triton as kernels
 from models.kernels.cpu import runtime
 from models.kernels.triton import draw, logprobs, sampling
 from models.kernels.triton.reference import draw as draw_reference
 from models.kernels.triton.reference import logprobs as logprobs_reference
 from models.kernels.triton.reference import sampling as sampling_reference
+from models.upload import upload
 from tests.parity.test_cpu_sampling import key_of
 from tests.parity.test_sampler import SERVER_SEED, sequence
 from tests.parity.triton_interpreter import DEVICE

@@ -91,6 +91,15 @@ class JournalMachine(RuleBasedStateMachine):
         if self.serving:
             self.send(entries)
 
+    @rule(killed=st.booleans())
+    def die_with_another(self, killed: bool) -> None:
+        crashes = {entry.request.request_id: entry.crashes for entry in self.journal}
+        self.serving, self.core, self.leaving = False, {}, []
+        ended = self.journal.core_died(None, killed=killed)
+        assert not any(output.is_poison for output in ended)
+        self.deliver(ended)
+        assert all(entry.crashes == crashes[entry.request.request_id] for entry in self.journal)
+
     @rule(data=st.data(), killed=st.booleans())
     def die(self, data: st.DataObject, killed: bool) -> None:
         in_step = data.draw(st.lists(st.sampled_from(sorted(self.core)), unique=True)) if self.core else []

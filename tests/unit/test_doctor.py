@@ -33,6 +33,10 @@ ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton
             {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": "it has no rmsnorm2d_fwd"}},
             "aiter is installed, but not used for norm: it has no rmsnorm2d_fwd",
         ),
+        (
+            {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": "it hung", "activation": "it hung"}},
+            "aiter is installed, but not used for norm and activation: it hung",
+        ),
         ({**HEALTHY, "cpu_library": None}, "without a C compiler; install gcc or clang"),
         ({**HEALTHY, "memory_gib": 0.5}, "0.5 GiB of memory are available"),
     ],
@@ -52,6 +56,8 @@ def test_each_problem_is_one_sentence(facts: dict[str, Any], words: str) -> None
         {**ROCM, "gpus": (GPU,), "cpu_library": None},
         {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": None}},
         {**ROCM, "gpus": (GPU,), "aiter_reasons": {"norm": "aiter is not installed"}},
+        # One of a host's GPUs is this user's.
+        {**ROCM, "gpus": (GPU,), "closed_devices": ("/dev/dri/renderD129",), "closed_groups": ("render",)},
     ],
 )
 def test_a_healthy_machine_has_no_problem(facts: dict[str, Any]) -> None:
@@ -72,8 +78,14 @@ def test_what_was_found_is_printed_line_by_line() -> None:
     ("code", "words"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal SIGSEGV"),
+        (
+            "raise RuntimeError('CUDA error: out of memory\\nCompile with X')",
+            "1: RuntimeError: CUDA error: out of memory",
+        ),
         ("raise OSError('no libamdhip64.so')", "exit code 1: OSError: no libamdhip64.so"),
         ("import time; time.sleep(60)", "took longer than 2 s"),
+        ("import subprocess, time; subprocess.Popen(['sleep', '20']); time.sleep(60)", "took longer than 2 s"),
+        ("print('nothing of use')", "exit code 0: it said nothing"),
     ],
 )
 def test_looking_that_goes_wrong_is_told(code: str, words: str) -> None:
@@ -82,9 +94,10 @@ def test_looking_that_goes_wrong_is_told(code: str, words: str) -> None:
     assert words in report.problems[0]
 
 
-def test_what_libraries_print_before_the_report_is_left_out() -> None:
+def test_what_libraries_print_around_the_report_is_left_out() -> None:
     said = json.dumps({"facts": {"torch": "2.13"}, "problems": []})
-    report = doctor.examine([sys.executable, "-c", f"print('[aiter] hello'); print({said!r})"])
+    code = f"import os; print('[aiter] hello'); print({said!r}, flush=True); os.write(1, b'\\xff bye')"
+    report = doctor.examine([sys.executable, "-c", code])
     assert report.facts.torch == "2.13"
 
 

@@ -58,9 +58,27 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("import module_that_there_is_not", "could not be imported", "module_that_there_is_not"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11", "signal 11"),
         ("import sys\nsys.exit(3)", "exit code 3", "exit code 3"),
-        ("import time\ntime.sleep(60)", "took longer than 8 s", "took longer"),
+        ("import sys\nprint('not for you')\nsys.exit(0)", "exit code 0", "exit code 0"),
+        (SOUND + "\nimport atexit\natexit.register(print, 'bye')\n", None, None),
+        (
+            "import subprocess, time\nsubprocess.Popen(['sleep', '20'])\ntime.sleep(60)",
+            "took longer than 8 s",
+            "took longer",
+        ),
     ],
-    ids=["sound", "lacks one", "raises", "wrong", "broken", "half installed", "crashes", "exits", "hangs"],
+    ids=[
+        "sound",
+        "lacks one",
+        "raises",
+        "wrong",
+        "broken",
+        "half installed",
+        "crashes",
+        "exits",
+        "exits as if all were well",
+        "has last words",
+        "hangs and its compiler too",
+    ],
 )
 def test_the_probe_tells_what_is_wrong(library: Path, source: str, norm: str | None, activation: str | None) -> None:
     library.write_text(source)
@@ -70,7 +88,10 @@ def test_the_probe_tells_what_is_wrong(library: Path, source: str, norm: str | N
         assert (found is None) if wanted is None else (found is not None and wanted in found)
 
 
-def test_a_missing_library_is_told_as_such() -> None:
+def test_a_missing_library_is_told_as_such_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise OSError('of another project')")
+    monkeypatch.chdir(tmp_path)
     assert set(aiter.probe("cpu").values()) == {"aiter is not installed"}
 
 

@@ -34,6 +34,11 @@ def leave_to_torch(operators: frozenset[str]) -> None:
     _left = operators
 
 
+def leaves(operator: str) -> bool:
+    """Whether torch is to compute an operator, whatever the kernels can."""
+    return operator in _left
+
+
 def takes(operator: str) -> bool:
     """Whether the kernels were started for an operator."""
     return _device_type is not None and operator not in _left

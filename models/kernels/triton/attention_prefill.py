@@ -162,7 +162,7 @@ def attention_prefill(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        D_TILE=triton.next_power_of_2(head_dim),
+        D_TILE=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=_tile_rows(config, group),
         BLOCK_N=config.blocks["BLOCK_N"],
         **config.options(target),

@@ -5,7 +5,7 @@ Every number that depends on a chip is here. Nothing is tuned while serving.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -101,13 +101,24 @@ def _target_of_gpu(index: int | None) -> Target:
     return nearest_target(properties.gcnArchName.split(":")[0])
 
 
+_SM_LDS_KIB = {163: (80, 87), 99: (86, 88, 89, *range(120, 130))}
+"""Shared memory of a workgroup, where it is less than sm_90's, by compute capability."""
+
+
 def nearest_target(arch: str) -> Target:
     """`arch`'s own row or that of the nearest. Raises `ValueError` where none is near."""
     if arch in TARGETS:
         return TARGETS[arch]
     for prefix, nearest in (("sm_", "sm_90"), ("gfx94", "gfx942"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201")):
-        if arch.startswith(prefix) and not (prefix == "sm_" and int(arch.removeprefix("sm_")) < 80):
+        if not arch.startswith(prefix):
+            continue
+        if prefix != "sm_":
             return TARGETS[nearest]
+        capability = int(arch.removeprefix(prefix))
+        if capability >= 80:
+            # Workstations' and older ones have less shared memory, and those before Ada no FP8.
+            lds = next((kib for kib, some in _SM_LDS_KIB.items() if capability in some), 227)
+            return replace(TARGETS[nearest], lds_bytes=lds * KIB, fp8="e4m3fn" if capability >= 89 else None)
     known = ", ".join(TARGETS)
     raise ValueError(f"the GPU is {arch}, for which there are no kernel configurations; there are for {known}")
 
@@ -119,7 +130,9 @@ def config_of(kernel: str, target: Target, **shape: object) -> Config:
     Raises `KeyError` where there is no such row.
     """
     for row in CONFIGS[kernel]:
-        if target.arch in row.archs and all(shape[name] in values for name, values in row.shape.items()):
+        if target.arch not in row.archs or row.lds_bytes > target.lds_bytes:
+            continue
+        if all(shape[name] in values for name, values in row.shape.items()):
             return row.config
     raise KeyError(f"{kernel} has no configuration on {target.arch} for {shape}")
 
@@ -132,6 +145,8 @@ class Row:
     config: Config
     shape: Mapping[str, range | tuple[object, ...]] = field(default_factory=dict)
     """Of the problem: only for values that are in these; those not named may be any."""
+    lds_bytes: int = 0
+    """Shared memory that it takes, where a target may have less: `nearest_target`'s."""
 
 
 ALL = (*TARGETS, INTERPRETER.arch)
@@ -164,7 +179,8 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(("gfx1100",), Config({"BLOCK_M": 64, "BLOCK_N": 16}, 4, 1), {"head_dim": range(129)}),
         Row(RDNA, Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8, 1)),
         Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3), {"head_dim": range(129)}),
-        Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2)),
+        Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2), lds_bytes=144 * KIB),
+        Row(("sm_90",), Config({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2)),
     ),
     "store": (
         Row(CDNA, Config({"BLOCK_H": 8}, num_warps=2)),

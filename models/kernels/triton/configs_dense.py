@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from models.kernels.triton.configs import ALL, CDNA, CONFIGS, INTERPRETER, RDNA, Config, Row, config_of, target_of
+from models.kernels.triton.configs import ALL, CDNA, CONFIGS, INTERPRETER, KIB, RDNA, Config, Row, config_of, target_of
 
 
 def _gemm(rows: int, columns: int, inner: int, *, warps: int, stages: int) -> Config:
@@ -53,11 +53,17 @@ CONFIGS["moe_gemm"] = (
         )
         for size in (16, 64, 128)
     ),
+    # Tiles of float32 take twice the shared memory.
+    *(
+        Row((*CDNA, *RDNA, "sm_90"), _gemm(size, 32, 32, warps=4, stages=1), {"block": (size,), "element": (4,)})
+        for size in (16, 64, 128)
+    ),
     # Decodes wait for weights: small tiles of pairs, much of the inner dimension in flight.
     # Of 64 KiB of LDS, gate and up of 128 inputs would leave room for one workgroup.
     Row(("gfx90a", "gfx942"), _gemm(16, 64, 64, warps=4, stages=2), {**_DECODE, **_GATED}),
     Row(CDNA, _gemm(16, 64, 128, warps=4, stages=2), _DECODE),
-    Row(("sm_90",), _gemm(16, 64, 128, warps=4, stages=4), _DECODE),
+    Row(("sm_90",), _gemm(16, 64, 128, warps=4, stages=4), _DECODE, 108 * KIB),
+    Row(("sm_90",), _gemm(16, 64, 128, warps=4, stages=2), _DECODE),
     Row(RDNA, _gemm(16, 32, 64, warps=2, stages=1), _DECODE),
     # A gated tile has two accumulators, and so half the columns.
     Row(CDNA, _gemm(64, 64, 64, warps=4, stages=2), {**_FEW, **_GATED}),

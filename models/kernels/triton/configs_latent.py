@@ -1,6 +1,6 @@
 """Rows of the table for latent attention, its indexer and gated delta nets. Imported by their kernels' files."""
 
-from models.kernels.triton.configs import ALL, CDNA, CONFIGS, INTERPRETER, RDNA, Config, Row
+from models.kernels.triton.configs import ALL, CDNA, CONFIGS, INTERPRETER, KIB, RDNA, Config, Row
 
 _INTERPRETER = (INTERPRETER.arch,)
 
@@ -17,6 +17,8 @@ CONFIGS["vector_store"] = (Row(ALL, _config(1)),)
 # A run is long enough that what is written for it is little beside what is read, and the same whatever the batch.
 CONFIGS["latent_attention"] = (
     Row(_INTERPRETER, _config(1, HEADS=16, KEYS=16, RUN=48)),
+    # Tiles of float32 take twice the shared memory.
+    Row((*CDNA, *RDNA, "sm_90"), _config(8, HEADS=16, KEYS=16, RUN=1024), {"element": (4,)}),
     # The queries of a tile and its sums stay in registers: more heads read latents less often, until they spill.
     Row(CDNA, _config(4, HEADS=16, KEYS=16, RUN=512), {"heads": range(17)}),
     Row(CDNA, _config(4, HEADS=32, KEYS=16, RUN=1024), {"sparse": (True,)}),
@@ -24,12 +26,14 @@ CONFIGS["latent_attention"] = (
     Row(CDNA, _config(8, HEADS=64, KEYS=16, RUN=1024)),
     Row(RDNA, _config(8, HEADS=16, KEYS=16, RUN=512)),
     Row(("sm_90",), _config(4, 2, HEADS=16, KEYS=32, RUN=512), {"heads": range(17)}),
-    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=32, RUN=1024), {"sparse": (True,)}),
-    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=64, RUN=1024)),
+    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=32, RUN=1024), {"sparse": (True,)}, 144 * KIB),
+    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=64, RUN=1024), lds_bytes=152 * KIB),
+    Row(("sm_90",), _config(8, 2, HEADS=32, KEYS=32, RUN=1024)),
 )
 CONFIGS["merge_latent_runs"] = (Row(ALL, _config(2)),)
 CONFIGS["latent_prefill"] = (
     Row(_INTERPRETER, _config(1, QUERIES=16, KEYS=16)),
+    Row((*CDNA, *RDNA, "sm_90"), _config(4, QUERIES=32, KEYS=16), {"element": (4,)}),
     Row(CDNA, _config(4, QUERIES=128, KEYS=32)),
     Row(RDNA, _config(4, QUERIES=32, KEYS=16)),
     Row(("sm_90",), _config(8, 2, QUERIES=128, KEYS=64)),

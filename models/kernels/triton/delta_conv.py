@@ -21,7 +21,8 @@ def _channels(head, columns, num_key_heads, KEY: tl.constexpr, VALUES: tl.conste
     return tl.where(columns < 2 * KEY, of_keys, 2 * num_key_heads * KEY + head * VALUES + columns - 2 * KEY)
 
 
-@triton.jit
+# What differs from step to step; the slots of spans may begin anywhere among those of a step.
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
 def delta_conv_kernel(
     projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
     weight,  # [channels, 1, TAPS]
@@ -74,7 +75,7 @@ def delta_conv_kernel(
     tl.store(out + token.to(tl.int64) * num_channels + channels, summed.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def keep_inputs_kernel(
     projected,  # As above
     inputs,

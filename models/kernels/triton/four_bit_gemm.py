@@ -16,7 +16,7 @@ from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.four_bit import FourBitWeight, integer_values, mxfp4_values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # It differs from step to step.
 def four_bit_gemm_kernel(
     x,  # [M, K]
     weight,  # [N, K / 2] uint8

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.attention.triton_metadata import TritonMetaData, on_device
+from models.attention.triton_metadata import TritonMetaData
 from models.kernels.triton.delta_conv import delta_conv
 from models.kernels.triton.gated_delta import delta_step, gated_norm
 from models.kernels.triton.gated_delta_span import chunk_size, delta_spans
+from models.upload import upload
 
 
 class DeltaPlan(NamedTuple):
@@ -49,7 +50,7 @@ def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.T
         first += count
     token_rows = np.repeat(np.arange(len(spans)), [count for _, count, _, _ in spans])
     tables = [np.array(table, np.int32) for table in (spans, token_rows, chunks)]
-    return DeltaPlan(num_decodes, slots, *on_device(tables, slots.device))
+    return DeltaPlan(num_decodes, slots, *upload(tables, slots.device))
 
 
 def delta_net(

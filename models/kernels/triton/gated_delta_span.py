@@ -66,7 +66,7 @@ def delta_inverse_kernel(
     tl.store(at, inverse * share[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
 def gated_delta_span_kernel(
     convolved,  # As above
     decays,

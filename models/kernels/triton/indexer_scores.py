@@ -14,7 +14,11 @@ from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
 
 
-@triton.jit
+# What differs from step to step; the tokens of a step may begin anywhere in their tensors.
+@triton.jit(
+    do_not_specialize=["table_stride", "score_stride", "width"],
+    do_not_specialize_on_alignment=["token_rows", "token_lens"],
+)
 def indexer_scores_kernel(
     q,  # [T, H, DIM]
     weights,  # [T, H] float32

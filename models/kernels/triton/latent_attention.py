@@ -29,7 +29,10 @@ def _run_length(length, RUN: tl.constexpr):
     return RUN * tl.maximum(tl.cdiv(length, RUN * MAX_RUNS), 1)
 
 
-@triton.jit
+# What differs from step to step; the tokens of a step may begin anywhere in their tensors.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_runs"], do_not_specialize_on_alignment=["token_rows", "token_lens"]
+)
 def latent_attention_kernel(
     q,  # [T, H, RANK]
     q_rope,  # [T, H, ROPE]
@@ -113,7 +116,7 @@ def latent_attention_kernel(
     tl.store(partial + place[:, None] * RANK + ranks[None, :], attended, mask=has_head[:, None] & has_rank[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["token_lens"])
 def merge_latent_runs_kernel(
     partial,  # [T, H, runs, RANK] float32
     partial_lse,  # [T, H, runs] float32, base 2
@@ -170,7 +173,8 @@ def latent_attention(
     `selected` [T, K] int64 a token sees the latents at those positions, -1 for none, and `token_lens` is not read.
     """
     num_tokens, num_heads, rank = q.shape
-    launch = launch_of("latent_attention", q.device, heads=num_heads, sparse=selected is not None)
+    shape = {"heads": num_heads, "sparse": selected is not None, "element": q.element_size()}
+    launch = launch_of("latent_attention", q.device, **shape)
     merge = launch_of("merge_latent_runs", q.device)
     run = launch.blocks["RUN"]
     num_runs = min(MAX_RUNS.value, triton.cdiv(longest if selected is None else selected.shape[1], run))
@@ -255,7 +259,7 @@ def _compilations() -> tuple[Compilation, ...]:
                     kernel=latent_attention_kernel,
                     variant=f"{form} 512+64 h{heads}",
                     target=target,
-                    config=config_of("latent_attention", target, heads=heads, sparse=is_sparse),
+                    config=config_of("latent_attention", target, heads=heads, sparse=is_sparse, element=2),
                     signature={"vectors": cache, **pointers, **sums, **scales, **dict.fromkeys(integers, "i32")},
                     constexprs={**shape, "IS_SPARSE": is_sparse},
                     divisible=frozenset(strides),
@@ -263,7 +267,7 @@ def _compilations() -> tuple[Compilation, ...]:
                     has_dot=True,
                 )
             )
-        config = config_of("latent_attention", target, heads=16, sparse=False)
+        config = config_of("latent_attention", target, heads=16, sparse=False, element=2)
         found.append(
             Compilation(
                 kernel=merge_latent_runs_kernel,

@@ -181,7 +181,7 @@ def latent_prefill(
     """
     _, num_heads, nope = q.shape
     rope, value = shared.shape[1], out.shape[2]
-    launch = launch_of("latent_prefill", q.device)
+    launch = launch_of("latent_prefill", q.device, element=q.element_size())
     sums, softmax = carried or (out, out)
     latent_prefill_kernel[(triton.cdiv(longest, launch.blocks["QUERIES"]), num_heads, len(pieces))](
         q,
@@ -216,7 +216,7 @@ COMPILATIONS = tuple(
         kernel=latent_prefill_kernel,
         variant="bf16 128+64",
         target=target,
-        config=config_of("latent_prefill", target),
+        config=config_of("latent_prefill", target, element=2),
         signature={
             **dict.fromkeys(("q", "rotated", "expanded", "shared", "out"), "*bf16"),
             **dict.fromkeys(("carried", "carried_softmax"), "*fp32"),

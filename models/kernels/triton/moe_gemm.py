@@ -122,7 +122,8 @@ def moe_gemm(
     inner = weight.shape[2]
     columns = weight.shape[1] // (1 if gating is None else 2)
     out = rows.new_empty(num_pairs, columns)
-    launch = launch_of("moe_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
+    shape = {"block": sorted_pairs.block, "gated": gating is not None, "element": rows.element_size()}
+    launch = launch_of("moe_gemm", rows.device, **shape)
     tiles = triton.cdiv(columns, launch.blocks["BLOCK_N"])
     activation, alpha, limit = gating or Gating(NO_ACTIVATION)
     moe_gemm_kernel[(sorted_pairs.max_blocks * tiles,)](
@@ -163,7 +164,7 @@ def _compilations() -> tuple[Compilation, ...]:
             kernel=moe_gemm_kernel,
             variant=f"bf16 {variant}",
             target=target,
-            config=config_of("moe_gemm", target, block=block, gated=gating.activation >= 0),
+            config=config_of("moe_gemm", target, block=block, gated=gating.activation >= 0, element=2),
             signature=_signature("*bf16"),
             constexprs={
                 "PAIRS_PER_ROW": 8 if gating.activation >= 0 else 1,

@@ -26,5 +26,9 @@ def probe(device: torch.device) -> str | None:
         return f"Triton failed on {device}: {type(failure).__name__}: {failure}".splitlines()[0]
     if not error <= 1e-2:
         return f"Triton's product of two matrices on {device} is off by {error}"
-    _log.info("Triton %s computes on %s (%s)", kernel.version(), device, target_of(device).arch)
+    try:
+        arch = target_of(device).arch
+    except ValueError as like_none:
+        return str(like_none)
+    _log.info("Triton %s computes on %s (%s)", kernel.version(), device, arch)
     return None
