@@ -72,7 +72,7 @@ class Run:
             assert self.tokens[request_id] == list(range(first, first + max_tokens))
 
 
-@pytest.fixture(params=["off", "on"])
+@pytest.fixture(params=["off", pytest.param("on", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Waiting for each step, and one step ahead."""
     run = Run(async_scheduling=request.param)

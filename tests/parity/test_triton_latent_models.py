@@ -54,7 +54,11 @@ def by_torch(path: Path, **options: Any) -> torch.Tensor:
     return run(path, **options)
 
 
-@pytest.mark.parametrize("variant", MODELS[:2], ids=lambda variant: variant.architecture)
+@pytest.mark.parametrize(
+    "variant",
+    [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow)],
+    ids=lambda variant: variant.architecture,
+)
 def test_kernels_give_what_torch_gives(variant: Variant, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, variant.family, **variant.overrides)
     found = run(path, TritonAttentionBackend(DEVICE))
@@ -78,6 +82,7 @@ def test_bounds_on_memory_change_no_number(tmp_path: Path, monkeypatch: pytest.M
     assert_same_distribution(run(path, TritonAttentionBackend(DEVICE)), by_torch(path), tolerance=1e-3)
 
 
+@pytest.mark.slow
 def test_latents_in_8_bits(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, MODELS[1].family, **MODELS[1].overrides)
     kept = {"kv_dtype": torch.float8_e4m3fn}

@@ -38,7 +38,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             return make_checkpoint(tmp_path, name)
 
 
-@pytest.mark.parametrize("backend_class", [TritonAttentionBackend, TorchAttentionBackend])
+@pytest.mark.parametrize(
+    "backend_class", [TritonAttentionBackend, pytest.param(TorchAttentionBackend, marks=pytest.mark.slow)]
+)
 def test_mixed_steps_of_chunks_and_decodes_agree_with_the_cpu_backend(
     checkpoint: Path, backend_class: type[TritonAttentionBackend]
 ) -> None:
