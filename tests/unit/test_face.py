@@ -26,6 +26,7 @@ class LoadingCore:
 
     ready = None
     failure = None
+    serving: tuple[int, ...] = ()
 
 
 def application(**settings: Any) -> FastAPI:
