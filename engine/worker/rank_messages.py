@@ -1,5 +1,7 @@
 """What the engine core and the process of a further rank say to each other while it starts, and when it fails."""
 
+import contextlib
+import socket
 from typing import TypeAlias
 
 import msgspec
@@ -97,3 +99,21 @@ FromRank: TypeAlias = RankLoaded | RankSized | RankServes | RankFailed | RankRai
 
 MAX_BYTES = 1 << 20
 """Of a message, which is one packet of a socket."""
+
+_to_rank = msgspec.msgpack.Encoder()
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def tell_rank(connection: socket.socket, message: ToRank) -> None:
+    """Send a rank something. One that is gone is told of by the socket's end."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(_to_rank.encode(message))
+
+
+def hear_rank(connection: socket.socket) -> FromRank | None:
+    """What a rank says next; None when it is gone."""
+    try:
+        packet = connection.recv(MAX_BYTES)
+    except ConnectionResetError:
+        return None
+    return _from_rank.decode(packet) if packet else None

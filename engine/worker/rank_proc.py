@@ -11,15 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
-from engine.worker.rank_messages import MAX_BYTES, FromRank, RankLaunch, ToRank
+from engine.worker.rank_messages import FromRank, RankLaunch, ToRank, hear_rank, tell_rank
 
 RANK_MODULE = "engine.worker.rank_process"
 """What the process runs."""
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(FromRank)
 
 
 class RankProc:
@@ -65,18 +60,11 @@ class RankProc:
 
     def send(self, message: ToRank) -> None:
         """Tell the process something. One that is gone is told of by the socket's end."""
-        try:
-            self._socket.send(_encoder.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return
+        tell_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
         """What it says next; None when it is gone."""
-        try:
-            packet = self._socket.recv(MAX_BYTES)
-        except ConnectionResetError:
-            return None
-        return _decoder.decode(packet) if packet else None
+        return hear_rank(self._socket)
 
     def how_gone(self) -> tuple[str, bool]:
         """How the process, which is gone, ended, as the end of a sentence; whether another process killed it."""

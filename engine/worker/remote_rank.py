@@ -4,10 +4,9 @@ import socket
 
 import msgspec
 
-from engine.worker.rank_messages import MAX_BYTES, FromRank, RankLoaded, ToRank
+from engine.worker.rank_messages import MAX_BYTES, FromRank, RankLoaded, ToRank, hear_rank, tell_rank
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
-_from_rank = msgspec.msgpack.Decoder(FromRank)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -43,20 +42,11 @@ class RemoteRank:
 
     def send(self, message: ToRank) -> None:
         """See `RankLink`; kept until the host has joined."""
-        try:
-            self._socket.send(_encoder.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return
+        tell_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
         """See `RankLink`."""
-        try:
-            packet = self._socket.recv(MAX_BYTES)
-        except ConnectionResetError:
-            return None
-        if not packet:
-            return None
-        message: FromRank = _from_rank.decode(packet)
+        message = hear_rank(self._socket)
         # Another host's CPUs are none that processes of this one could keep off.
         return msgspec.structs.replace(message, own_cpus=[]) if isinstance(message, RankLoaded) else message
 

@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.worker.device import Device, Event
+from models.upload import Packing
 
-_ALIGNMENT = 16
-"""Bytes: kernels read whole vectors where an address is known to be a multiple."""
 _SMALLEST = 1 << 16
 """Bytes of a first buffer."""
 
@@ -28,21 +26,13 @@ class Uploads:
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Each array on the device, by the time at which what is enqueued now has run; they share memory."""
-        begins = [0]
-        for array in arrays:
-            begins.append(begins[-1] - -array.nbytes // _ALIGNMENT * _ALIGNMENT)
-        num_bytes = begins[-1]
-        pinned = self._buffer(num_bytes)
-        parts = list(zip(arrays, begins, strict=False))
-        host = pinned.numpy()
-        for array, begin in parts:
-            host[begin : begin + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        on_device = torch.empty(num_bytes, dtype=torch.uint8, device=self._device.torch_device)
-        self._device.copy(on_device, pinned[:num_bytes])
+        packing = Packing(arrays)
+        pinned = self._buffer(packing.num_bytes)
+        packing.write(pinned)
+        on_device = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        self._device.copy(on_device, pinned[: packing.num_bytes])
         self._sent.append((pinned, self._device.record()))
-        return [
-            on_device[begin : begin + array.nbytes].view(_dtype(array)).view(array.shape) for array, begin in parts
-        ]
+        return packing.read(on_device)
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         """The one that was sent longest ago, if the device has read it and it is large enough."""
@@ -51,10 +41,6 @@ class Uploads:
             if len(buffer) >= num_bytes:
                 return buffer
         return self._device.pinned(max(_SMALLEST, 2 * num_bytes))
-
-
-def _dtype(array: npt.NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 class Download:

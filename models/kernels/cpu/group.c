@@ -26,14 +26,6 @@ struct shared {
     } ranks[];
 };
 
-static inline void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory");
-#endif
-}
-
 static inline struct shared *shared_of(const struct group *group) { return (struct shared *)group->memory; }
 
 static int64_t places_offset(int64_t size) { return parts(LINE * (1 + size), PAGE) * PAGE; }

@@ -5,6 +5,15 @@
 
 #include "kaon.h"
 
+/* Between two looks at what another thread writes. */
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
 #define MAX_THREADS 1024
 
 enum {

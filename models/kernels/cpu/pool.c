@@ -42,14 +42,6 @@ static struct {
     ALIGNED atomic_long next;    /* task of the current operator */
 } pool;
 
-static inline void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb" ::: "memory");
-#endif
-}
-
 static void wait_for_change(atomic_uint *word, unsigned seen, int spins) {
     for (int spin = 0; spin < spins; spin++) {
         if (atomic_load_explicit(word, memory_order_acquire) != seen) return;
