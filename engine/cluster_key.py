@@ -4,7 +4,9 @@ Read by the engine core and by the hosts that join it. There is no flag for the 
 """
 
 import hashlib
+import logging
 import os
+import stat
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,8 @@ import zmq
 from zmq.utils import z85
 
 from engine.config import CLUSTER_KEY_ENV
+
+_log = logging.getLogger(__name__)
 
 MIN_CHARACTERS = 16
 """Of a key: shorter ones can be guessed by whoever records a connection."""
@@ -50,11 +54,14 @@ def read_cluster_key(file: str | None, master_addr: str) -> str:
 
     Raises `ValueError`, which shows no key, where one is needed and missing, or cannot be used.
     """
-    key, name = os.environ.get(CLUSTER_KEY_ENV, ""), CLUSTER_KEY_ENV
+    # What comes from a file, by whatever way, ends in a new line.
+    key, name = os.environ.get(CLUSTER_KEY_ENV, "").strip(), CLUSTER_KEY_ENV
     if file is not None:
         name = "cluster_key_file"
         try:
             key = Path(file).read_text(encoding="utf-8").strip()
+            if Path(file).stat().st_mode & stat.S_IROTH:
+                _log.warning("cluster_key_file is %s, which every user of this machine can read; chmod 600 it", file)
         except (OSError, ValueError) as error:
             raise ValueError(f"cluster_key_file is {file}, which cannot be read: {error}") from error
     elif not key:

@@ -4,6 +4,7 @@ Section fields are spelled flat outside Python (`--port`, `KAON_PORT`, `port:`),
 across sections; `server.settings` checks that when it builds the command line.
 """
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -91,6 +92,23 @@ class ParallelConfig(Section):
                 "leave nnodes out"
             )
         return self
+
+    @field_validator("master_addr")
+    @classmethod
+    def _is_one_address(cls, master_addr: str) -> str:
+        try:
+            is_any = ip_address(master_addr).is_unspecified
+        except ValueError:
+            is_any = False  # A name.
+            try:
+                master_addr.encode("idna")
+            except UnicodeError as error:
+                raise ValueError(f"master_addr is {master_addr}, which is no host's name: {error}") from error
+        if is_any:
+            raise ValueError(
+                f"master_addr is {master_addr}; name the one address by which the other hosts reach host 0"
+            )
+        return master_addr
 
     @model_validator(mode="after")
     def _experts_are_spread_over_several(self) -> Self:

@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -16,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.cluster_key import ClusterKeys, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import Config
-from engine.worker.curve import dial, endpoint, resolve
+from engine.worker.curve import AGAIN_SECONDS, CONNECT_SECONDS, dial, endpoint, warn_no_address
 from engine.worker.host_messages import Farewell, FromHost, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
 from engine.worker.memory import available_host_memory
 from engine.worker.rank_messages import RankFailed, RankLaunch, RankServes, ToRank
@@ -42,9 +43,10 @@ def host_of(config: Config, path: Path) -> "RankHost":
     """This host, as `config` numbers it. Raises `ValueError`, a sentence, where it cannot join; `OSError`."""
     parallel = config.parallel_config
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
-    address = endpoint(resolve(parallel.master_addr), parallel.master_port)
+    address = endpoint(parallel.master_addr, parallel.master_port)
     ground = CommonGround.of(config, path)
-    return RankHost(parallel.node_rank, address, keys, ground, path, parallel.rank_start_timeout)
+    timeout, threads = parallel.rank_start_timeout, config.cpu_threads
+    return RankHost(parallel.node_rank, address, keys, ground, path, timeout, threads)
 
 
 class HostError(RuntimeError):
@@ -55,11 +57,22 @@ class RankHost:
     """The ranks of one host. All calls come from one thread, with which the ranks end."""
 
     def __init__(
-        self, node: int, address: str, keys: ClusterKeys, ground: CommonGround, path: Path, timeout: float
+        self,
+        node: int,
+        address: str,
+        keys: ClusterKeys,
+        ground: CommonGround,
+        path: Path,
+        timeout: float,
+        cpu_threads: int | None,
     ) -> None:
-        """`address`: `tcp://` where cores are joined. `path`: of the checkpoint here. `timeout`: seconds to join."""
+        """`address`: `tcp://` where cores are joined. `path`: of the checkpoint here. `timeout`: seconds to join.
+
+        `cpu_threads`: of each rank here; None for as many as it has cores.
+        """
         self.address = address
         self._node, self._keys, self._ground, self._path, self._timeout = node, keys, ground, path, timeout
+        self._cpu_threads = cpu_threads
         self._has_served = False
         """Whether a core was ready once with these ranks."""
 
@@ -69,8 +82,10 @@ class RankHost:
         Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
         """
         while True:
-            with _Joined(self._node, self.address, self._keys) as core:
-                core.join(self._timeout, self._ground)
+            deadline = time.monotonic() + self._timeout
+            address = _reach(self.address, self._timeout, deadline)
+            with _Joined(self._node, address, self._keys) as core:
+                core.join(self._timeout, deadline, self._ground)
                 _log.info("joined the engine core at %s", self.address)
                 farewell = self._follow(core)
             if farewell is not None and not (farewell.why and self._has_served):
@@ -97,7 +112,12 @@ class RankHost:
                     failure = message
                 core.send(RankSaid(proc.rank, message))
             for frame in frames:
-                told = _decoder.decode(frame)
+                try:
+                    told = _decoder.decode(frame)
+                except msgspec.DecodeError as error:
+                    raise HostError(
+                        f"the first host says what this version of Kaon cannot read ({error}); install the same on all"
+                    ) from error
                 match told:
                     case TellRank():
                         self._tell(core, told.rank, told.message)
@@ -112,9 +132,37 @@ class RankHost:
         if isinstance(message, RankLaunch):
             # As this host has it.
             memory = available_host_memory() // message.local_size
-            core.start(msgspec.structs.replace(message, path=str(self._path), available_bytes=memory))
+            config = Config.model_validate_json(message.config).model_copy(update={"cpu_threads": self._cpu_threads})
+            core.start(
+                msgspec.structs.replace(
+                    message, path=str(self._path), available_bytes=memory, config=config.model_dump_json()
+                )
+            )
         elif rank in core.procs:
             core.procs[rank].send(message)
+
+
+def _reach(address: str, timeout: float, deadline: float) -> str:
+    """Wait until something listens at `address`, whose name may have no address before, or another one each time.
+
+    The address by which it was reached. Raises `HostError` after `deadline`, which was `timeout` seconds away.
+    """
+    where = urlsplit(address)
+    assert where.hostname is not None
+    while True:
+        missing = ""
+        try:
+            seconds = max(0.01, min(CONNECT_SECONDS, deadline - time.monotonic()))
+            with socket.create_connection((where.hostname, where.port), seconds) as found:
+                return endpoint(found.getpeername()[0], found.getpeername()[1])
+        except socket.gaierror as error:
+            missing = f": {where.hostname} has no address ({error.strerror})"
+            warn_no_address(where.hostname, error)
+        except OSError:
+            pass  # Nobody listens there yet, or nothing leads there.
+        if time.monotonic() + AGAIN_SECONDS >= deadline:
+            raise HostError(f"no engine core came to {address} within rank_start_timeout {timeout:g} s{missing}")
+        time.sleep(AGAIN_SECONDS)
 
 
 class _Joined:
@@ -138,9 +186,8 @@ class _Joined:
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
-    def join(self, timeout: float, ground: CommonGround) -> None:
+    def join(self, timeout: float, deadline: float, ground: CommonGround) -> None:
         """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
-        deadline = time.monotonic() + timeout
         refusals = 0
         while True:
             if not self._monitor.poll(max(0, round(1e3 * (deadline - time.monotonic())))):
@@ -171,7 +218,9 @@ class _Joined:
             lost |= recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
         while lost and self._socket.poll(0):
             frames.append(self._socket.recv())
-        # An empty one only asks whether this host is still there.
+        if b"" in frames:
+            # Which only asks whether this host is still there.
+            self._socket.send(b"")
         return lost, [frame for frame in frames if frame], [p for p in self.procs.values() if p.descriptor in readable]
 
     def send(self, message: FromHost) -> None:

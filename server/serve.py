@@ -44,7 +44,8 @@ def _run(config: Config, started: float) -> int:
     if config.parallel_config.node_rank:
         from server import host
 
-        return host.run(config)
+        # It needs none, but is started by the same command.
+        return host.run(_without_keys(config))
     name_process("kaon-api")
     _set_up_logging(config.server_config)
     try:

@@ -1,13 +1,16 @@
 """TCP sockets whose ends know each other by CURVE keys. Used wherever ranks are on several hosts."""
 
 import errno
+import functools
 import logging
 import socket as sockets
+import time
+from ipaddress import ip_address
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from engine.cluster_key import CurvePair
+from engine.cluster_key import CurvePair, is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -16,6 +19,12 @@ _HEARTBEAT_SECONDS = 2.0
 _SILENCE_SECONDS = 10.0
 """After which a peer that answers no heartbeat counts as gone: its host has lost power, or the network between."""
 _RECONNECT_SECONDS = (0.1, 1.0)
+AGAIN_SECONDS = 0.25
+"""Between two looks whether a name has an address, or somebody listens there."""
+CONNECT_SECONDS = 3.0
+"""For a connection to be answered: the system itself would ask a machine that is off at ever longer intervals."""
+_MAX_HEARD_BYTES = 64 << 20
+"""Of a message to who listens: strangers may claim any length."""
 
 
 class Doorkeeper:
@@ -40,10 +49,20 @@ class Doorkeeper:
         self._authenticator.stop()
 
 
-def listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, keys: CurvePair) -> "zmq.Socket[bytes]":
-    """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when the address cannot be had."""
+def listen(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    kind: int,
+    address: str,
+    keys: CurvePair,
+    max_bytes: int = _MAX_HEARD_BYTES,
+) -> "zmq.Socket[bytes]":
+    """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when the address cannot be had.
+
+    Who sends it more than `max_bytes` in one message is cut off.
+    """
     socket = context.socket(kind)
     _keep_alive(socket)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
@@ -55,12 +74,52 @@ def listen(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, k
     return socket
 
 
-def resolve(host: str) -> str:
-    """The address of a host's name. Raises `ValueError`, a sentence, where it has none."""
+def resolve(host: str, patience: float = 0.0) -> str:
+    """The address of this machine that a name stands for. Raises `ValueError`, a sentence, where it has none.
+
+    Of several it is the first that is one of this machine's; where none is, who listens there will say so. `patience`:
+    seconds for a name that has no address yet, as that of a pod which has just been made.
+    """
+    deadline = time.monotonic() + patience
+    found = None
+    while found is None:
+        try:
+            found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+        except sockets.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise ValueError(f"master_addr is {host}, which has no address: {error.strerror}") from error
+            warn_no_address(host, error)
+            time.sleep(AGAIN_SECONDS)
+    addresses = [str(address[0]) for *_, address in found]
+    if not is_loopback(host):
+        # Systems like to call themselves 127.0.1.1.
+        looped = addresses[0]
+        addresses = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
+        if not addresses:
+            raise ValueError(
+                f"master_addr is {host}, which on this machine is {looped}, where no other machine reaches it; "
+                "give its address in the network"
+            )
+    return next(filter(_is_own, addresses), addresses[0])
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    _log.warning("%s", sentence)
+
+
+def warn_no_address(host: str, error: sockets.gaierror) -> None:
+    """Say once that a name is waited for."""
+    _warn(f"master_addr is {host}, which has no address yet: {error.strerror}")
+
+
+def _is_own(address: str) -> bool:
+    family = sockets.AF_INET6 if ":" in address else sockets.AF_INET
     try:
-        return str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
-    except sockets.gaierror as error:
-        raise ValueError(f"master_addr is {host}, which has no address: {error.strerror}") from error
+        sockets.create_server((address, 0), family=family).close()
+    except OSError:
+        return False
+    return True
 
 
 def endpoint(host: str, port: int) -> str:
@@ -99,6 +158,7 @@ def dial(
     first, longest = _RECONNECT_SECONDS
     socket.setsockopt(zmq.RECONNECT_IVL, round(1e3 * first))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, round(1e3 * longest))
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, round(1e3 * CONNECT_SECONDS))
     return socket
 
 

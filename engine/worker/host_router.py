@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.cluster_key import CurvePair
 from engine.cluster_settings import CommonGround
 from engine.worker.curve import listen
-from engine.worker.host_messages import Farewell, FromHost, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.worker.host_messages import Farewell, FromHost, Hello, RankSaid, Refused, TellRank, ToHost
 from engine.worker.rank_messages import RankFailed
 from engine.worker.remote_rank import RemoteRank
 
@@ -54,6 +54,8 @@ class HostRouter:
         self._ranks = {link.rank: link for links in nodes.values() for link in links}
         self._joined: dict[bytes, int] = {}
         """Node by the name of its connection."""
+        self._doubles: dict[bytes, int] = {}
+        """Node by the name of a connection whose host claims to be one that has joined."""
         self._probes: list[float] = []
         """When to look who is still there, on the monotonic clock, the last first."""
         self._has_warned = False
@@ -92,8 +94,7 @@ class HostRouter:
                 self._probes.pop()
                 self._probe()
             if self._socket in readable:
-                name, frame = self._socket.recv_multipart()
-                self._take_in(name, _decoder.decode(frame))
+                self._hear(*self._socket.recv_multipart())
             for descriptor, link in waiting.items():
                 # A rank that was lost in this round has closed it.
                 if descriptor in readable and link.far_descriptor == descriptor:
@@ -104,22 +105,44 @@ class HostRouter:
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
 
+    def _hear(self, name: bytes, *frames: bytes) -> None:
+        """One message of somebody who knows the key; that does not make it one of this version's."""
+        if frames == (_PROBE,):
+            self._refuse_doubles(name)
+            return
+        try:
+            message = _decoder.decode(b"".join(frames))
+        except msgspec.DecodeError as error:
+            _log.error("a host says what this version of Kaon cannot read: %s", error)
+            self._send(
+                name,
+                Refused(f"the first host runs Kaon {self._ground.version} and cannot read this; install the same"),
+            )
+            self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
+        else:
+            self._take_in(name, message)
+
     def _take_in(self, name: bytes, message: FromHost) -> None:
-        match message:
-            case Hello():
-                self._welcome(name, message)
-            case _ if name not in self._joined:
-                return  # It was refused, or lost.
-            case RankSaid():
-                self._ranks[message.rank].give(message.message)
-            case RankGone():
-                self._ranks[message.rank].lose(message.how, message.killed)
+        if isinstance(message, Hello):
+            self._welcome(name, message)
+            return
+        link = self._ranks.get(message.rank)
+        if link is None or self._joined.get(name) != link.node:
+            return  # Its host was refused, or lost.
+        if isinstance(message, RankSaid):
+            link.give(message.message)
+        else:
+            link.lose(message.how, message.killed)
 
     def _welcome(self, name: bytes, hello: Hello) -> None:
         if hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
-            self._send(name, Refused(f"node_rank is {hello.node}, and another host has joined as that already"))
+            # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
+            # as gone in a while, which ends this core; the host joins the next.
+            self._doubles[name] = hello.node
+            for other in [each for each, node in self._joined.items() if node == hello.node]:
+                self._send_frame(other, _PROBE)
         elif (difference := self._ground.difference(hello.ground)) is not None:
             self._send(name, Refused(f"this host {difference}"))
             for link in self._nodes[hello.node]:
@@ -130,6 +153,13 @@ class HostRouter:
             _log.info("node %d has joined: %s", hello.node, hello.host)
             for link in self._nodes[hello.node]:
                 link.joined(hello.host)
+
+    def _refuse_doubles(self, name: bytes) -> None:
+        """A host that has joined is still there: no other can be of its number."""
+        for double, node in list(self._doubles.items()):
+            if node == self._joined.get(name):
+                del self._doubles[double]
+                self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
 
     def _pass_on(self, link: RemoteRank) -> None:
         message = link.take()
@@ -164,9 +194,13 @@ class HostRouter:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            node = self._joined.pop(name, None)
-            for link in () if node is None else self._nodes[node]:
-                link.lose("is gone: the connection to its host has ended", True)
+            self._lose(name, "is gone: the connection to its host has ended", True)
+
+    def _lose(self, name: bytes, how: str, killed: bool) -> None:
+        """A host that may have joined is as good as gone."""
+        node = self._joined.pop(name, None)
+        for link in () if node is None else self._nodes[node]:
+            link.lose(how, killed)
 
     def _end(self) -> None:
         if self._farewell is not None:

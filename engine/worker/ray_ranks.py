@@ -105,8 +105,8 @@ class _RankActor:
         """Run that rank until the engine core is gone."""
         config = Config.model_validate_json(config_json)
         path = resolve_checkpoint(config.model)
-        timeout = config.parallel_config.rank_start_timeout
-        host = RankHost(node, address, ClusterKeys.of(key), CommonGround.of(config, path), path, timeout)
+        timeout, ground = config.parallel_config.rank_start_timeout, CommonGround.of(config, path)
+        host = RankHost(node, address, ClusterKeys.of(key), ground, path, timeout, config.cpu_threads)
         host.serve(rejoins=False)
 
 

@@ -1,5 +1,6 @@
 """`RemoteRank`: a rank on another host as the engine core sees it. Made by `RemoteRanks`, served by `HostRouter`."""
 
+import contextlib
 import socket
 
 import msgspec
@@ -71,13 +72,18 @@ class RemoteRank:
 
     def take(self) -> ToRank | None:
         """What the manager says next; None when it has closed."""
-        packet = self._far_end.recv(MAX_BYTES)
+        try:
+            packet = self._far_end.recv(MAX_BYTES)
+        except ConnectionResetError:
+            # It has closed with something unheard, which is what the system calls this.
+            return None
         return _to_rank.decode(packet) if packet else None
 
     def give(self, message: FromRank) -> None:
-        """What the rank says."""
+        """What the rank says; a manager that has closed hears no more."""
         if self._far_end.fileno() >= 0:
-            self._far_end.send(_encoder.encode(message))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._far_end.send(_encoder.encode(message))
 
     def lose(self, how: str, killed: bool) -> None:
         """The rank is gone."""

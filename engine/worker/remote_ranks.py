@@ -4,6 +4,7 @@ Three ports, at which only this host listens: hosts join at `master_port`, steps
 torch.distributed meets at the one behind that.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,12 @@ from engine.worker.remote_rank import RemoteRank
 from engine.worker.shard import Shard
 from engine.worker.step_socket import StepSocket
 
+_log = logging.getLogger(__name__)
+
 STEPS_PORT, STORE_PORT = 1, 2
 """Behind `master_port`."""
+_NAME_SECONDS = 60.0
+"""For this host's own name to have an address: caches keep for half a minute that it had none."""
 
 
 class RemoteRanks:
@@ -43,12 +48,13 @@ class RemoteRanks:
         places = {rank: divmod(rank, per_node) for rank in range(parallel.tensor_parallel_size)}
         hosts = {rank: (*place, per_node) for rank, place in places.items()}
         self._start(config, path, ClusterKeys.of(key), hosts, parallel.master_addr)
+        _log.info("waiting for %d of %d hosts to join at %s", parallel.nnodes - 1, parallel.nnodes, self._joining)
 
     def _start(
         self, config: Config, path: Path, keys: ClusterKeys, places: Mapping[int, tuple[int, int, int]], address: str
     ) -> None:
         """`places`: of each rank the node, and which of how many ranks of that host it is."""
-        host, port = resolve(address), config.parallel_config.master_port
+        host, port = resolve(address, _NAME_SECONDS), config.parallel_config.master_port
         self._steps_port = f"port {port + STEPS_PORT} on {host}"
         store = endpoint(host, port + STORE_PORT)
         size, here = len(places), places[0][2]
@@ -63,7 +69,7 @@ class RemoteRanks:
             undo.callback(doorkeeper.close)
             doorkeeper.admit(keys.host.public)
             doorkeeper.admit(theirs.public)
-            joining = endpoint(host, port)
+            self._joining = joining = endpoint(host, port)
             remote = [RemoteRank(rank, node, joining) for rank, (node, _, _) in places.items() if node]
             nodes = {node: [link for link in remote if link.node == node] for node in {link.node for link in remote}}
             try:

@@ -39,11 +39,7 @@ class StepEnds:
 
     def tell(self, rank: int, failure: str = "") -> None:
         """A rank has ended the step; `failure` says why it could not compute it."""
-        text = failure.encode()
-        if len(text) > _TEXT_BYTES:
-            # The sentence comes first, what raised comes last.
-            half = _TEXT_BYTES // 2 - 8
-            text = text[:half] + b"\n...\n" + text[-half:]
+        text = shortened(failure.encode(), _TEXT_BYTES)
         begin = rank * _ENTRY + Semaphore.BYTES
         _LENGTH.pack_into(self._view, begin, len(text))
         self._view[begin + _LENGTH.size : begin + _LENGTH.size + len(text)] = text
@@ -65,3 +61,9 @@ class StepEnds:
             return ""
         text = bytes(self._view[begin + _LENGTH.size : begin + _LENGTH.size + length])
         return text.decode(errors="replace")
+
+
+def shortened(text: bytes, most: int) -> bytes:
+    """A failure in at most so many bytes: the sentence comes first, what raised comes last."""
+    half = most // 2 - 8
+    return text if len(text) <= most else text[:half] + b"\n...\n" + text[-half:]

@@ -12,9 +12,14 @@ import zmq
 from engine.cluster_key import CurvePair
 from engine.worker.curve import dial, listen, name_of
 from engine.worker.rank_messages import StepAddress
+from engine.worker.step_ends import shortened
 
 _HERE = b""
 """A rank's first message: a ROUTER sends only to whom it has heard."""
+
+
+_FAILURE_BYTES = 64 << 10
+"""Of a failure: a sentence and the ends of its traceback."""
 
 
 class StepsLost(ConnectionError):
@@ -91,4 +96,4 @@ class RankSocket:
 
     def tell(self, failure: str = "") -> None:
         """This rank has ended the step; `failure` says why it could not compute it."""
-        self._socket.send(failure.encode())
+        self._socket.send(shortened(failure.encode(), _FAILURE_BYTES))

@@ -178,9 +178,9 @@ def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
 def test_without_a_key_nobody_listens_where_others_come(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
-        EngineDeadError, match=r"master_addr is 0\.0\.0\.0, which other machines reach, but there is no key"
+        EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which other machines reach, but there is no key"
     ):
-        first_host(port, parallel={"master_addr": "0.0.0.0"})
+        first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
 def test_what_the_engine_cannot_load_ends_the_other_host_too(port: int, start_host: Callable[..., KaonHost]) -> None:

@@ -12,7 +12,7 @@ from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
 from engine.worker.curve import Doorkeeper, dial, endpoint, listen, resolve
-from engine.worker.rank_messages import RankLoaded, StepAddress
+from engine.worker.rank_messages import RankLoaded, RankServes, StepAddress
 from engine.worker.remote_rank import RemoteRank
 from engine.worker.step_socket import RankSocket, StepsLost, StepSocket
 from models.demo import CHECKPOINT_DIR
@@ -36,6 +36,27 @@ def test_the_key_is_of_the_file_or_else_of_the_environment(monkeypatch: pytest.M
     assert read_cluster_key(None, "10.0.0.1") == LONG_KEY
     (tmp_path / "key").write_text("  of-a-file-and-long-enough\n")
     assert read_cluster_key(str(tmp_path / "key"), "10.0.0.1") == "of-a-file-and-long-enough"
+
+
+@pytest.mark.parametrize("written", [LONG_KEY + "\n", LONG_KEY + "\r\n", f" {LONG_KEY}\t\n"])
+def test_a_key_is_the_same_however_it_was_carried(
+    written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A secret that an orchestrator made of a file keeps the file's last line end in the environment."""
+    monkeypatch.setenv(CLUSTER_KEY_ENV, written)
+    (tmp_path / "key").write_bytes(written.encode())
+    assert read_cluster_key(None, "10.0.0.1") == read_cluster_key(str(tmp_path / "key"), "10.0.0.1") == LONG_KEY
+
+
+def test_a_key_that_other_users_can_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "key"
+    file.write_text(LONG_KEY)
+    for mode, warnings in ((0o600, 0), (0o640, 0), (0o644, 1)):
+        file.chmod(mode)
+        caplog.clear()
+        assert read_cluster_key(str(file), "10.0.0.1") == LONG_KEY
+        assert caplog.text.count("which every user of this machine can read") == warnings
+        assert LONG_KEY not in caplog.text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
@@ -93,6 +114,9 @@ def test_the_first_difference_is_named_with_both_values() -> None:
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "replicas run on one host"),
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "replicas run on one host"),
         ({"master_port": 65534}, "master_port"),
+        ({"master_addr": "0.0.0.0"}, r"master_addr is 0\.0\.0\.0; name the one address"),
+        ({"master_addr": "kaon..example"}, r"master_addr is kaon\.\.example, which is no host's name"),
+        ({"master_addr": "::"}, "master_addr is ::; name the one address"),
     ],
 )
 def test_hosts_that_cannot_be_are_refused_in_a_sentence(fields: dict[str, object], sentence: str) -> None:
@@ -147,6 +171,77 @@ def test_an_address_that_cannot_be_had_is_told_in_a_sentence(context: "zmq.Conte
         resolve("nowhere.invalid")
 
 
+def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Names stand for these addresses, until the test ends."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def test_of_several_addresses_the_one_of_this_machine_is_listened_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, "203.0.113.9", "127.0.0.3")
+    assert resolve("localhost") == "127.0.0.3"
+
+
+def test_a_name_may_have_no_address_yet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    looked: list[str] = []
+
+    def look(host: str, *_: object, **__: object) -> list[object]:
+        looked.append(host)
+        if len(looked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.3", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    monkeypatch.setattr("engine.worker.curve.is_loopback", lambda _: True)
+    assert resolve("pod-0.example", patience=60.0) == "127.0.0.3"
+    assert caplog.text.count("master_addr is pod-0.example, which has no address yet") == 1
+
+
+def test_a_name_that_leads_nowhere_but_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many systems have their own name at 127.0.1.1."""
+    named(monkeypatch, "127.0.1.1")
+    with pytest.raises(ValueError, match=r"master_addr is box, which on this machine is 127\.0\.1\.1, where no other"):
+        resolve("box")
+    named(monkeypatch, "127.0.1.1", "203.0.113.9")
+    assert resolve("box") == "203.0.113.9"
+
+
+def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    server, friend = CurvePair.new(), CurvePair.new()
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(friend.public)
+    address = free_address()
+    with (
+        listen(context, zmq.ROUTER, address, server, 1000) as listener,
+        dial(context, friend, server.public, b"x") as caller,
+    ):
+        caller.connect(address)
+        caller.send(bytes(1001))
+        assert not listener.poll(300)
+        caller.send(b"short")
+        assert listener.poll(5000)
+        assert listener.recv_multipart() == [b"x", b"short"]
+    doorkeeper.close()
+
+
+def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    core, rank = CurvePair.new(), CurvePair.new()
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(rank.public)
+    address = free_address()
+    steps = StepSocket(context, address, core, 1)
+    end = RankSocket(StepAddress(address, core.public, rank.public, rank.secret), 1)
+    assert steps.wait_for_ranks(5.0) is None
+    end.tell("it broke\n" + "x" * (3 << 20) + "\nthe last line")
+    failure = steps.take_within(0, 10.0)
+    assert failure is not None
+    assert failure.startswith("it broke\n")
+    assert failure.endswith("\nthe last line")
+    assert len(failure) < 1 << 20
+    steps.close()
+    doorkeeper.close()
+
+
 def test_steps_reach_every_rank_and_their_ends_come_back(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     core, rank = CurvePair.new(), CurvePair.new()
     doorkeeper = Doorkeeper(context)
@@ -188,3 +283,13 @@ def test_a_rank_elsewhere_is_named_by_its_host_and_keeps_no_processor_of_this_on
     assert link.receive() is None
     assert link.how_gone() == ("was killed by SIGKILL", True)
     link.close(0.0)
+
+
+def test_a_rank_elsewhere_may_speak_and_be_silent_after_the_manager_has_closed() -> None:
+    """The thread that carries it lives on for a moment, and would end the engine if it raised."""
+    link = RemoteRank(1, 1, "tcp://10.0.0.1:29500")
+    link.give(RankServes())
+    link.close(0.0)
+    assert link.take() is None
+    link.give(RankServes())
+    link.lose("is gone", True)

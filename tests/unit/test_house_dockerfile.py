@@ -92,14 +92,23 @@ class _Answers(BaseHTTPRequestHandler):
 
 def test_the_health_check_tells_a_server_that_answers_from_none() -> None:
     server = HTTPServer(("127.0.0.1", 0), _Answers)
-    thread = Thread(target=server.handle_request)
+    thread = Thread(target=lambda: [server.handle_request() for _ in range(2)])
     thread.start()
     ask = [sys.executable, "-m", "server.healthcheck"]
     environment = {**os.environ, "KAON_PORT": str(server.server_port)}
     assert subprocess.run(ask, cwd=ROOT, env=environment, check=False).returncode == 0
+    assert subprocess.run([*ask, "/readyz"], cwd=ROOT, env=environment, check=False).returncode == 1
     thread.join()
     server.server_close()
     refused = subprocess.run(ask, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
     assert f"http://127.0.0.1:{server.server_port}/livez" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_the_health_check_asks_nothing_of_a_host_that_serves_no_http() -> None:
+    ask = [sys.executable, "-m", "server.healthcheck", "/readyz"]
+    for node_rank, code in (("0", 1), ("1", 0)):
+        environment = {**os.environ, "KAON_PORT": "9", "KAON_NODE_RANK": node_rank}
+        done = subprocess.run(ask, cwd=ROOT, env=environment, capture_output=True, check=False)
+        assert done.returncode == code

@@ -6,8 +6,8 @@ import sys
 import pytest
 from pydantic import SecretStr
 
-from engine.config import Config, ServerConfig
-from server import serve
+from engine.config import Config, ParallelConfig, ServerConfig
+from server import host, serve
 
 SHOW = "from pathlib import Path; from server.command_line import hide; hide(['sk-one', 'clé']); "
 SHOW += "print(Path('/proc/self/cmdline').read_text())"
@@ -37,3 +37,17 @@ def test_a_kernel_that_does_not_let_us_hide_a_key_is_told_in_the_log(
     serve._without_keys(Config(server_config=ServerConfig(api_key=(SecretStr("sk-one"),))))
     assert "stays visible" in caplog.text
     assert "sk-one" not in caplog.text
+
+
+def test_a_host_that_serves_no_http_hides_the_keys_of_the_command_it_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden: list[str] = []
+    seen: list[Config] = []
+    monkeypatch.setenv("KAON_API_KEY", "sk-one")
+    monkeypatch.setattr(serve, "hide", hidden.extend)
+    monkeypatch.setattr(host, "run", lambda config: seen.append(config) or 0)
+    parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
+    server = ServerConfig(api_key=(SecretStr("sk-one"),))
+    assert serve._run(Config(parallel_config=parallel, server_config=server), 0.0) == 0
+    assert hidden == ["sk-one"]
+    assert seen == [Config(parallel_config=parallel)]
+    assert "KAON_API_KEY" not in serve.os.environ

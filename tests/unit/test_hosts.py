@@ -1,0 +1,323 @@
+"""`HostRouter` and `RankHost`: what either makes of another side that is silent, gone, strange, or of another version.
+
+The other side is a bare socket here, which says what no host and no core would.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine.cluster_key import ClusterKeys
+from engine.cluster_settings import CommonGround
+from engine.config import Config
+from engine.rank_host import HostError, RankHost
+from engine.worker.curve import Doorkeeper, dial, endpoint, listen
+from engine.worker.host_messages import Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.worker.host_router import HostRouter
+from engine.worker.rank_messages import Join, RankLaunch, RankServes, StepAddress
+from engine.worker.rank_proc import RankProc
+from engine.worker.remote_rank import RemoteRank
+from models.demo import CHECKPOINT_DIR
+
+WAIT_MS = 10_000
+SILENCE_MS = 200
+KEYS = ClusterKeys.of("correct-horse-battery-staple")
+GROUND = CommonGround.of(Config(), CHECKPOINT_DIR)
+
+Caller = Callable[[str], "zmq.Socket[bytes]"]
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return endpoint("127.0.0.1", listener.getsockname()[1])
+
+
+@pytest.fixture
+def ranks(address: str) -> list[RemoteRank]:
+    return [RemoteRank(1, 1, address), RemoteRank(2, 2, address)]
+
+
+@pytest.fixture
+def router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, ranks: list[RemoteRank]) -> Iterator[HostRouter]:
+    """For two other hosts with a rank each. Its thread must not raise."""
+    raised: list[object] = []
+    before, threading.excepthook = threading.excepthook, lambda end: raised.append(end.exc_value)
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(KEYS.host.public)
+    made = HostRouter(context, address, KEYS.core, GROUND, {link.node: [link] for link in ranks})
+    yield made
+    made.close()
+    doorkeeper.close()
+    threading.excepthook = before
+    assert raised == []
+
+
+@pytest.fixture
+def call(context: "zmq.Context[zmq.Socket[bytes]]", address: str, router: HostRouter) -> Iterator[Caller]:
+    with ExitStack() as stack:
+
+        def made(name: str) -> "zmq.Socket[bytes]":
+            caller = stack.enter_context(dial(context, KEYS.host, KEYS.core.public, name.encode()))
+            caller.connect(address)
+            return caller
+
+        yield made
+
+
+def say(caller: "zmq.Socket[bytes]", message: Any) -> None:
+    caller.send(msgspec.msgpack.encode(message))
+
+
+def heard(caller: "zmq.Socket[bytes]", milliseconds: int = WAIT_MS) -> ToHost | None:
+    """What the router says next, but for its questions whether one is there; None if nothing in time."""
+    while caller.poll(milliseconds):
+        frame = caller.recv()
+        if frame:
+            message: ToHost = msgspec.msgpack.decode(frame, type=ToHost)
+            return message
+    return None
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_MS / 1e3
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- the router -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "junk", [[b"\xff" * 40], [b"\x00"], [b"a", b"b", b"c"], [msgspec.msgpack.encode({"type": 1})]]
+)
+def test_who_knows_the_key_but_not_the_words_is_refused_and_disturbs_nobody(
+    junk: list[bytes], call: Caller, ranks: list[RemoteRank]
+) -> None:
+    """Such as a host of another version, whose messages have other fields."""
+    host, stranger = call("host"), call("stranger")
+    say(host, Hello(1, "worker-1", GROUND))
+    stranger.send_multipart(junk)
+    told = heard(stranger)
+    assert isinstance(told, Refused)
+    assert f"the first host runs Kaon {GROUND.version}" in told.why
+    ranks[0].send(Join())
+    assert heard(host) == TellRank(1, Join())
+
+
+def test_a_host_that_goes_on_in_words_of_another_version_loses_its_ranks(
+    call: Caller, ranks: list[RemoteRank]
+) -> None:
+    host = call("host")
+    say(host, Hello(1, "worker-1", GROUND))
+    host.send(b"\xff")
+    wait_for(lambda: ranks[0].receive() is None)
+    assert ranks[0].how_gone() == ("is gone: its host says what this version of Kaon cannot read", False)
+
+
+def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRank]) -> None:
+    host = call("host")
+    say(host, Hello(1, "worker-1", GROUND))
+    for rank in (0, 2, 77):
+        say(host, RankGone(rank, "was killed by SIGKILL", True))
+        say(host, RankSaid(rank, RankServes()))
+    say(host, RankSaid(1, RankServes()))
+    assert ranks[0].receive() == RankServes()
+    assert ranks[1].far_descriptor >= 0
+
+
+def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
+    call: Caller, ranks: list[RemoteRank]
+) -> None:
+    """A silent one may have lost its power, and be the second."""
+    first, second = call("first"), call("second")
+    say(first, Hello(1, "worker-1", GROUND))
+    ranks[0].send(Join())
+    assert heard(first) == TellRank(1, Join())
+    say(second, Hello(1, "worker-1", GROUND))
+    assert heard(second, SILENCE_MS) is None
+    first.send(b"")
+    told = heard(second)
+    assert isinstance(told, Refused)
+    assert told.why == "node_rank is 1, and another host has joined as that already"
+
+
+def test_a_host_too_many_is_refused(call: Caller) -> None:
+    third = call("third")
+    say(third, Hello(3, "worker-3", GROUND))
+    told = heard(third)
+    assert isinstance(told, Refused)
+    assert told.why == "node_rank is 3, but the other hosts are 1 to 2"
+
+
+def test_who_connects_and_is_silent_or_talks_nonsense_holds_nobody_up(
+    address: str, call: Caller, ranks: list[RemoteRank]
+) -> None:
+    where = ("127.0.0.1", int(address.rpartition(":")[2]))
+    with socket.create_connection(where), socket.create_connection(where) as loud, ExitStack() as many:
+        for _ in range(50):
+            many.enter_context(socket.create_connection(where))
+        loud.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(70_000))
+        host = call("host")
+        say(host, Hello(1, "worker-1", GROUND))
+        ranks[0].send(Join())
+        assert heard(host) == TellRank(1, Join())
+
+
+# -- the host ---------------------------------------------------------------------------------------------------
+
+
+class Core:
+    """A bare socket in a core's place."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorkeeper = Doorkeeper(self._context)
+        self._doorkeeper.admit(KEYS.host.public)
+        self._socket = listen(self._context, zmq.ROUTER, address, KEYS.core)
+        self.name = b""
+
+    def hear(self) -> bytes:
+        assert self._socket.poll(WAIT_MS)
+        self.name, frame = self._socket.recv_multipart()
+        return frame
+
+    def say(self, frame: bytes) -> None:
+        self._socket.send_multipart([self.name, frame])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._doorkeeper.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def core(address: str) -> Iterator[Core]:
+    made = Core(address)
+    yield made
+    made.close()
+
+
+def host_at(address: str, timeout: float = 10.0, cpu_threads: int | None = None) -> RankHost:
+    return RankHost(1, address, KEYS, GROUND, CHECKPOINT_DIR, timeout, cpu_threads)
+
+
+def served(host: RankHost) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            host.serve(rejoins=False)
+        except HostError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread, raised
+
+
+def test_a_host_answers_whether_it_is_there_and_ends_in_a_sentence_at_words_it_cannot_read(
+    address: str, core: Core
+) -> None:
+    thread, raised = served(host_at(address))
+    hello = msgspec.msgpack.decode(core.hear(), type=Hello)
+    assert hello.node == 1
+    core.say(b"")
+    assert core.hear() == b""
+    core.say(b"\xff")
+    thread.join(WAIT_MS / 1e3)
+    assert "says what this version of Kaon cannot read" in str(raised[0])
+
+
+def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
+    address: str, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[RankLaunch] = []
+
+    def launch(self: RankProc, message: RankLaunch, descriptors: object) -> None:
+        launched.append(message)
+        raise HostError("seen")
+
+    monkeypatch.setattr(RankProc, "__init__", launch)
+    thread, raised = served(host_at(address, cpu_threads=3))
+    core.hear()
+    steps = StepAddress(address, b"", b"", b"")
+    config = Config(cpu_threads=64, max_num_seqs=7).model_dump_json()
+    told = RankLaunch("kaon-worker-0.1", 0, 1, 2, 0, 1, config, "/elsewhere", "tcp://a:1", 1, steps, None)
+    core.say(msgspec.msgpack.encode(TellRank(1, told)))
+    thread.join(WAIT_MS / 1e3)
+    assert [str(error) for error in raised] == ["seen"]
+    [got] = launched
+    assert got.path == str(CHECKPOINT_DIR)
+    settings = json.loads(got.config)
+    assert settings["cpu_threads"] == 3
+    assert settings["max_num_seqs"] == 7
+
+
+def test_a_name_may_have_no_address_yet_and_another_one_each_time(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a pod, which has none before the pod is there, and a new one when it is there again."""
+    looked: list[str] = []
+    real = socket.getaddrinfo
+
+    def look(host: Any, *rest: Any, **named: Any) -> Any:
+        if host != "first.example":
+            return real(host, *rest, **named)
+        looked.append(host)
+        if len(looked) == 1:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [*real("127.0.0.9", *rest, **named), *real("127.0.0.1", *rest, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look)
+    core = Core(address)
+    thread, raised = served(host_at(endpoint("first.example", int(address.rpartition(":")[2]))))
+    assert msgspec.msgpack.decode(core.hear(), type=Hello).node == 1
+    assert len(looked) == 2
+    core.say(b"\xff")
+    thread.join(WAIT_MS / 1e3)
+    assert raised
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("127.0.0.1", " 0.3 s"), ("nowhere.invalid", " 0.3 s: nowhere.invalid has no address")]
+)
+def test_a_host_says_where_it_waited_in_vain(name: str, why: str, address: str) -> None:
+    where = endpoint(name, int(address.rpartition(":")[2]))
+    with pytest.raises(HostError, match=f"no engine core came to {where} within rank_start_timeout{why}"):
+        host_at(where, timeout=0.3).serve(rejoins=True)
+
+
+def test_fifty_cores_leave_nothing_behind_on_a_host(address: str) -> None:
+    def serve_one() -> None:
+        core = Core(address)
+        thread, _ = served(host_at(address))
+        core.hear()
+        core.close()
+        thread.join(WAIT_MS / 1e3)
+        assert not thread.is_alive()
+
+    serve_one()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        serve_one()
+    # ZMQ closes its descriptors in a thread of its own, a moment later.
+    wait_for(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 4)

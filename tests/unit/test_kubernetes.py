@@ -1,0 +1,112 @@
+"""The Kubernetes manifests: what they say fits together, and is what Kaon understands. No cluster here."""
+
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import CLUSTER_KEY_ENV, Config
+from server.settings import load_config
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+NODE_RANK_ENV = "KAON_NODE_RANK"
+
+
+def objects(path: Path) -> dict[str, dict[str, Any]]:
+    """By kind and name."""
+    found = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    return {f"{each['kind']}/{each['metadata']['name']}": each for each in found}
+
+
+def workload(path: Path) -> dict[str, Any]:
+    [found] = (each for each in objects(path).values() if each["kind"] in {"Deployment", "StatefulSet"})
+    return found
+
+
+def container(path: Path) -> dict[str, Any]:
+    [found] = workload(path)["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def served(path: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Config:
+    """What `kaon` makes of a manifest's arguments and variables, where the cluster gives those `environment`."""
+    for variable in container(path)["env"]:
+        name = variable["name"]
+        if "value" in variable or name in environment:
+            monkeypatch.setenv(name, variable.get("value", environment.get(name)))
+    command, *arguments = container(path)["args"]
+    assert command == "serve"
+    return load_config(arguments)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_s_arguments_and_variables_are_kaon_s(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = served(path, monkeypatch, KAON_API_KEY="a-key-of-an-api-client", KAON_NODE_RANK="0")
+    [port] = (port["containerPort"] for port in container(path)["ports"] if port["name"] == "http")
+    assert config.server_config.port == port
+    assert config.server_config.host == "0.0.0.0"
+    known = {"KAON_API_KEY", NODE_RANK_ENV, CLUSTER_KEY_ENV}
+    assert {variable["name"] for variable in container(path)["env"]} <= known
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_s_selectors_find_its_pods(path: Path) -> None:
+    template = workload(path)["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert workload(path)["spec"]["selector"]["matchLabels"] == labels
+    assert template["spec"]["enableServiceLinks"] is False
+    # The label that the cluster itself gives to the pods of a StatefulSet.
+    numbered = {**labels, "apps.kubernetes.io/pod-index": "0"}
+    services = [each for each in objects(path).values() if each["kind"] == "Service"]
+    assert services
+    for service in services:
+        assert service["spec"]["selector"].items() <= numbered.items()
+    mounts = {mount["name"] for mount in container(path)["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in template["spec"]["volumes"]}
+
+
+TWO_HOSTS = ROOT / "deploy" / "kubernetes" / "kaon-two-hosts.yaml"
+
+
+def test_each_of_two_pods_is_the_host_of_its_number_and_reaches_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = objects(TWO_HOSTS)
+    stateful = found["StatefulSet/kaon"]["spec"]
+    for index in range(stateful["replicas"]):
+        parallel = served(TWO_HOSTS, monkeypatch, KAON_NODE_RANK=str(index)).parallel_config
+        assert parallel.node_rank == index
+        assert parallel.nnodes == stateful["replicas"]
+        assert parallel.tensor_parallel_size % parallel.nnodes == 0
+    headless = found[f"Service/{stateful['serviceName']}"]["spec"]
+    assert parallel.master_addr == f"kaon-0.{stateful['serviceName']}"
+    assert headless["clusterIP"] == "None"
+    assert headless["publishNotReadyAddresses"] is True
+    assert [port["port"] for port in headless["ports"]] == [parallel.master_port]
+    sources = {variable["name"]: variable["valueFrom"] for variable in container(TWO_HOSTS)["env"]}
+    assert sources[NODE_RANK_ENV]["fieldRef"]["fieldPath"] == "metadata.labels['apps.kubernetes.io/pod-index']"
+    assert not sources[CLUSTER_KEY_ENV]["secretKeyRef"].get("optional")
+
+
+def test_the_other_pods_outlast_the_first_one_s_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = served(TWO_HOSTS, monkeypatch, KAON_NODE_RANK="0").server_config.drain_timeout
+    shell = container(TWO_HOSTS)["lifecycle"]["preStop"]["exec"]["command"]
+    seconds = int(shell[-1].rpartition(" ")[2])
+    assert drain < seconds < workload(TWO_HOSTS)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert subprocess.run(shell, env={"KAON_NODE_RANK": "0"}, check=False).returncode == 0
+
+
+def test_http_is_asked_of_the_first_pod_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert objects(TWO_HOSTS)["Service/kaon"]["spec"]["selector"]["apps.kubernetes.io/pod-index"] == "0"
+    monkeypatch.setenv("KAON_PORT", "9")  # Where nothing listens.
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        _, flag, module, path = container(TWO_HOSTS)[name]["exec"]["command"]
+        assert flag == "-m"
+        monkeypatch.setattr("sys.argv", [module, path])
+        for index, code in (("0", 1), ("1", 0)):
+            monkeypatch.setenv(NODE_RANK_ENV, index)
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_module(module, run_name="__main__")
+            assert ended.value.code == code
