@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report, problems
+from engine.gpu_memory import free_memory, pci_address
 
 GIB = 2**30
 
@@ -66,15 +67,20 @@ def _with_torch(facts: Facts) -> Facts:
         by = "torch" if library is None else f"the {facts.cpu_library} operators"
         named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
         return msgspec.structs.replace(facts, operators=named)
-    from models.kernels import aiter, triton
+    from models.kernels import triton
+    from models.kernels.aiter import probe
 
     device = torch.device("cuda", 0)
     reason, reasons = triton.start(device), backends.aiter_reasons(device)
     choices = backends.choose(backends.parse(()), reason, reasons)
-    if aiter.unfit(facts.gpus[0].arch.split(":")[0]) is not None:
+    if probe.unfit(facts.gpus[0].arch.split(":")[0]) is not None:
         reasons = {}
     return msgspec.structs.replace(
-        facts, triton_reason=reason, aiter_reasons=reasons, operators=tuple(str(choice) for choice in choices)
+        facts,
+        triton_reason=reason,
+        aiter_reasons=reasons,
+        aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
+        operators=tuple(str(choice) for choice in choices),
     )
 
 
@@ -94,9 +100,11 @@ def _gpus() -> tuple[Gpu, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
         arch = f"sm_{properties.major}{properties.minor}" if torch.version.hip is None else properties.gcnArchName
-        found.append(Gpu(name=properties.name, arch=arch, memory_gib=total / GIB, free_gib=free / GIB))
+        total, free = properties.total_memory, free_memory(pci_address(properties))
+        found.append(
+            Gpu(name=properties.name, arch=arch, memory_gib=total / GIB, free_gib=None if free is None else free / GIB)
+        )
     return tuple(found)
 
 

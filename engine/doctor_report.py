@@ -12,7 +12,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arch: str
     memory_gib: float
-    free_gib: float
+    free_gib: float | None
+    """None: its driver does not say."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Its version; None: it is not installed."""
     aiter_reasons: dict[str, str | None] = {}
     """By operator, why it is not used; None where it is. Empty where it is not made for the first GPU."""
+    aiter_when_asked: tuple[str, ...] = ()
+    """Operators among them that it computes only where that is asked for."""
     operators: tuple[str, ...] = ()
     """What computes each operator, `norm by triton`."""
     cpu_library: str | None = None
@@ -98,7 +101,7 @@ def problems(facts: Facts) -> list[str]:
     if facts.aiter is not None and facts.gpus and is_rocm:
         broken: dict[str, list[str]] = {}
         for name, reason in facts.aiter_reasons.items():
-            if reason is not None:
+            if reason is not None and name not in facts.aiter_when_asked:
                 broken.setdefault(reason, []).append(name)
         found += [
             f"aiter is installed, but not used for {' and '.join(names)}: {reason}" for reason, names in broken.items()

@@ -3,6 +3,7 @@
 Every parameter must be filled and every tensor used, or a `CheckpointError` names those that were not.
 """
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,10 +20,11 @@ from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
 from models.errors import CheckpointError
-from models.kernels import triton
+from models.kernels import aiter, triton
 from models.kernels.cpu import runtime
 from models.layers.attention import Attention
 from models.layers.mla import MLAAttention
+from models.layers.moe import FusedMoE
 from models.layers.onednn import can_pack, pack_filled_products
 from models.layers.parameter import (
     Shard,
@@ -45,6 +47,8 @@ from models.quantization.dequantize import Dequantizer
 from models.quantization.stacked_experts import ExpertNames
 from models.registry import ARCHITECTURES, resolve_model_class
 from models.transformers_config import TransformersConfig
+
+_log = logging.getLogger(__name__)
 
 _BAR_AFTER_SECONDS = 1.0
 """A load that is over sooner shows no bar."""
@@ -144,7 +148,22 @@ def load_model(
             module.pack_heads()
     if device.type == "cpu" and not runtime.active() and can_pack(dtype):
         pack_filled_products(model)
+    if aiter.takes("moe"):
+        _shuffle_experts(model)
     return cast(CausalLM, model.eval())
+
+
+def _shuffle_experts(model: nn.Module) -> None:
+    """Have aiter compute the experts of a filled model, where it can."""
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    left = sum(not layer.shuffle() for layer in layers)
+    if left:
+        _log.warning(
+            "%d of %d layers of experts are not computed by aiter, but by Triton: they have biases, another "
+            "activation than SwiGLU, other sizes than multiples of 32, or are quantised or spread in another way",
+            left,
+            len(layers),
+        )
 
 
 def _require_memory(model: nn.Module, available: int | None, path: Path, weight_bits: WeightBits) -> None:

@@ -37,6 +37,11 @@ class Meeting:
         """Whether all ranks are on this host."""
         return self._address.scheme == "file"
 
+    def beside(self, name: str) -> Path:
+        """A path that no other group uses, of ranks on one host."""
+        assert self.is_local
+        return Path(f"{self._address.path}.{name}")
+
     def interface(self) -> str:
         """Name of the interface by which this host reaches the others. Raises `RuntimeError` where there is none."""
         return _LOOPBACK if self.is_local else interface_to(self._address.hostname or "")

@@ -1,12 +1,21 @@
 """`ProcessGroupCollectives`: a tensor-parallel group by torch.distributed: NCCL, which on ROCm is RCCL, or Gloo."""
 
+import logging
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from models.kernels import aiter
 from models.meeting import Meeting
 from models.replica_world import ReplicaWorld
+
+if TYPE_CHECKING:
+    from models.kernels.aiter.reduce import FastSum
+
+
+_log = logging.getLogger(__name__)
 
 
 class ProcessGroupCollectives:
@@ -19,6 +28,7 @@ class ProcessGroupCollectives:
         self._rank, self._size, self._device = rank, size, device
         self._meeting, self._world = meeting, world
         self._group: dist.ProcessGroup | None = None
+        self._fast_sum: FastSum | None = None
 
     def join(self) -> None:
         """Meet the other ranks. Raises `RuntimeError` where they do not come in time."""
@@ -41,6 +51,25 @@ class ProcessGroupCollectives:
             timeout=self._meeting.timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
+        # Each rank has probed for itself, and all must do the same.
+        if self._device.type != "cpu" and torch.version.hip is not None and self._agree(aiter.takes("all_reduce")):
+            self._fast_sum = self._joined_fast_sum()
+
+    def _joined_fast_sum(self) -> "FastSum | None":
+        """By aiter, among GPUs of one host."""
+        if not self._meeting.is_local:
+            _log.warning("all_reduce by RCCL (not aiter: it sums over GPUs of one host)")
+            return None
+        from models.kernels.aiter import reduce
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._meeting.interface())
+        return reduce.join(self._rank, self._size, self._device, self._meeting.beside("aiter"), self._agree)
+
+    def _agree(self, is_so: bool) -> bool:
+        """Whether something is so on all ranks."""
+        found = torch.tensor(int(is_so), device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        return bool(found.item())
 
     def close(self) -> None:
         """Leave the group, before the interpreter ends: Gloo's threads would end it the hard way."""
@@ -55,6 +84,8 @@ class ProcessGroupCollectives:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
+        if self._fast_sum is not None and (summed := self._fast_sum(x)) is not None:
+            return summed
         dist.all_reduce(x, group=self._group)
         return x
 

@@ -13,7 +13,7 @@ from typing import IO
 
 import msgspec
 
-from engine.doctor_report import Facts, Report
+from engine.doctor_report import Facts, Gpu, Report
 
 _SECONDS = 900.0
 """The first kernels of a library may take minutes to compile."""
@@ -75,17 +75,31 @@ def lines(report: Report) -> list[str]:
     found = []
     if facts.torch is not None:
         found.append(f"torch     {facts.torch}, built for {facts.build}; Python {facts.python}")
-        found += [
-            f"GPU       {gpu.name}, {gpu.arch}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
-            for gpu in facts.gpus
-        ] or ["GPU       none; models run on the CPU"]
+        found += [f"GPU       {gpu.name}, {gpu.arch}, {_memory(gpu)}" for gpu in facts.gpus] or [
+            "GPU       none; models run on the CPU"
+        ]
         found.append(f"memory    {facts.memory_gib:.1f} GiB available")
         found.append(f"CPU       {facts.cpu_library or 'no compiled'} operators")
         found += [f"{name:<10}{version or 'not installed'}" for name, version in _libraries(facts)]
+        if facts.aiter is not None:
+            found += [f"aiter     {name}: {_use(facts, name)}" for name in facts.aiter_reasons]
         found += [f"operator  {words}" for words in facts.operators]
     if not report.problems:
         return [*found, "Nothing is wrong."]
     return [*found, *(f"wrong     {problem}" for problem in report.problems)]
+
+
+def _memory(gpu: Gpu) -> str:
+    free = "" if gpu.free_gib is None else f"{gpu.free_gib:.1f} of "
+    return f"{free}{gpu.memory_gib:.1f} GiB" + (" free" if free else "")
+
+
+def _use(facts: Facts, operator: str) -> str:
+    """What comes of aiter for an operator."""
+    reason = facts.aiter_reasons[operator]
+    if reason is not None:
+        return f"not used: {reason}"
+    return f"works; used with --kernel-backend {operator}=aiter" if operator in facts.aiter_when_asked else "used"
 
 
 def _libraries(facts: Facts) -> list[tuple[str, str | None]]:

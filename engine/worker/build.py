@@ -23,6 +23,7 @@ from models.attention import require_backend
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.kernels import backends
+from models.kernels.aiter.sizes import Sizes, sizes_of
 from models.kernels.cpu import library
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.meeting import Meeting
@@ -76,7 +77,8 @@ def build_runner(
     model_config = read_checkpoint_config(path, config.model_impl)
     config = _with_checkpoint(config, model_config)
     device = _resolve_device(config, shard, share)
-    _choose_kernels(device, config.kernel_backend)
+    sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
+    _choose_kernels(device, config.kernel_backend, sizes)
     dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
     type_name = str(dtype).removeprefix("torch.")
     _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
@@ -206,12 +208,15 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
     return device
 
 
-def _choose_kernels(device: torch.device, wanted: Sequence[str]) -> None:
-    """Say what computes each operator, and have it do so. Raises `ValueError` for a backend that there is not."""
+def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -> None:
+    """Say what computes each operator, and have it do so. Raises `ValueError` for a backend that there is not.
+
+    `sizes`: of the model's problems.
+    """
     if device.type == "cpu":
         backends.parse(wanted)
         return
-    for choice in backends.start(device, wanted):
+    for choice in backends.start(device, wanted, sizes):
         logger.log(logging.WARNING if choice.reason else logging.INFO, "%s", choice)
 
 

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from models.attention.base import AttentionBackend
+from models.kernels import aiter as library
 from models.kernels import triton as kernels
 from models.kernels.cpu import runtime
 
@@ -36,6 +37,10 @@ def require_backend(device: torch.device) -> None:
 def _gpu_backend(device: torch.device) -> AttentionBackend:
     # Who leaves attention to torch may do so because Triton takes the process down.
     reason = None if kernels.leaves("attention") else kernels.start(device)
+    if kernels.takes("attention") and (library.takes("attention") or library.takes("decode")):
+        from models.attention.aiter import AiterAttentionBackend
+
+        return AiterAttentionBackend(device)
     if kernels.takes("attention"):
         from models.attention.triton import TritonAttentionBackend
 

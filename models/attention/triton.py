@@ -48,13 +48,25 @@ class TritonAttentionBackend(GPUAttentionBackend):
         cache, options = as_hardware_reads(cache, options, q.device)
         q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._attend(q, out, cache, metadata, options, sinks)
+        return out
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: TritonMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """To what is stored. # [T, Hq, D] each"""
         if decodes := metadata.num_decodes:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
         if decodes < len(q):
             tiles = metadata.tiles(tokens_of_tile(q, cache.k_cache.shape[1]))
             starts, lengths = metadata.cu_seqlens_q, metadata.seq_lens
             attention_prefill(q, out, cache, tiles, starts, lengths, metadata.block_tables, options, sinks)
-        return out
 
     def _decode(
         self,

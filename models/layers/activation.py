@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels import aiter, triton
+from models.kernels.aiter import dense
 from models.kernels.cpu import ops, runtime, structures
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
@@ -27,7 +28,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if runtime.runs(gate_up):
         return ops.gated(gate_up, structures.SILU)
     if aiter.runs("activation", gate_up):
-        return aiter.silu_and_mul(gate_up)
+        return dense.silu_and_mul(gate_up)
     if triton.runs(gate_up, operator="activation"):
         return _by_kernel(gate_up, Gating(structures.SILU))
     gate, up = gate_up.chunk(2, dim=-1)
@@ -39,7 +40,7 @@ def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     if runtime.runs(gate_up):
         return ops.gated(gate_up, structures.GELU_TANH)
     if aiter.runs("activation", gate_up):
-        return aiter.gelu_tanh_and_mul(gate_up)
+        return dense.gelu_tanh_and_mul(gate_up)
     if triton.runs(gate_up, operator="activation"):
         return _by_kernel(gate_up, Gating(structures.GELU_TANH))
     gate, up = gate_up.chunk(2, dim=-1)

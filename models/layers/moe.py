@@ -11,12 +11,13 @@ from torch import nn
 
 from models.forward_context import get_forward_context
 from models.kernels import triton
+from models.kernels.aiter import experts as aiter_experts
 from models.kernels.cpu import expert_ops
 from models.layers.activation import Gating, gating_of, swiglu
 from models.layers.expert_parallel import ExpertShare
 from models.layers.grouped_linear import grouped_linear
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
-from models.layers.quantized_product import stored_experts_of
+from models.layers.quantized_product import stored_experts_of, stored_of
 from models.parallel import SINGLE_RANK, TensorParallel
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class FusedMoE(nn.Module):
                 weight_loader=self._load_down,
                 sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
             )
+        self.shuffled: aiter_experts.ExpertWeights | None = None
+        """The weights as aiter reads them, where it computes the layer."""
         self.expert_map: torch.Tensor | None
         self.register_buffer("expert_map", None if here == num_experts else self._expert_map(), persistent=False)
 
@@ -124,6 +127,9 @@ class FusedMoE(nn.Module):
         """
         if self.share.exchange is not None:
             return self._across_replicas(hidden, weights, ids, beside, gate)
+        if self.shuffled is not None:
+            routed = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
+            return self._add(self.parallel.all_reduce(routed), beside, gate)
         if self._is_packed:
             return self._by_operators(hidden, weights, ids, beside, gate)
         if hidden.dtype is self.w13.dtype and triton.runs(hidden, operator="moe") and self._are_for_kernels:
@@ -139,6 +145,33 @@ class FusedMoE(nn.Module):
         products[order] = self._products(hidden, counts, order // top_k)
         by_token = products.view(len(hidden), top_k, -1)
         return self._added_up(by_token, weights, beside, gate)
+
+    def shuffle(self) -> bool:
+        """Have aiter compute the filled layer; False where it has no kernels for one like this.
+
+        The weights are put in the order that its kernels load them in, and nothing else may read them afterwards.
+        """
+        is_alike = self.activation is swiglu and self.w13_bias is None
+        is_all_here = self.expert_map is None and self.share.exchange is None
+        weights = self._for_aiter() if is_alike and is_all_here else None
+        if weights is None or not all(aiter_experts.can_shuffle(weight) for weight in weights[:2]):
+            return False
+        for weight in weights[:2]:
+            aiter_experts.shuffle(weight)
+        self.shuffled = weights
+        return True
+
+    def _for_aiter(self) -> aiter_experts.ExpertWeights | None:
+        """The weights, where they are in 16 bits or in FP8 with scales of blocks."""
+        if any(weight.dtype not in (torch.bfloat16, torch.float16) for weight in (self.w13, self.w2)):
+            return None
+        first, second = stored_of(self.w13), stored_of(self.w2)
+        if first is not None and second is not None:
+            w13, w2 = first.fp8_blocks(), second.fp8_blocks()
+            return None if w13 is None or w2 is None else aiter_experts.ExpertWeights(w13[0], w2[0], w13[1], w2[1])
+        weights = (self.w13, self.w2)
+        is_dense = all(stored_of(weight) is None and stored_experts_of(weight) is None for weight in weights)
+        return aiter_experts.ExpertWeights(*weights) if is_dense else None
 
     @property
     def _are_for_kernels(self) -> bool:

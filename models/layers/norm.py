@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.kernels import aiter, triton
+from models.kernels.aiter import dense
 from models.kernels.cpu import ops, runtime
 from models.layers.parameter import empty_parameter, load_whole
 
@@ -28,7 +29,7 @@ class RMSNorm(nn.Module):
         if x.dim() == 2 and runtime.runs(x, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
         if self.offset == 0.0 and aiter.runs("norm", x, self.weight):
-            return aiter.rms_norm(x, self.weight, self.eps)
+            return dense.rms_norm(x, self.weight, self.eps)
         if triton.runs(x, self.weight, operator="norm"):
             from models.kernels.triton.rms_norm import rms_norm
 
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
         if x.dim() == 2 and runtime.runs(x, residual, self.weight):
             return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual), residual
         if self.offset == 0.0 and aiter.runs("norm", x, residual, self.weight):
-            return aiter.add_rms_norm(x, residual, self.weight, self.eps)
+            return dense.add_rms_norm(x, residual, self.weight, self.eps)
         if x.dim() == 2 and triton.runs(x, residual, self.weight, operator="norm"):
             from models.kernels.triton.rms_norm import ADD_NORM, rms_norm
 

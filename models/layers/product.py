@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.kernels import aiter
+from models.kernels.aiter import dense
 from models.kernels.cpu import expert_ops, ops, runtime
 from models.layers.activation import GatedActivation, operator_of
 from models.layers.parameter import onednn_of, packed_of
@@ -20,6 +22,8 @@ def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
         return stored.linear(x, bias)
     by_onednn = onednn_of(weight)
     if by_onednn is None:
+        if aiter.runs("gemm", x, weight):
+            return dense.linear(x, weight, bias)
         return F.linear(x, weight, bias)
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, by_onednn, bias, "none", [], "")
     return out

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from models.kernels import aiter
+from models.kernels.aiter import dense as aiter_dense
 from models.quantization.config import LayerQuantConfig, Storage
 from models.quantization.stored import GROUP, Codes, QuantizedRows
 
@@ -25,6 +27,8 @@ class StoredWeight:
         self._first: Codes | None = None
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
+        self._fp8_blocks: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._has_looked_for_blocks = False
 
     @property
     def is_begun(self) -> bool:
@@ -81,12 +85,28 @@ class StoredWeight:
         if self._first.kind == "fp8":
             from models.kernels.triton.fp8_gemm import FP8Weight, fp8_linear
 
+            if aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
+                return _by_aiter(x, *blocks, bias)
             scales = self._scales if self._first.width == GROUP else self._scales[:, 0]
             return fp8_linear(x, FP8Weight(self._codes, scales), bias)
         from models.kernels.triton.four_bit import FourBitWeight
         from models.kernels.triton.four_bit_gemm import four_bit_linear
 
         return four_bit_linear(x, FourBitWeight(self._codes, self._scales, self._zeros), bias)
+
+    def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """FP8 with a scale for each block of 128 x 128, once it is filled; None where it is of another kind.
+
+        # [..., outputs, inputs], [..., outputs / 128, inputs / 128] float32
+        """
+        if not self._has_looked_for_blocks:  # Once, since it waits for the device.
+            assert self._first is not None
+            inputs = self._shape[-1]
+            if self._first.kind == "fp8" and self._first.width == GROUP and inputs % GROUP == 0:
+                blocks = aiter_dense.scale_blocks(self._scales)
+                self._fp8_blocks = None if blocks is None else (self._codes, blocks)
+            self._has_looked_for_blocks = True
+        return self._fp8_blocks
 
     def dense(self) -> torch.Tensor:
         """The weight's numbers, as torch computes with them; undefined where rows were not filled."""
@@ -99,6 +119,13 @@ class StoredWeight:
             scales = self._scales.repeat_interleave(min(self._first.width, inputs), 1)[:, :inputs]
             return (self._codes.float() * scales).to(self._dtype)
         return four_bit_weight(FourBitWeight(self._codes, self._scales, self._zeros), self._dtype)
+
+
+def _by_aiter(x: torch.Tensor, codes: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from models.kernels.triton.fp8_gemm import quantize_groups
+
+    out = aiter_dense.fp8_linear(*quantize_groups(x), codes, blocks, x.dtype)
+    return out if bias is None else out.add_(bias)
 
 
 class StoredExperts:

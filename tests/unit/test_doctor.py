@@ -3,11 +3,14 @@
 import json
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.doctor_report import Facts, Gpu, problems
+from engine.gpu_memory import free_memory, pci_address, told_by_nvml
 from server import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
@@ -62,6 +65,65 @@ def test_each_problem_is_one_sentence(facts: dict[str, Any], words: str) -> None
 )
 def test_a_healthy_machine_has_no_problem(facts: dict[str, Any]) -> None:
     assert problems(Facts(**facts)) == []
+
+
+def test_what_aiter_does_is_told_by_operator() -> None:
+    reasons = {"norm": None, "moe": "it has no fused_moe", "gemm": None, "decode": "it hung"}
+    facts = Facts(**ROCM, gpus=(GPU,), aiter="0.1", aiter_reasons=reasons, aiter_when_asked=("decode", "gemm"))
+    # What nobody asked for is nothing wrong.
+    found = problems(facts)
+    assert found == ["aiter is installed, but not used for moe: it has no fused_moe"]
+    printed = doctor.lines(doctor.Report(facts=facts, problems=found))
+    assert [line for line in printed if line.startswith("aiter")] == [
+        "aiter     0.1",
+        "aiter     norm: used",
+        "aiter     moe: not used: it has no fused_moe",
+        "aiter     gemm: works; used with --kernel-backend gemm=aiter",
+        "aiter     decode: not used: it hung",
+    ]
+
+
+def test_free_memory_of_gpus_is_what_their_drivers_say(tmp_path: Path) -> None:
+    address = pci_address(SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0))
+    assert address == "0000:c1:00.0"
+    device = tmp_path / "bus/pci/devices" / address
+    device.mkdir(parents=True)
+    assert free_memory(address, tmp_path) is None
+    (device / "mem_info_vram_total").write_text("1000\n")
+    (device / "mem_info_vram_used").write_text("400\n")
+    assert free_memory(address, tmp_path) == 600
+    # Of a torch that does not say where a GPU is.
+    assert free_memory(pci_address(SimpleNamespace()), tmp_path) is None
+
+
+def test_nvidias_library_is_asked_by_address_and_left_as_it_was() -> None:
+    asked: list[str] = []
+
+    def handle(address: bytes, _device: Any) -> int:
+        asked.append(address.decode())
+        return 0
+
+    def info(_device: Any, memory: Any) -> int:
+        memory._obj.free = 700
+        return 0
+
+    nvml = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByPciBusId_v2=handle,
+        nvmlDeviceGetMemoryInfo=info,
+        nvmlShutdown=lambda: asked.append("shut down"),
+    )
+    assert told_by_nvml(nvml, "0000:c1:00.0") == 700
+    assert asked == ["0000:c1:00.0", "shut down"]
+    nvml.nvmlDeviceGetMemoryInfo = lambda *_: 3  # Not supported, as on integrated GPUs.
+    assert told_by_nvml(nvml, "0000:c1:00.0") is None
+
+
+def test_a_gpu_whose_free_memory_is_unknown_is_printed_without_it() -> None:
+    gpu = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=None)
+    assert "GPU       MI300X, gfx942, 192.0 GiB" in doctor.lines(
+        doctor.Report(facts=Facts(**ROCM, gpus=(gpu,)), problems=[])
+    )
 
 
 def test_what_was_found_is_printed_line_by_line() -> None:

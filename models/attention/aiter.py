@@ -1,0 +1,76 @@
+"""The attention backend of GPUs on which ROCm's library `aiter` attends, to what Triton's kernels have stored."""
+
+import torch
+
+from models.attention.base import AttentionOptions
+from models.attention.triton import TritonAttentionBackend
+from models.attention.triton_metadata import TritonMetaData
+from models.forward_context import KVCacheTensor
+from models.kernels import aiter
+from models.kernels.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
+
+_TYPES = (torch.bfloat16, torch.float16)
+
+
+class AiterAttentionBackend(TritonAttentionBackend):
+    """Steps, or their decodes, by the library where it attends as a layer does; the rest by Triton's kernels."""
+
+    name = "aiter"
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: TritonMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        if not (aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)):
+            return super()._attend(q, out, cache, metadata, options, sinks)
+        decodes = metadata.num_decodes if aiter.decodes_apart() else 0
+        if decodes:
+            self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
+        if decodes < len(q):
+            rows = _rows(metadata, decodes, cache.k_cache.shape[2])
+            unified(q[decodes:], out[decodes:], cache, rows, options, sinks)
+        return None
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: TritonMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """# [B, Hq, D] each"""
+        rows = len(q)
+        lengths, tables = metadata.seq_lens[:rows], metadata.block_tables[:rows]
+        if aiter.takes("decode") and q.dtype in _TYPES and takes_paged(options, sinks):
+            keys = _most_keys(metadata, slice(0, rows), cache.k_cache.shape[2])
+            paged(q, out, cache, Rows(metadata.cu_seqlens_q[: rows + 1], lengths, tables, 1, keys), options)
+        else:
+            super()._decode(q, out, cache, metadata, options, sinks)
+
+
+def _rows(metadata: TritonMetaData, first: int, block: int) -> Rows:
+    """A step's rows from one on."""
+    some = slice(first, None)
+    starts = metadata.cu_seqlens_q
+    if first:
+        key = "aiter", first
+        if key not in metadata.plans:
+            metadata.plans[key] = starts[first:] - first
+        starts = metadata.plans[key]
+    queries = 1 if metadata.lengths is None else int(metadata.lengths.queries[some].max())
+    keys = _most_keys(metadata, some, block)
+    return Rows(starts, metadata.seq_lens[some], metadata.block_tables[some], queries, keys)
+
+
+def _most_keys(metadata: TritonMetaData, some: slice, block: int) -> int:
+    """The most keys of some rows, or that they may have in a captured graph."""
+    if metadata.lengths is None:
+        return metadata.block_tables.shape[1] * block
+    return int(metadata.lengths.contexts[some].max())

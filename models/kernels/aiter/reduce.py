@@ -1,0 +1,133 @@
+"""The library's sums over the ranks of one host, through memory of the GPUs that all of them read.
+
+Called by `models.process_group`. The ranks try it out in processes of their own first, and use it where all of them
+found it right.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from models.kernels.aiter import library
+
+_log = logging.getLogger(__name__)
+
+_MOST_BYTES = 64 * 2**20
+"""Of a sum; larger ones are RCCL's. Each rank keeps two buffers of this size."""
+_SECONDS = 180.0
+"""To try it out: the first call compiles it."""
+_SIZES = 8, 4096, 2**20
+"""Of the sums that are tried: the library chooses among kernels by them."""
+_TYPES = (torch.bfloat16, torch.float16)
+
+
+class FastSum:
+    """One rank's end of the group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """`group`: the ranks, joined by Gloo. Raises whatever the library does."""
+        self._custom = library.function("CustomAllreduce")(group, device, max_size=_MOST_BYTES)
+        if self._custom.disabled:
+            raise RuntimeError("the library has none for these GPUs")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The sum of all ranks' `x`; None where it is another's, on all ranks alike."""
+        if x.dtype not in _TYPES or not x.is_contiguous():
+            return None
+        summed: torch.Tensor | None = self._custom.custom_all_reduce(x)
+        return summed
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._custom.close()
+
+
+def join(rank: int, size: int, device: torch.device, store: Path, agree: Callable[[bool], bool]) -> FastSum | None:
+    """This rank's end, once all ranks have found their sums right; None, with a warning, where one did not.
+
+    `store` is a path that no other group uses. `agree`: whether something is so on all ranks.
+    """
+    reason = try_out(rank, size, device, store)
+    if not agree(reason is None):
+        _log.warning("all_reduce by RCCL (not aiter: %s)", reason or "another rank found it wrong")
+        return None
+    fast: FastSum | None = None
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
+        assert isinstance(group, dist.ProcessGroup)
+        fast = FastSum(group, device)
+        reason = _wrong(fast, rank, size, device)
+    # A library that is broken may raise anything.
+    except Exception as failure:  # noqa: BLE001
+        reason = f"it failed: {type(failure).__name__}: {failure}".splitlines()[0]
+    if agree(reason is None):
+        return fast
+    if fast is not None:
+        fast.close()
+    _log.warning("all_reduce by RCCL (not aiter: %s)", reason or "another rank found it wrong")
+    return None
+
+
+def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: float = _SECONDS) -> str | None:
+    """What is wrong with sums over ranks' own processes, which meet at `store`; None: nothing."""
+    call = f"from models.kernels.aiter import reduce; reduce.report({rank}, {size}, {str(device)!r}, {str(store)!r})"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    command, environment = [sys.executable, "-P", "-c", call], {**os.environ, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=seconds, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"its sums over {size} ranks took longer than {seconds:g} s"
+    if done.returncode < 0:
+        return f"its sums over {size} ranks were ended by signal {-done.returncode}"
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return said[-1] if said else f"its sums over {size} ranks ended with exit code {done.returncode}"
+    return None
+
+
+def report(rank: int, size: int, device: str, store: str) -> None:
+    """The process's work: end well where the sums are right."""
+    on = torch.device(device)
+    if on.type != "cpu":
+        torch.cuda.set_device(on)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wait = timedelta(seconds=_SECONDS)
+    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=wait)
+    group = dist.group.WORLD
+    assert group is not None
+    library.bind("all_reduce")
+    reason = _wrong(FastSum(group, on), rank, size, on)
+    if reason is not None:
+        sys.stderr.write(reason)
+        sys.stderr.flush()
+    dist.barrier()
+    # At once: a peer's memory may be gone by the time that destructors run.
+    os._exit(reason is not None)
+
+
+def _wrong(fast: FastSum, rank: int, size: int, device: torch.device) -> str | None:
+    """What is wrong with some sums: each several times, for its flags are used again. All ranks make all of them."""
+    reasons = [_wrong_sum(fast, rank, size, device, elements, shift) for elements in _SIZES for shift in range(3)]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _wrong_sum(fast: FastSum, rank: int, size: int, device: torch.device, elements: int, shift: int) -> str | None:
+    places = torch.arange(elements, device=device) % 7 + shift
+    summed = fast((places * (rank + 1)).to(torch.bfloat16))
+    if summed is None:
+        return f"it left a sum of {elements} elements to others"
+    expected = places * (size * (size + 1) // 2)
+    error = (summed.float() - expected).abs().max().item()
+    if error <= 0.01 * expected.max().item():
+        return None
+    return f"its sum of {elements} elements over {size} ranks is off by {error:.3g}"

@@ -1,0 +1,174 @@
+"""ROCm's library `aiter` in every state it may be in: what the probe says of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.kernels.aiter.library import OPERATORS
+from models.kernels.aiter.probe import probe, report, wrong
+from models.kernels.aiter.sizes import Sizes, sizes_of
+from models.model_config import read_checkpoint_config
+from tests.aiter_library import Library, forget, library
+from tests.parity.checkpoints import make_checkpoint
+
+__all__ = ["library"]
+
+CPU = torch.device("cpu")
+SMALL = Sizes(hidden=128, inner=256, heads=4, kv_heads=2, head_dim=32, experts=4, expert_inner=64)
+ATTENTION = "ops/triton/attention/unified_attention.py"
+OFF = "its numbers are off by "
+
+
+def test_what_is_wrong_with_one_operator_is_told_of_it_alone(library: Library) -> None:
+    library.replace(
+        "__init__.py", ("    num_rows, heads, head_dim = query.shape\n", "    import os\n    os._exit(7)\n")
+    )
+    library.replace(
+        ATTENTION, ("    assert causal\n", "    import os, signal\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
+    )
+    library.replace("tuned_gemm.py", ("        return F", "        import time; time.sleep(60)\n        return F"))
+    library.remove("fused_moe.py")
+    assert probe("cpu", ["norm", "attention", "decode", "moe", "gemm", "linear"], SMALL, seconds=8.0) == {
+        "norm": None,
+        "attention": "its probe was ended by signal 11",
+        "decode": "its probe ended with exit code 7: it said nothing",
+        "moe": "this aiter has no aiter.fused_moe",
+        "gemm": "its probe took longer than 8 s",
+        "linear": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11"),
+        ("import sys\nprint('not for you')\nsys.exit(0)", "exit code 0: it said nothing"),
+        ("import subprocess, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)", "took longer than 2 s"),
+    ],
+    ids=["crashes", "exits as if all were well", "hangs and its compiler too"],
+)
+def test_a_library_that_ends_its_process_computes_nothing(library: Library, source: str, words: str) -> None:
+    library.write("__init__.py", source)
+    reasons = probe("cpu", ["norm", "moe"], seconds=2.0 if "sleep" in source else 60.0)
+    assert list(reasons) == ["norm", "moe"]
+    assert all(reason is not None and words in reason for reason in reasons.values())
+
+
+def test_neither_last_words_nor_the_directory_change_what_is_found(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.replace("__init__.py", ("import torch\n", "import atexit, torch\natexit.register(print, 'bye')\n"))
+    (tmp_path / "elsewhere/models").mkdir(parents=True)
+    (tmp_path / "elsewhere/models/__init__.py").write_text("raise OSError('of another project')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert probe("cpu", ["activation"], SMALL) == {"activation": None}
+
+
+def test_a_missing_library_is_told_as_such() -> None:
+    assert set(probe("cpu").values()) == {"aiter is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise RuntimeError('needs ROCm 9')", "it could not be imported: RuntimeError: needs ROCm 9"),
+        ("import no_such_module", "it could not be imported: No module named 'no_such_module'"),
+    ],
+)
+def test_a_library_that_cannot_be_imported_says_why(
+    library: Library, source: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library.write("__init__.py", source)
+    report("cpu", ["norm", "moe"], SMALL)
+    assert json.dumps(["moe", words]) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_sound_library_computes_everything(operator: str) -> None:
+    assert wrong(operator, SMALL, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("operator", "file", "before", "after", "words"),
+    [
+        ("norm", "__init__.py", "residual_out.copy_(input +", "residual_out.copy_(input -", "with a sum"),
+        ("norm", "__init__.py", "    return F.rms_norm(input,", "    return 2 * F.rms_norm(input,", "alone"),
+        ("activation", "__init__.py", "F.silu(gate)", "gate", "SwiGLU"),
+        ("activation", "__init__.py", 'gate, approximate="tanh"', "-gate", "GeGLU"),
+        ("linear", "__init__.py", "* scales).to(dtype)", ").to(dtype)", "of 1 tokens"),
+        ("gemm", "tuned_gemm.py", "weights, bias)", "weights)", "of 1 tokens with a bias"),
+        ("moe", "fused_moe.py", "plain(w1).float()", "w1.float()", "of 1 tokens"),
+        ("moe", "fused_moe.py", "F.silu(gate) * up", "F.silu(up) * gate", "of 1 tokens"),
+        # Blocks are taken to follow each other, as those of one layer alone would.
+        ("attention", ATTENTION, "assert causal", "k = k.as_strided(k.shape, k.contiguous().stride())", "inf, plain"),
+        ("attention", ATTENTION, "1 + window_size[0]", "(1 + window_size[0]) // 2", "with a window"),
+        ("attention", ATTENTION, "softcap, k_descale", "0.0, k_descale", "with a soft cap"),
+        ("attention", ATTENTION, "v_descale, sinks", "v_descale, None", "with sinks"),
+        ("attention", ATTENTION, "softcap, k_descale", "softcap, None", "of a cache in FP8"),
+        ("decode", "__init__.py", 'layout == "HND"', 'layout == "NHD"', ""),
+        ("decode", "__init__.py", "scale, sliding_window,", "scale, 0,", "with a window"),
+        (
+            "decode",
+            "__init__.py",
+            "logits_soft_cap,\n        k_scale",
+            "logits_soft_cap,\n        None",
+            "of a cache in FP8",
+        ),
+    ],
+)
+def test_wrong_numbers_are_found(
+    library: Library, operator: str, file: str, before: str, after: str, words: str
+) -> None:
+    library.replace(file, (before, after))
+    found = wrong(operator, SMALL, CPU)
+    assert found is not None
+    assert found.startswith(OFF if words else "it failed: ")
+    assert found.endswith(words)
+
+
+def test_experts_in_fp8_are_probed_where_the_model_has_them(library: Library) -> None:
+    sizes = SMALL._replace(expert_inner=128, has_fp8_experts=True)
+    assert wrong("moe", sizes, CPU) is None
+    library.replace("fused_moe.py", ("if quant_type is QuantType.per_128x128", "if False"))
+    forget()
+    assert wrong("moe", SMALL, CPU) is None
+    assert str(wrong("moe", sizes, CPU)).endswith("of 1 tokens in FP8")
+
+
+def test_what_a_library_raises_is_told_in_a_line(library: Library) -> None:
+    library.replace(
+        "__init__.py", ("    gate, up = input.chunk", "    raise OSError('no code\\nobject')\n    gate, up = input")
+    )
+    assert wrong("activation", SMALL, CPU) == "it failed: OSError: no code"
+
+
+def test_releases_that_have_other_arguments_or_modules_are_told_or_taken(library: Library) -> None:
+    # As in 2025: another module, and without sinks, which then other kernels compute.
+    old = "ops/triton/unified_attention.py"
+    (library.root / ATTENTION).rename(library.root / old)
+    library.replace(old, ("    sinks: torch.Tensor | None = None,\n", ""), (", sinks", ""))
+    assert wrong("attention", SMALL, CPU) is None
+    library.replace("fused_moe.py", ("quant_type", "quantization"))
+    library.replace("__init__.py", ("    kv_cache_layout: str,\n", ""), ("def silu_and_mul", "def other"))
+    forget()
+    way = "of this aiter is called in another way: got an unexpected keyword argument"
+    assert wrong("moe", SMALL, CPU) == f"fused_moe {way} 'quant_type'"
+    assert wrong("decode", SMALL, CPU) == f"paged_attention_v1 {way} 'kv_cache_layout'"
+    assert wrong("activation", SMALL, CPU) == "this aiter has no silu_and_mul"
+    library.replace(
+        "dist/device_communicators/custom_all_reduce.py",
+        ("        device: ", "        on: torch.device,\n        device: "),
+    )
+    assert "missing a required argument" in str(wrong("all_reduce", SMALL, CPU))
+
+
+def test_problems_are_of_the_models_own_sizes(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3", hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    config = read_checkpoint_config(path)
+    sizes = sizes_of(config, 32, 4)
+    assert sizes == Sizes()._replace(
+        hidden=64, inner=sizes.inner, heads=2, kv_heads=1, head_dim=sizes.head_dim, block=32
+    )

@@ -1,0 +1,92 @@
+"""Sums over ranks by `aiter`: they are tried out among processes of all ranks, and used where all find them right."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models.kernels import aiter
+from models.kernels.aiter import library as bindings
+from models.kernels.aiter import reduce
+from models.meeting import Meeting
+from models.process_group import ProcessGroupCollectives
+from tests.aiter_library import Library, library
+
+__all__ = ["library"]
+
+CPU = torch.device("cpu")
+FILE = "dist/device_communicators/custom_all_reduce.py"
+
+
+def tried_out(store: Path) -> list[str | None]:
+    """By two ranks, what they find wrong."""
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda rank: reduce.try_out(rank, 2, CPU, store, 60.0), range(2)))
+
+
+@pytest.mark.usefixtures("library")
+def test_ranks_find_sums_right(tmp_path: Path) -> None:
+    assert tried_out(tmp_path / "store") == [None, None]
+
+
+def test_ranks_find_sums_wrong_or_missing(library: Library, tmp_path: Path) -> None:
+    library.replace(FILE, ("        return out\n", "        return out + (dist.get_rank() == 1) * (len(out) > 8)\n"))
+    assert tried_out(tmp_path / "store") == [None, "its sum of 4096 elements over 2 ranks is off by 1"]
+
+
+def test_a_rank_whose_process_is_ended_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reduce.sys, "executable", str(tmp_path / "interpreter"))
+    for script, words in (
+        ("kill -SEGV $$", "its sums over 2 ranks were ended by signal 11"),
+        ("exec sleep 60", "its sums over 2 ranks took longer than 1 s"),
+        ("echo HIP error >&2; exit 1", "HIP error"),
+        ("exit 1", "its sums over 2 ranks ended with exit code 1"),
+    ):
+        (tmp_path / "interpreter").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "interpreter").chmod(0o755)
+        assert reduce.try_out(0, 2, CPU, tmp_path / "store", 1.0) == words
+
+
+def test_all_ranks_leave_sums_to_rccl_where_one_found_them_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reduce, "try_out", lambda *_: None)
+    agreed: list[bool] = []
+
+    def agree(is_so: bool) -> bool:
+        agreed.append(is_so)
+        return False
+
+    assert reduce.join(0, 2, CPU, tmp_path / "store", agree) is None
+    assert agreed == [True]
+    assert "all_reduce by RCCL (not aiter: another rank found it wrong)" in caplog.text
+
+
+@pytest.mark.usefixtures("library")
+def test_a_sum_that_the_library_does_not_take_is_another_s() -> None:
+    bindings.bind("all_reduce")
+    found = SimpleNamespace(disabled=False, custom_all_reduce=lambda x: None if len(x) > 4 else 2 * x)
+    bindings._bound["CustomAllreduce"] = lambda *_, **__: found
+    fast = reduce.FastSum(SimpleNamespace(), CPU)
+    x = torch.ones(4, dtype=torch.bfloat16)
+    assert torch.equal(fast(x), 2 * x)
+    assert fast(x.float()) is None
+    assert fast(x.repeat(2)) is None
+    found.disabled = True
+    with pytest.raises(RuntimeError, match="has none for these GPUs"):
+        reduce.FastSum(SimpleNamespace(), CPU)
+
+
+def test_a_group_takes_the_fast_sum_and_else_the_slow_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    group = ProcessGroupCollectives(0, 2, CPU, Meeting(f"file://{tmp_path}/store", 1.0))
+    slow: list[torch.Tensor] = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: slow.append(x))
+    x = torch.ones(3)
+    assert group.all_reduce(x) is x
+    group._fast_sum = lambda x: None if len(x) == 3 else 2 * x
+    assert group.all_reduce(x) is x
+    assert torch.equal(group.all_reduce(torch.ones(4)), torch.full((4,), 2.0))
+    assert len(slow) == 2
+    assert not aiter.takes("all_reduce")
