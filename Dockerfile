@@ -19,18 +19,9 @@ HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthchec
 ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
 CMD ["serve", "--host", "0.0.0.0"]
 
-FROM ${PYTHON_BASE} AS cuda
-COPY . /opt/kaon
-WORKDIR /opt/kaon
-RUN sh deploy/container.sh
-ENV HF_HOME=/var/cache/kaon
-# What the container runtime of NVIDIA brings in.
+# By itself pip brings the torch that is built for CUDA; the variables are what NVIDIA's container runtime goes by.
+FROM cpu AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-USER kaon
-EXPOSE 8000
-HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
-ENTRYPOINT ["/opt/kaon/.venv/bin/kaon"]
-CMD ["serve", "--host", "0.0.0.0"]
 
 # The last one is what `docker build` makes when it is not told otherwise.
 FROM ${ROCM_BASE} AS rocm

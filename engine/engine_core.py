@@ -4,11 +4,9 @@ Started by `CoreManager` through `engine.core_process`. Sockets are `engine.core
 """
 
 import contextlib
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import threading
 import time
 from collections import deque
@@ -29,7 +27,7 @@ from engine.core_startup import LoadedModel, PhaseClock, load_model
 from engine.deferred_steps import DeferredSteps, LaunchingRunner
 from engine.flight_record import FlightRecord
 from engine.isolation import FailedStep, Isolation
-from engine.lifetime import end_with_parent, name_process, take_lifeline
+from engine.lifetime import begin_child, end_with_parent, name_process
 from engine.meeting import Seat
 from engine.messages import (
     AbortRequests,
@@ -303,12 +301,7 @@ class _Outputs:
 
 def main() -> NoReturn:
     """Run one engine core for the parent that holds the other end of standard input, and end the process."""
-    # Signals to a whole group or container reach this process too: when it ends is for its parent to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
-    lifeline = take_lifeline()
+    lifeline = begin_child()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
     with contextlib.suppress(OSError):  # The system may have taken them from all of us.
@@ -336,10 +329,12 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _fail(sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False) -> None:
+def _fail(
+    sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False, usage: bool = False
+) -> None:
     """End this process from any thread, whatever the others do, and say why."""
     logger.critical("the engine core ends: %s", sentence)
-    sockets.output_queue.put(Failed(sentence, killed=killed, collateral=collateral))
+    sockets.output_queue.put(Failed(sentence, usage, killed=killed, collateral=collateral))
     sockets.close()
     os._exit(1)
 

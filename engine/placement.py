@@ -34,7 +34,7 @@ class _Placed:
         self.replica = replica
         self.prompt = request.prompt_token_ids
         self.queued = queued
-        """Tokens that must be computed before its next output."""
+        """Tokens that must be computed before its next output; of a paused one: when it was paused."""
         self.chain = chain
         self.token_ids: Sequence[int] = ()
         self.paused = False
@@ -107,7 +107,8 @@ class Placement:
             if placed is None:
                 continue
             if placed.queued:
-                self._loads[placed.replica].queued -= placed.queued
+                if not placed.paused:
+                    self._loads[placed.replica].queued -= placed.queued
                 placed.queued = 0
             if output.finished:
                 self._end(output)
@@ -118,13 +119,17 @@ class Placement:
             if not placed.paused:
                 self._leave(placed)
                 placed.paused = True
+                self._remember(placed)
 
     def resume(self, request_ids: Iterable[int]) -> None:
-        """They come back to them."""
+        """They come back to them, and are computed again as far as the cache has lost them."""
         for placed in self._live(request_ids):
             if placed.paused:
                 placed.paused = False
-                self._loads[placed.replica].live += 1
+                placed.queued = max(placed.queued, self._lost(placed))
+                load = self._loads[placed.replica]
+                load.live += 1
+                load.queued += placed.queued
 
     def begin_again(self, replica: int) -> None:
         """Another core takes the place of a replica's, without its cache: it computes again what is live there."""
@@ -182,18 +187,33 @@ class Placement:
         placed = self._placed.pop(output.request_id)
         if not placed.paused:
             self._leave(placed)
-        index = self._loads[placed.replica].index
-        if index is None or placed.chain is None or not (placed.token_ids or output.output_tokens):
-            return
-        chain = placed.chain.copy()
-        chain.extend([*placed.prompt[chain.num_tokens :], *placed.token_ids, *output.output_tokens])
-        index.use(chain)
+        self._remember(placed, output.output_tokens)
 
     def _leave(self, placed: _Placed) -> None:
         load = self._loads[placed.replica]
         load.live -= 1
         load.queued -= placed.queued
-        placed.queued = 0
+
+    def _remember(self, placed: _Placed, last_tokens: Sequence[int] = ()) -> None:
+        """What a request has computed stays in the cache behind it; `last_tokens` are not in its `token_ids` yet."""
+        index = self._loads[placed.replica].index
+        if index is not None and placed.chain is not None and (placed.token_ids or last_tokens):
+            index.use(_whole_chain(placed, placed.chain, last_tokens))
+
+    def _lost(self, placed: _Placed) -> int:
+        """Tokens of a request that are not in its replica's cache."""
+        num_tokens = len(placed.prompt) + len(placed.token_ids)
+        index = self._loads[placed.replica].index
+        if index is None or placed.chain is None:
+            return num_tokens
+        return num_tokens - index.cached_tokens(_whole_chain(placed, placed.chain))
 
     def _live(self, request_ids: Iterable[int]) -> list[_Placed]:
         return [placed for id in request_ids if (placed := self._placed.get(id)) is not None]
+
+
+def _whole_chain(placed: _Placed, chain: PrefixChain, last_tokens: Sequence[int] = ()) -> PrefixChain:
+    """`chain`, the prompt's, with all that was generated behind it."""
+    whole = chain.copy()
+    whole.extend([*placed.prompt[chain.num_tokens :], *placed.token_ids, *last_tokens])
+    return whole

@@ -16,6 +16,7 @@ import zmq
 
 from engine.config import Config
 from engine.core_link import THE_CORE, CoreLink
+from engine.lifetime import stopped_process
 from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs
 from engine.restarts import RestartPolicy
 from engine.watchdog import Watchdog
@@ -199,7 +200,8 @@ class Supervisor:
         # Before anything that may raise: nobody else would look again.
         loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
-        if self._watches:
+        # An idle core owes no progress, but one that is stopped would keep whoever comes next waiting.
+        if self._watches or (self.is_serving and stopped_process(self._links[0].pid) is not None):
             self._check_progress()
         else:
             self._watchdog.note_progress()

@@ -1,8 +1,11 @@
-"""`Watchdog`: notices an engine core that has work and completes no step. Asked by `Supervisor` again and again."""
+"""`Watchdog`: notices an engine core that has work and completes no step, or is stopped.
+
+Asked by `Supervisor` again and again.
+"""
 
 import time
 
-from engine.lifetime import family, is_stopped
+from engine.lifetime import stopped_process
 
 _STOPPED_SECONDS = 2.0
 """Without a step, before a process that the system holds stopped counts as stalled: no waiting will move it."""
@@ -23,7 +26,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def why_stalled(self, pid: int, more: float = 0.0) -> str | None:
-        """Why the core of that process, which has work, counts as stalled; None: it does not.
+        """Why the core of that process, which has work or is stopped, counts as stalled; None: it does not.
 
         It may take `more` seconds than a step may.
         """
@@ -36,7 +39,7 @@ class Watchdog:
         if silent > self._timeout + more:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
         if silent > _STOPPED_SECONDS:
-            stopped = next((each for each in family(pid) if is_stopped(each)), None)
+            stopped = stopped_process(pid)
             if stopped is not None:
                 return f"its process {stopped} was stopped by a signal"
         return None

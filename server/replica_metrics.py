@@ -80,6 +80,7 @@ class ReplicaMetrics:
         self._since_core_start = _children(counters, since_start, labels)
         self._stats = self._told = _NO_STATS
         """The latest, and those that the counters since the core's start have been told."""
+        self._is_serving: Callable[[], bool] = lambda: True
         self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
         self._untold: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
         """Durations of steps that the histograms have not been told yet: telling one costs a tenth of a chunk."""
@@ -104,11 +105,13 @@ class ReplicaMetrics:
 
     def show_serving(self, is_serving: Callable[[], bool]) -> None:
         """`is_serving` tells, at each scrape, whether the core is ready."""
+        self._is_serving = is_serving
         self._serving.set_function(is_serving)
 
     def tell(self) -> None:
         """Bring the samples up to date."""
-        stats = self._stats
+        # A core that is gone runs nothing, and holds no block, whatever it told last.
+        stats = self._stats if self._is_serving() else _NO_STATS
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))

@@ -70,6 +70,8 @@ class PreparedFrames:
         self._close_with(b'],"usage":null' if include_usage else b"]")
         self.count(0)
         self._plain_before = self._plain_end
+        self._open: dict[int, bytes] = {}
+        """Each begun choice's chunk up to what it gained."""
 
     def count(self, completion_tokens: int) -> None:
         """The chunks to come tell of so many more tokens, where they tell the usage."""

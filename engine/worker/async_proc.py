@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.config import Config
 from engine.meeting import Seat
@@ -60,9 +60,9 @@ class AsyncIOProcManager:
         """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
 
         `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
-        `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed, from any
-        thread. Raises `ValueError`, a sentence, for what the user can mend, and `OSError` where a process cannot be
-        started.
+        `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed or the
+        user is at fault, from any thread. Raises `ValueError`, a sentence, for what the user can mend, and `OSError`
+        where a process cannot be started.
         """
         self._timeout = config.parallel_config.rank_start_timeout
         self._fail = fail
@@ -160,41 +160,53 @@ class AsyncIOProcManager:
 
     def _hear(self) -> None:
         """Take in what the ranks say, until `close`, or until one is gone."""
-        due: tuple[float, str, int] | None = None
+        due: _Due | None = None
         while True:
-            timeout = None if due is None else due[0] - time.monotonic()
+            timeout = None if due is None else due.at - time.monotonic()
             heard = [link for link in self._links if link not in self._failed]
             readable = _wait_readable(heard, self._closing, timeout)
             if self._closing in readable:
                 return
-            if due is not None and time.monotonic() >= due[0]:
-                if self._is_stuck(due[2]):
-                    self._fail(due[1])
+            if due is not None and time.monotonic() >= due.at:
+                if self._is_stuck(due.step):
+                    self._fail(due.sentence, usage=due.usage)
                 due = None
             for link in heard:
                 if link.descriptor in readable:
                     due = self._take_in(link, link.receive()) or due
 
-    def _take_in(self, link: RankLink, message: FromRank | None) -> tuple[float, str, int] | None:
-        """What a rank says, None where it is gone; from when on, why, and in which step the core is to end for it."""
+    def _take_in(self, link: RankLink, message: FromRank | None) -> "_Due | None":
+        """What a rank says, None where it is gone; when the core is to end for it, and why."""
         if message is None:
             how, killed = link.how_gone()
             self._fail(f"{link.title} {how}", killed)
         elif isinstance(message, RankRaised):
             sentence = f"{link.title} failed alone in a step: {message.error}"
-            return time.monotonic() + _LEAVE_SECONDS, sentence, message.number
+            return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, step=message.number)
         else:
             self._said[link.rank].put(message)
             if isinstance(message, RankFailed):
                 self._failed.add(link)
-                if self._group is not None:
-                    sentence = f"{link.title}: {message.error}"
-                    return time.monotonic() + _LEAVE_SECONDS, sentence, -1
+                # This rank may load for minutes yet; what it finds wrong itself, it says meanwhile in its own words.
+                sentence = f"{link.title}: {message.error}"
+                return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, usage=message.usage)
         return None
 
-    def _is_stuck(self, step: int) -> bool:
-        """Whether this process is still where it waits for a rank that failed in that step, or before any."""
-        return step < 0 or (self._steps is not None and self._steps.number == step)
+    def _is_stuck(self, step: int | None) -> bool:
+        """Whether this process is still where it waits for a rank that failed in that step; None: before any."""
+        return step is None or (self._steps is not None and self._steps.number == step)
+
+
+class _Due(NamedTuple):
+    """The end of this process, unless it leaves by itself what a rank failed in."""
+
+    at: float
+    """On the monotonic clock."""
+    sentence: str
+    step: int | None = None
+    """That the rank failed in; None: it failed at start."""
+    usage: bool = False
+    """Whether it is the user's mistake."""
 
 
 def start_ranks(config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> RankPlaces:

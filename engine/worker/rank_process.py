@@ -4,12 +4,10 @@ Started by `RankProc`. Loads its shard, meets the others, and follows the steps 
 the engine core is gone.
 """
 
-import faulthandler
 import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -20,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.config import Config
-from engine.lifetime import end_with_parent_even_if_stuck, name_process, take_lifeline
+from engine.lifetime import begin_child, end_with_parent_even_if_stuck, name_process
 from engine.worker.rank_messages import (
     MAX_BYTES,
     Allocate,
@@ -48,12 +46,7 @@ _decoder = msgspec.msgpack.Decoder(ToRank)
 
 def main() -> int:
     """Be a rank for the engine core that holds the other end of standard input; the exit code."""
-    # Signals to a whole group or container reach this process too: when it ends is for the core to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)
-    core = take_lifeline()
+    core = begin_child()
     end_with_parent_even_if_stuck()
     _end_with(core)
     launch = _receive(core)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import msgspec
 
 from server.answers.parts import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
-from server.protocol.common import AnswerHead
 from server.sse import PreparedFrames, encode, ending
 
 
@@ -17,11 +16,6 @@ class ChatFrames(PreparedFrames):
 
     object = "chat.completion.chunk"
     plain = b'},"logprobs":null,"finish_reason":null}'
-
-    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        super().__init__(head, include_usage=include_usage, counted_from=counted_from)
-        self._open: dict[int, bytes] = {}
-        """Each begun choice's chunk up to what its delta holds."""
 
     def delta(
         self,

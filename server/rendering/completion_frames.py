@@ -2,7 +2,6 @@
 
 import msgspec
 
-from server.protocol.common import AnswerHead
 from server.sse import PreparedFrames, encode, ending
 
 
@@ -11,11 +10,6 @@ class CompletionFrames(PreparedFrames):
 
     object = "text_completion"
     plain = b',"logprobs":null,"finish_reason":null}'
-
-    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        super().__init__(head, include_usage=include_usage, counted_from=counted_from)
-        self._open: dict[int, bytes] = {}
-        """Each choice's chunk up to its text."""
 
     def delta(
         self,

@@ -35,8 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     server = ChaosServer(tmp_path_factory.mktemp("undisturbed") / "log")
     try:
         server.ready()
-        outcomes, again = (asyncio.run(perform_all(server.url, WORKLOAD)) for _ in range(2))
-        assert outcomes == again, "the load is not the same twice even when nothing happens"
+        outcomes = asyncio.run(perform_all(server.url, WORKLOAD))
         assert server.stop() == 0
         return outcomes
     finally:

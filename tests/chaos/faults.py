@@ -1,9 +1,7 @@
 """`ChaosServer`: `kaon serve` as a process, with what the tests do to its engine core and how they see it recover."""
 
 import contextlib
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import psutil
 from engine.core_process import CORE_MODULE
 from engine.worker.rank_proc import RANK_MODULE
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
+from tests.e2e.processes import LoggedProcess
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 
@@ -28,16 +27,8 @@ class ChaosServer(KaonServer):
     def __init__(self, log: Path, *options: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = log
         command = [sys.executable, "-P", "-m", "server", "serve", "--port", str(self.port), "--log-level", "warning"]
-        with log.open("w") as output:
-            self.process = psutil.Popen(
-                [*command, *SMALL, *options],
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        LoggedProcess.__init__(self, [*command, *SMALL, *options], log)
 
     # -- what it is doing -----------------------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ async def test_clients_that_come_back_when_they_are_told_to_all_get_in(start_ser
     assert server.metric('kaon_requests_finished_total{reason="length"}') == clients
 
 
+@pytest.mark.slow  # On a server that others use before: tests/e2e/test_http_overload.py.
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_request_whose_client_left_while_it_waited_is_never_scheduled(
     leaves: bool, start_server: StartServer

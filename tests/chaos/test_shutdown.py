@@ -51,6 +51,7 @@ async def test_at_sigterm_every_stream_is_answered_to_its_end_and_nothing_new_is
     assert "Traceback" not in server.stderr
 
 
+@pytest.mark.slow  # Of one choice: tests/e2e/test_http_lifecycle.py.
 def test_streams_that_outlast_the_drain_timeout_end_with_an_event_that_says_so(start_server: StartServer) -> None:
     server = start_server("--drain-timeout", "0.5")
     fields = {**ENDLESS, "stream": True, "n": 8, "logprobs": 5}
@@ -63,7 +64,7 @@ def test_streams_that_outlast_the_drain_timeout_end_with_an_event_that_says_so(s
     assert server.wait() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_the_server_at_once(start_server: StartServer, number: signal.Signals) -> None:
     # Longer than any test may wait: only the second signal can end it in time.
     server = start_server("--drain-timeout", "3600")

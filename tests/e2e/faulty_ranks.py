@@ -14,10 +14,10 @@ from engine import engine_core
 from engine.worker import rank_proc, rank_process
 from engine.worker.shard_runner import ShardRunner
 
-FAULT = os.environ.get("FAULTY_RANK", "")
-"""`RANK:FAULT`."""
+FAULTS = dict(each.split(":") for each in os.environ.get("FAULTY_RANK", "").split())
+"""By the number of a rank; `RANK:FAULT`, separated by spaces."""
 RAISING = 301
-"""Prompt token that a rank cannot compute."""
+"""Prompt token that rank 0 cannot compute; the next one rank 1 cannot."""
 
 
 def _raise_on_token(rank: int) -> None:
@@ -25,7 +25,7 @@ def _raise_on_token(rank: int) -> None:
     forward = ShardRunner.run_model
 
     def run_model(self, inputs, metadata, spans):  # type: ignore[no-untyped-def]
-        if self.parallel.rank == rank and RAISING in inputs.input_ids:
+        if self.parallel.rank == rank and RAISING + rank in inputs.input_ids:
             hidden = self.model.model.embed_tokens(torch.from_numpy(inputs.input_ids))
             raise RuntimeError(f"division by cucumber of {len(hidden)} tokens")
         return forward(self, inputs, metadata, spans)
@@ -49,8 +49,6 @@ def _prepare(fault: str, rank: int) -> None:
                 time.sleep(3600)
 
             ShardRunner.load = wait  # type: ignore[method-assign]
-        case "exit":
-            os._exit(7)
         case "bug":
 
             def warm_up(self) -> None:  # type: ignore[no-untyped-def]
@@ -61,14 +59,13 @@ def _prepare(fault: str, rank: int) -> None:
 
 def main() -> int:
     name = sys.argv[1]
-    number, _, fault = FAULT.partition(":")
-    if name.startswith("kaon-worker"):
-        if name.rpartition(".")[2] == number:
-            _prepare(fault, int(number))
+    is_worker = name.startswith("kaon-worker")
+    number = name.rpartition(".")[2] if is_worker else "0"
+    if number in FAULTS:
+        _prepare(FAULTS[number], int(number))
+    if is_worker:
         return rank_process.main()
     rank_proc.RANK_MODULE = "faulty_ranks"
-    if number == "0":
-        _prepare(fault, 0)
     return engine_core.main()
 
 

@@ -1,11 +1,8 @@
 """`KaonHost`: a host that computes ranks for a server elsewhere, as a real process; and ports for them to meet at."""
 
-import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,8 +11,8 @@ from typing import Any
 import psutil
 
 from engine.config import CLUSTER_KEY_ENV, Config
+from tests.e2e.processes import LoggedProcess, run_config
 
-END_SECONDS = 60
 KEY = "correct-horse-battery-staple"
 FIELDS: dict[str, Any] = {
     "num_kvcache_blocks": 128,
@@ -25,9 +22,6 @@ FIELDS: dict[str, Any] = {
     "dtype": "float32",
 }
 """Settings that every host of a server has in common."""
-
-_RUN = "import sys; from engine.config import Config; from server.serve import run; "
-_RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
 
 
 def free_ports(host: str = "127.0.0.2") -> int:
@@ -49,7 +43,7 @@ def parallel_fields(port: int, **fields: Any) -> dict[str, Any]:
     return {**common, "master_port": port, **fields}
 
 
-class KaonHost:
+class KaonHost(LoggedProcess):
     """A process of `kaon serve` with a `node_rank`. `stop` ends it."""
 
     def __init__(
@@ -70,37 +64,14 @@ class KaonHost:
             "parallel_config": parallel_fields(port, **{"node_rank": 1, **(parallel or {})}),
         }
         pretend = "" if version is None else f"import importlib.metadata as m; m.version = lambda _: {version!r}; "
-        command = [sys.executable, "-P", "-c", pretend + _RUN, Config.model_validate(settings).model_dump_json()]
-        self._log = log
-        with log.open("w") as output:
-            self.process = psutil.Popen(
-                [*within, *command],
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env={**os.environ, CLUSTER_KEY_ENV: key, "OMP_NUM_THREADS": "1"},
-            )
-
-    @property
-    def stderr(self) -> str:
-        return self._log.read_text()
+        command = run_config(Config.model_validate(settings), pretend)
+        super().__init__([*within, *command], log, **{CLUSTER_KEY_ENV: key})
 
     def ranks(self) -> list[psutil.Process]:
         """Processes of its ranks."""
         found: list[psutil.Process] = self.process.children()
         return [child for child in found if "rank_process" in " ".join(child.cmdline())]
 
-    def wait(self) -> int:
-        """Its exit code, once it has ended by itself."""
-        code: int = self.process.wait(END_SECONDS)
-        return code
-
     def stop(self) -> int:
         """End it as a service manager does; its exit code."""
-        if self.process.is_running():
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.wait()
-        except psutil.TimeoutExpired:
-            self.process.kill()
-            raise
+        return self.end_by(signal.SIGTERM)

@@ -1,12 +1,9 @@
 """`KaonServer`: a real server process, as the end-to-end tests drive it. Started by the fixtures of `conftest`."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +14,12 @@ import psutil
 from openai import AsyncOpenAI, OpenAI
 
 from engine.config import Config
+from tests.e2e.processes import LoggedProcess, run_config
 
 START_SECONDS = 120
 MODEL = "kaon-demo"
 SETTINGS: dict[str, Any] = {"dtype": "float32", "cpu_kvcache_gib": 0.25, "max_num_seqs": 128}
 """float32, so that greedy text does not depend on what else is in the batch."""
-
-_RUN = "import sys; from engine.config import Config; from server.serve import run; "
-_RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
 
 
 def free_port() -> int:
@@ -34,7 +29,7 @@ def free_port() -> int:
         return port
 
 
-class KaonServer:
+class KaonServer(LoggedProcess):
     """A server process. `ready` waits for its start line; `stop` ends it."""
 
     def __init__(self, log: Path, port: int, **settings: Any) -> None:
@@ -42,15 +37,7 @@ class KaonServer:
         settings["server_config"] = {"port": port, **settings.get("server_config", {})}
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self._log = log
-        with log.open("w") as output:
-            self.process = psutil.Popen(
-                [sys.executable, "-P", "-c", _RUN, Config.model_validate(settings).model_dump_json()],
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        super().__init__(run_config(Config.model_validate(settings)), log)
 
     def ready(self) -> Self:
         """Wait until it serves; the start line is then in `start_line`."""
@@ -60,29 +47,14 @@ class KaonServer:
         return self
 
     @property
-    def stderr(self) -> str:
-        return self._log.read_text()
-
-    @property
     def core(self) -> psutil.Process:
         """The engine core's process."""
         (core,) = (child for child in self.process.children() if "engine.structured.checker" not in child.cmdline())
         return core
 
-    def wait(self) -> int:
-        """Its exit code, once it has ended by itself."""
-        code: int = self.process.wait(START_SECONDS)
-        return code
-
     def stop(self) -> int:
         """End it as Ctrl-C does; its exit code."""
-        if self.process.is_running():
-            self.process.send_signal(signal.SIGINT)
-        try:
-            return self.wait()
-        except psutil.TimeoutExpired:
-            self.process.kill()
-            raise
+        return self.end_by(signal.SIGINT)
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)

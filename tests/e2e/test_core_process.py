@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from engine.config import Config
 from engine.core_manager import CoreManager, EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
+from tests.e2e.processes import wait_gone
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 
@@ -56,18 +56,6 @@ def ends(outputs: list[RequestOutput]) -> dict[int, str | None]:
     finished = [output for output in outputs if output.finished]
     assert all(count == 1 for count in Counter(output.request_id for output in finished).values())
     return {output.request_id: output.finish_reason for output in finished}
-
-
-def wait_gone(pid: int) -> None:
-    """Wait until a process that may be another's child has ended."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([pidfd], [], [], WAIT_SECONDS)[0], f"process {pid} lives on"
-    finally:
-        os.close(pidfd)
 
 
 def first_tokens(manager: CoreManager) -> None:
@@ -315,7 +303,7 @@ def test_core_and_its_sockets_are_gone_when_the_parent_is_killed(stage: str, stu
         assert parent.stdout is not None
         pid, directory = parent.stdout.readline().split()
         parent.kill()
-    wait_gone(int(pid))
+    wait_gone([int(pid)])
     assert not Path(directory).exists()
 
 

@@ -103,13 +103,14 @@ def test_requests_that_come_while_the_core_is_started_again_wait_for_it(run: Run
     assert not psutil.pid_exists(pid)
 
 
-def test_twenty_deaths_at_random_moments_lose_and_repeat_nothing() -> None:
+@pytest.mark.parametrize("deaths", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_deaths_at_random_moments_lose_and_repeat_nothing(deaths: int) -> None:
     rng = random.Random(0)
     run = Run(max_core_restarts=100)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
         added = 0
-        for _ in range(20):
+        for _ in range(deaths):
             run.add(*range(added, added + 8), max_tokens=100)
             added += 8
             # Those that were in the step come first: when a new one has begun, they have gone on.
@@ -244,6 +245,21 @@ def test_an_idle_core_does_not_count_as_stalled() -> None:
         run.add(0)
         run.until_ended(0)
         assert run.manager.pid == pid
+
+
+async def test_an_idle_core_that_is_stopped_is_replaced_before_anybody_comes() -> None:
+    run = Run()
+    with run.manager as manager:
+        manager.attach(asyncio.get_running_loop(), run.take)
+        await manager.wait_ready_async(WAIT_SECONDS)
+        pid = manager.pid
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(WAIT_SECONDS):
+            while manager.is_serving:
+                await asyncio.sleep(0.01)
+            while not manager.is_serving:
+                await asyncio.sleep(0.01)
+        assert manager.pid != pid
 
 
 def test_cores_that_die_at_once_are_not_started_for_ever(stub_core: Callable[[str], None]) -> None:

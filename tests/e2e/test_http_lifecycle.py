@@ -74,7 +74,7 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: S
     assert answers(server, "/readyz") == answers(server, "/health") == 200
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, number: signal.Signals) -> None:
     server = start_server().ready()
     core = server.core

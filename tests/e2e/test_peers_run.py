@@ -1,8 +1,6 @@
 """A contestant of the peers' benchmarks from its start to its end, with a server that makes up its words."""
 
-import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from benchmarks.peers.contestant import Command, Contestant
 from benchmarks.peers.measure import Measurement, measure
 from benchmarks.peers.server_process import ServerError
 from benchmarks.peers.workloads import WORKLOADS, Workload
+from tests.e2e.processes import wait_gone
 
 SERVER = """
 import json, os, subprocess, sys, time
@@ -92,7 +91,7 @@ def test_each_figure_is_told_and_every_process_ends(tmp_path: Path) -> None:
     assert len(found[1].gaps) == 63
     # The child's 60 MB count.
     assert found[3].value > 0.06
-    _wait_gone([int(pid) for pid in pids.read_text().split()])
+    wait_gone([int(pid) for pid in pids.read_text().split()])
 
 
 @pytest.mark.usefixtures("no_checkpoints")
@@ -108,19 +107,3 @@ def test_a_server_that_never_answers_is_told_of_with_its_last_refusal(tmp_path: 
     contestant.ready_seconds = 0.5
     with pytest.raises(ServerError, match=r"not ready within 0\.5 s; last: no connection to port"):
         measure(contestant, workloads("tiny-1"), 0, tmp_path, lambda _: None)
-
-
-def _wait_gone(pids: Sequence[int]) -> None:
-    """Wait for processes to end, or to be zombies that nobody waits for."""
-    deadline = time.monotonic() + 30
-    while alive := [pid for pid in pids if _alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False

@@ -14,7 +14,8 @@ from engine.config import ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_host import FIELDS, free_ports
-from tests.e2e.test_tensor_parallel import answers, engine_of, wait_gone
+from tests.e2e.processes import wait_gone
+from tests.e2e.test_tensor_parallel import answers, engine_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (kaon[ray])")
 

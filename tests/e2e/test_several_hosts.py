@@ -4,11 +4,12 @@ The same answers, and what becomes of both sides when one cannot join, dies or e
 """
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -18,7 +19,8 @@ from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports, parallel_fields
 from tests.e2e.kaon_server import SETTINGS, KaonServer
-from tests.e2e.test_tensor_parallel import answers, engine_of, ranks_of, wait_gone
+from tests.e2e.processes import wait_gone
+from tests.e2e.test_tensor_parallel import LONG, answers, engine_of, ranks_of
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants
@@ -61,13 +63,42 @@ def alone() -> list[object]:
         return answers(engine)
 
 
+class Joined(NamedTuple):
+    """Two hosts with a rank each."""
+
+    engine: LLMEngine
+    host: KaonHost
+    port: int
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
+    """Tests may kill the engine and the rank: others are started."""
+    port = free_ports()
+    host = KaonHost(tmp_path_factory.mktemp("host") / "log", port)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CLUSTER_KEY_ENV, KEY)
+            engine = first_host(port, max_core_restarts=100)
+        with engine:
+            yield Joined(engine, host, port)
+        assert host.wait() == 0
+    finally:
+        host.stop()
+
+
 # -- the same answers -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_hosts_answer_what_one_does(
-    size: int, alone: list[object], port: int, start_host: Callable[..., KaonHost]
+def test_two_hosts_answer_what_one_does(joined: Joined, alone: list[object]) -> None:
+    assert answers(joined.engine) == alone
+
+
+@pytest.mark.slow
+def test_two_hosts_with_two_ranks_each_answer_what_one_does(
+    alone: list[object], port: int, start_host: Callable[..., KaonHost]
 ) -> None:
+    size = 4
     host = start_host(port, parallel={"tensor_parallel_size": size})
     with first_host(port, parallel={"tensor_parallel_size": size}) as engine:
         assert answers(engine) == alone
@@ -92,7 +123,11 @@ def test_experts_are_spread_over_two_hosts(port: int, start_host: Callable[..., 
     with first_host(port, parallel=spread, **settings) as engine:
         results = engine.generate(prompts, params, use_tqdm=False)
         assert [result["token_ids"] for result in results] == expected
+        ranks = host.ranks()
+        assert len(ranks) == 1
     assert host.wait() == 0
+    wait_gone([rank.pid for rank in ranks])
+    assert "Traceback" not in host.stderr
 
 
 def test_a_host_may_come_first_or_last_and_serves_a_server_s_requests(
@@ -150,14 +185,16 @@ def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
 
 
 def test_a_second_host_of_the_same_number_is_refused_and_disturbs_nobody(
-    port: int, start_host: Callable[..., KaonHost]
+    joined: Joined, start_host: Callable[..., KaonHost]
 ) -> None:
-    start_host(port)
-    with first_host(port) as engine:
-        second = start_host(port)
-        assert second.wait() == 1
-        assert "node_rank is 1, and another host has joined as that already" in second.stderr
-        assert engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)[0]["finish_reason"]
+    # Both are there before the second comes.
+    joined.engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)
+    core, ranks = joined.engine._core.pid, joined.host.ranks()
+    second = start_host(joined.port)
+    assert second.wait() == 1
+    assert "node_rank is 1, and another host has joined as that already" in second.stderr
+    assert joined.engine.generate(["Hello"], SamplingParams(max_tokens=4), use_tqdm=False)[0]["finish_reason"]
+    assert (joined.engine._core.pid, joined.host.ranks()) == (core, ranks)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
@@ -201,56 +238,46 @@ def test_a_host_that_no_engine_comes_to_ends_in_time(port: int, start_host: Call
 # -- deaths -----------------------------------------------------------------------------------------------------
 
 
-LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+def test_requests_go_on_when_a_remote_rank_is_killed(joined: Joined, caplog: pytest.LogCaptureFixture) -> None:
+    engine = joined.engine
+    [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
+    core, [rank] = engine._core.pid, joined.host.ranks()
+    ids = engine.add_request(["Hello", "A"], LONG)
+    rank.kill()
+    results = engine.collect(ids)
+    assert results[0]["token_ids"] == expected["token_ids"]
+    assert len(results[1]["token_ids"]) == LONG.max_tokens
+    assert engine._core.pid != core
+    wait_gone([core, rank.pid])
+    assert re.search(r"tensor-parallel rank 1 on node 1 \(.+\) was killed by SIGKILL", caplog.text)
 
 
-def kill_rank(host: KaonHost) -> str:
-    host.ranks()[0].kill()
-    return "was killed by SIGKILL"
+def test_the_host_joins_again_when_the_engine_is_killed(joined: Joined) -> None:
+    [expected] = joined.engine.generate(["Hello"], LONG, use_tqdm=False)
+    ranks = [rank.pid for rank in joined.host.ranks()]
+    ids = joined.engine.add_request(["Hello"], LONG)
+    psutil.Process(joined.engine._core.pid).kill()
+    [result] = joined.engine.collect(ids)
+    assert result["token_ids"] == expected["token_ids"]
+    wait_gone(ranks)
 
 
-def kill_host(host: KaonHost) -> str:
-    host.process.kill()
-    return "is gone: the connection to its host has ended"
-
-
-@pytest.mark.parametrize("kill", [kill_rank, kill_host])
-def test_requests_go_on_when_a_remote_rank_or_its_host_is_killed(
-    kill: Callable[[KaonHost], str],
-    port: int,
-    start_host: Callable[..., KaonHost],
-    capfd: pytest.CaptureFixture[str],
+def test_requests_go_on_when_a_host_is_killed_and_started_again(
+    port: int, start_host: Callable[..., KaonHost], caplog: pytest.LogCaptureFixture
 ) -> None:
     host = start_host(port)
     with first_host(port) as engine:
         [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
         core, ranks = engine._core.pid, [rank.pid for rank in host.ranks()]
-        ids = engine.add_request(["Hello", "A"], LONG)
-        how = kill(host)
-        if kill is kill_host:
-            host = start_host(port)
-        results = engine.collect(ids)
-        assert results[0]["token_ids"] == expected["token_ids"]
-        assert len(results[1]["token_ids"]) == 400
+        ids = engine.add_request(["Hello"], LONG)
+        host.process.kill()
+        host = start_host(port)
+        [result] = engine.collect(ids)
+        assert result["token_ids"] == expected["token_ids"]
         assert engine._core.pid != core
         wait_gone([core, *ranks])
     assert host.wait() == 0
-    log = capfd.readouterr().err
-    assert "tensor-parallel rank 1 on node 1 (" in log
-    assert how in log
-
-
-def test_the_host_joins_again_when_the_engine_is_killed(port: int, start_host: Callable[..., KaonHost]) -> None:
-    host = start_host(port)
-    with first_host(port) as engine:
-        [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
-        ranks = [rank.pid for rank in host.ranks()]
-        ids = engine.add_request(["Hello"], LONG)
-        psutil.Process(engine._core.pid).kill()
-        [result] = engine.collect(ids)
-        assert result["token_ids"] == expected["token_ids"]
-        wait_gone(ranks)
-    assert host.wait() == 0
+    assert re.search(r"rank 1 on node 1 \(.+\) is gone: the connection to its host has ended", caplog.text)
 
 
 def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callable[..., KaonHost]) -> None:

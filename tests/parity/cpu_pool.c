@@ -1,5 +1,7 @@
-/* Thousands of programs of three small operators while the number of threads changes: test_cpu_sanitized.py runs it in
- * a build that a data race ends. */
+/* Thousands of programs of three small operators while the number of threads changes, so many for each number:
+ * test_cpu_sanitized.py runs it in a build that a data race ends. */
+
+#include <stdlib.h>
 
 #include "operators.h"
 
@@ -8,7 +10,8 @@ void kaon_run(const struct operation *operations, int64_t count, const struct st
 
 enum { TOKENS = 9, SIZE = 32, WIDTH = 300, PIECES = 4, MOST = 3 };
 
-int main(void) {
+int main(int argc, char **argv) {
+    const int programs = argc > 1 ? atoi(argv[1]) : 1000;
     static bf16 x[TOKENS * SIZE], norm[SIZE], normed[TOKENS * SIZE], weight[SIZE * SIZE], out[TOKENS * SIZE];
     const struct rms_norm first = {.x = x, .x_stride = SIZE, .weight = norm, .out = normed, .out_stride = SIZE,
                                    .size = SIZE, .eps = 1e-5};
@@ -25,7 +28,7 @@ int main(void) {
     for (int round = 0; round < 12; round++) {
         static const int threads[] = {2, 4, 1, 3};
         if (kaon_start(threads[round % 4], round % 3)) return 1;
-        for (int i = 0; i < 1000; i++) {
+        for (int i = 0; i < programs; i++) {
             for (int token = 0; token < TOKENS; token++) atomic_init(&ended[token], 0);
             kaon_run(program, 3, &step);
         }

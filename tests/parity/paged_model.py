@@ -23,6 +23,7 @@ from models.layers.parameter import WeightBits
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.model_config import ModelImpl, read_checkpoint_config
+from models.parallel import SINGLE_RANK, TensorParallel
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 8
@@ -54,10 +55,13 @@ class PagedModel:
         kv_dtype: torch.dtype | None = None,
         weight_bits: WeightBits = 16,
         backend: AttentionBackend | None = None,
+        parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
-        self.model = load_model(path, self.config, dtype=dtype, device=CPU, progress=False, weight_bits=weight_bits)
+        self.model = load_model(
+            path, self.config, dtype=dtype, device=CPU, progress=False, parallel=parallel, weight_bits=weight_bits
+        )
         self.backend = select_backend(CPU) if backend is None else backend
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
@@ -124,6 +128,20 @@ class PagedModel:
             row.tokens.append(int(self.step([(row, 1)], num_decodes=1)[0][-1].argmax()))
         self.release(row)
         return row.tokens[len(prompt) :]
+
+    def likeliest(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[list[int]]:
+        """The likeliest token at each place of continuations of one length, computed side by side.
+
+        Of a rank that does not have the whole vocabulary's logits they mean nothing.
+        """
+        texts = zip(prompts, continuations, strict=True)
+        rows = [Row([*tokens, *more], slot=slot) for slot, (tokens, more) in enumerate(texts)]
+        chosen: list[list[int]] = [[] for _ in rows]
+        for number in range(len(continuations[0])):
+            spans = [(row, 1 if number else len(tokens)) for row, tokens in zip(rows, prompts, strict=True)]
+            for logits, tokens in zip(self.step(spans, num_decodes=len(rows) if number else 0), chosen, strict=True):
+                tokens.append(int(logits[-1].argmax()))
+        return chosen
 
     def release(self, row: Row) -> None:
         """Give a row's blocks back, poisoned."""

@@ -16,7 +16,7 @@ from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
 
 VARIANTS = all_variants()
-GREEDY_TOKENS = 64
+GREEDY_TOKENS = 40
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: f"{variant.architecture}, {variant.name}")

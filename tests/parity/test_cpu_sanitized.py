@@ -29,12 +29,13 @@ def compile_with(runtime: str, built: Path, *arguments: str) -> Path:
     return found
 
 
-def test_no_operator_leaves_its_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     built = tmp_path / "operators.so"
     runtime = compile_with("libasan.so", built, CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
     environment = {**os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.parity.cpu_fuzz", built, "60"],
+        [sys.executable, "-m", "tests.parity.cpu_fuzz", built, str(rounds)],
         env=environment,
         capture_output=True,
         text=True,
@@ -44,10 +45,11 @@ def test_no_operator_leaves_its_memory(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
 
 
-def test_threads_share_nothing_unordered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("programs", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_threads_share_nothing_unordered(programs: int, tmp_path: Path) -> None:
     built = tmp_path / "pool"
     compile_with("libtsan.so", built, "-fsanitize=thread", f"-I{SOURCES}", str(Path(__file__).with_name("cpu_pool.c")))
-    run = subprocess.run([built], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([built, str(programs)], capture_output=True, text=True, timeout=300, check=False)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("the thread sanitizer of this gcc does not know this kernel's layout of memory")
     assert run.returncode == 0, run.stderr[-4000:]

@@ -1,8 +1,7 @@
 """Experts spread over ranks and replicas compute what one rank does."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,75 +30,17 @@ from tests.parity.test_cpu_operators import bf16, operators
 from tests.parity.test_cpu_operators import pytestmark as needs_operators
 from tests.parity.test_model_sharding import PartialResults, random
 from tests.parity.test_moe import EXPERTS, HIDDEN, INNER, Whole, routed
+from tests.parity.thread_ranks import Meeting, ThreadExchange, at_once, thread_ranks
 from tests.parity.variants import all_variants
 
 __all__ = ["operators"]
 
 
-_turn = threading.Lock()
-"""One thread computes at a time, as the operators want it, while the others wait in an exchange."""
-
-
-class Exchanges:
-    """All-to-all among threads, one a replica."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self._barrier = threading.Barrier(num_replicas, timeout=20)
-        self._posted: dict[int, tuple[torch.Tensor, ...]] = {}
-        self.rows_moved = 0
-
-    def of(self, replica: int) -> "Exchanges.End":
-        return self.End(self, replica)
-
-    class End:
-        def __init__(self, exchanges: "Exchanges", replica: int) -> None:
-            self._all, self._replica = exchanges, replica
-
-        def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-            self._all._posted[self._replica] = rows.split(sent)
-            self._wait()
-            parts = [self._all._posted[replica][self._replica] for replica in range(len(sent))]
-            if rows.dtype.is_floating_point:
-                self._all.rows_moved += sum(sent) - sent[self._replica]
-            self._wait()
-            assert [len(part) for part in parts] == received
-            return torch.cat(parts)
-
-        def _wait(self) -> None:
-            _turn.release()
-            try:
-                self._all._barrier.wait()
-            finally:
-                _turn.acquire()
-
-
 def spread(num_ranks: int, num_replicas: int, make: Callable[[TensorParallel], Any]) -> list[list[Any]]:
-    """What `make` makes for each rank of each replica."""
-    columns = [Exchanges(num_replicas) for _ in range(num_ranks)]
-    collectives = PartialResults() if num_ranks > 1 else None
-    return [
-        [
-            make(
-                TensorParallel(
-                    rank,
-                    num_ranks,
-                    collectives,
-                    ExpertParallel(replica, num_replicas, columns[rank].of(replica) if num_replicas > 1 else None),
-                )
-            )
-            for rank in range(num_ranks)
-        ]
-        for replica in range(num_replicas)
-    ]
-
-
-def at_once(calls: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    def call_in_turn(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with _turn:
-            return call()
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(call_in_turn, calls))
+    """What `make` makes for each rank of each replica; what ranks add up is left in parts."""
+    places = thread_ranks(num_ranks, num_replicas, spread_experts=True)
+    parts = PartialResults() if num_ranks > 1 else None
+    return [[make(replace(place, collectives=parts)) for place in ranks] for ranks in places]
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +100,7 @@ def test_experts_do_not_work_for_dummies(step: ForwardContext) -> None:
     step.dp_metadata = DPMetadata((0, 0))
     outputs = at_once([lambda rank=rank: rank(*routed(1)) for [rank] in replicas])
     assert all(output.isfinite().all() for output in outputs)
-    assert replicas[0][0].share.exchange._all.rows_moved == 0
+    assert replicas[0][0].share.exchange.meeting.rows_moved == 0
 
 
 @needs_operators
@@ -257,7 +198,7 @@ def test_replicas_without_an_exchange_or_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="2 replicas share the experts out, but nothing joins them"):
         ExpertParallel(0, 2)
     with pytest.raises(ValueError, match="the replica is 2; it must be between 0 and 1"):
-        ExpertParallel(2, 2, Exchanges(2).of(0))
+        ExpertParallel(2, 2, ThreadExchange(Meeting(2), 0))
 
 
 # -- loading ----------------------------------------------------------------------------------------------------

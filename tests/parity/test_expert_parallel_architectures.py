@@ -1,5 +1,10 @@
-"""Every mixture of experts, spread over ranks or replicas as real processes, gives the tokens of transformers."""
+"""Every mixture of experts, spread over ranks or replicas, gives the tokens of transformers.
 
+Ranks and replicas are threads, and real processes.
+"""
+
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,12 +13,15 @@ from engine.config import ParallelConfig
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import Reference, prompt
+from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_tensor_parallel_architectures import divides
+from tests.parity.thread_ranks import at_once, thread_ranks
 from tests.parity.variants import Variant, all_variants
 
 NUM_TOKENS = 12
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6)]
+KINDS = ("MixtralForCausalLM", "DeepseekV3ForCausalLM")
+"""With keys and values, and with latents and experts that all tokens share."""
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -23,8 +31,8 @@ def num_experts(variant: Variant) -> int:
     return next((fields[name] for name in _EXPERT_FIELDS if name in fields), 0)
 
 
-def cases() -> list[object]:
-    """Two ranks, and two replicas, over each architecture; in the long form, over all variants, and both at once."""
+def cases(is_short: Callable[[Variant, int, int], bool]) -> list[object]:
+    """Two ranks, two replicas, and both at once, over all variants; those that are not `is_short` in the long form."""
     made: list[object] = []
     seen: set[tuple[object, ...]] = set()
     for variant in all_variants():
@@ -32,14 +40,35 @@ def cases() -> list[object]:
             if not num_experts(variant) or num_experts(variant) % (size * replicas) or not divides(size, variant):
                 continue
             key = (variant.architecture, size, replicas)
-            marks = [pytest.mark.slow] if key in seen or size * replicas > 2 else []
+            marks = [pytest.mark.slow] if key in seen or not is_short(variant, size, replicas) else []
             seen.add(key)
             name = f"{size} ranks, {replicas} replicas, {variant.architecture}, {variant.name}"
             made.append(pytest.param(variant, size, replicas, marks=marks, id=name))
     return made
 
 
-@pytest.mark.parametrize(("variant", "size", "replicas"), cases())
+@pytest.mark.parametrize(("variant", "size", "replicas"), cases(lambda *_: True))
+def test_experts_spread_over_threads_give_the_tokens_of_transformers(
+    variant: Variant, size: int, replicas: int, tmp_path: Path
+) -> None:
+    """Replicas compute other prompts each, of other lengths."""
+    checkpoint = make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    reference = Reference(checkpoint)
+    prompts = [PROMPTS[replica:] for replica in range(replicas)]
+    expected = [[reference.greedy(tokens, NUM_TOKENS) for tokens in mine] for mine in prompts]
+    places = [place for ranks in thread_ranks(size, replicas, spread_experts=True) for place in ranks]
+    models = at_once([partial(PagedModel, checkpoint, parallel=place) for place in places])
+    calls = [
+        partial(model.likeliest, prompts[number // size], expected[number // size])
+        for number, model in enumerate(models)
+    ]
+    assert at_once(calls)[::size] == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "replicas"),
+    cases(lambda variant, size, replicas: variant.architecture in KINDS and size * replicas == 2),
+)
 def test_spread_experts_give_the_tokens_of_transformers(
     variant: Variant, size: int, replicas: int, tmp_path: Path
 ) -> None:

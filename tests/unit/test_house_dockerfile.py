@@ -17,13 +17,13 @@ LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
 
 
 def stages() -> dict[str, list[str]]:
-    """The instructions of each target."""
+    """The instructions of each target, those of the target that it begins with included."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in LINES:
         if match := re.fullmatch(r"FROM (\S+) AS (\w+)", line):
             name = match[2]
-            found[name] = [line]
+            found[name] = [*found.get(match[1], ()), line]
         elif name and line and not line.startswith("#"):
             found[name].append(line)
     return found

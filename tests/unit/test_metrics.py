@@ -113,6 +113,26 @@ def test_gauges_follow_the_latest_step() -> None:
     assert value(metrics, "kaon_kv_cache_usage_ratio") == 0.25
 
 
+def test_a_core_that_is_gone_runs_nothing_until_the_next_serves() -> None:
+    metrics = Metrics("1", 2)
+    serving = {0, 1}
+    metrics.show_serving(lambda: serving)
+    for replica in (0, 1):
+        step = stats(num_running=3, num_waiting=2, kv_blocks_used=4, kv_blocks_total=16, preemptions=1)
+        metrics.step(step, 5, replica)
+    serving.discard(1)
+    gauges = ("kaon_requests_running", "kaon_requests_waiting", "kaon_kv_cache_usage_ratio")
+    assert [value(metrics, name, replica="1") for name in gauges] == [0, 0, 0]
+    assert [value(metrics, name, replica="0") for name in gauges] == [3, 2, 0.25]
+    counters = ("kaon_preemptions_total", "kaon_generation_tokens_total")
+    assert [value(metrics, name, replica="1") for name in counters] == [1, 5], "what it did is not forgotten"
+    metrics.core_restarted(2, 1)
+    serving.add(1)
+    metrics.step(stats(num_running=1, preemptions=0), 1, 1)
+    assert value(metrics, "kaon_requests_running", replica="1") == 1
+    assert [value(metrics, name, replica="1") for name in counters] == [1, 6]
+
+
 def test_the_cores_counters_are_counted_once_however_often_they_are_scraped() -> None:
     metrics = Metrics("1")
     metrics.step(stats(prefix_queried_tokens=10, prefix_hit_tokens=4, preemptions=1), 0)
@@ -168,7 +188,7 @@ def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
 
 def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
     metrics = Metrics("1", 2)
-    metrics.show_serving(lambda: [1])
+    metrics.show_serving(lambda: [0])
     metrics.step(stats(num_running=3, prefix_queried_tokens=10), 5, 0)
     metrics.step(stats(num_running=4, prefix_queried_tokens=20), 7, 1)
     metrics.core_restarted(2, 1)
@@ -178,7 +198,7 @@ def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
         ("kaon_prefix_cache_queried_tokens_total", [10, 20]),
         ("kaon_core_restarts_total", [0, 1]),
         ("kaon_requests_resumed_total", [0, 2]),
-        ("kaon_core_serving", [0, 1]),
+        ("kaon_core_serving", [1, 0]),
     ):
         assert [value(metrics, name, replica=str(replica)) for replica in (0, 1)] == expected, name
     assert value(metrics, "kaon_step_duration_seconds_count", replica="1", kind="decode") == 1

@@ -237,11 +237,43 @@ def test_what_has_ended_was_aborted_or_is_paused_weighs_nothing():
 def test_paused_requests_weigh_again_when_they_go_on():
     replicas = Replicas(1)
     replicas.add(text(0, 100))
+    replicas.placement.follow(0, [1] * 30)
     replicas.begin(0)
     replicas.placement.pause([0])
     assert replicas.loads() == [0]
     replicas.placement.resume([0])
+    assert replicas.loads() == [LIVE_TOKENS + 2], "what it has computed is cached, in whole blocks"
+    replicas.begin(0)
     assert replicas.loads() == [LIVE_TOKENS]
+
+
+def test_a_prompt_that_was_not_computed_before_the_pause_still_is_to_be():
+    replicas = Replicas(1)
+    replicas.add(text(0, 100))
+    replicas.placement.pause([0])
+    replicas.placement.resume([0])
+    assert replicas.loads() == [LIVE_TOKENS + 100]
+
+
+@pytest.mark.parametrize("by_prefix", [True, False])
+def test_what_the_cache_loses_during_a_pause_is_to_be_computed_again(by_prefix: bool):
+    replicas = Replicas(1, capacity=320, by_prefix=by_prefix)
+    replicas.add(text(0, 160))
+    replicas.placement.follow(0, [1] * 10)
+    replicas.begin(0)
+    replicas.placement.pause([0])
+    replicas.add(text(1, 320))
+    replicas.end(1)
+    replicas.placement.resume([0])
+    assert replicas.loads() == [LIVE_TOKENS + 170]
+
+
+def test_an_output_that_comes_after_the_pause_takes_nothing_off_the_others():
+    replicas = Replicas(1)
+    replicas.add(text(0, 100), text(1, 100))
+    replicas.placement.pause([0])
+    replicas.begin(0)
+    assert replicas.loads() == [LIVE_TOKENS + 100]
 
 
 def test_a_core_that_takes_another_s_place_has_the_live_prompts_to_compute_and_nothing_else():

@@ -73,7 +73,7 @@ def look(dog: Watchdog, clock: Clock, seconds: float, pid: int = 1) -> list[str]
 def test_a_core_without_progress_is_stalled_once_the_time_is_over(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "is_stopped", lambda pid: False)
+    monkeypatch.setattr(watchdog, "stopped_process", lambda pid: None)
     dog = Watchdog(stall_timeout=10)
     assert look(dog, clock, 10) == []
     assert look(dog, clock, 1) == ["no step was completed for 11 s (stall_timeout is 10)"]
@@ -82,7 +82,7 @@ def test_a_core_without_progress_is_stalled_once_the_time_is_over(
 
 
 def test_a_stopped_process_is_stalled_sooner(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "is_stopped", lambda pid: pid == 77)
+    monkeypatch.setattr(watchdog, "stopped_process", lambda pid: pid if pid == 77 else None)
     dog = Watchdog(stall_timeout=100)
     assert look(dog, clock, 50, pid=76) == []
     dog.note_progress()
@@ -90,7 +90,7 @@ def test_a_stopped_process_is_stalled_sooner(clock: Clock, monkeypatch: pytest.M
 
 
 def test_a_watchdog_that_was_held_up_itself_blames_nobody(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "is_stopped", lambda pid: False)
+    monkeypatch.setattr(watchdog, "stopped_process", lambda pid: None)
     dog = Watchdog(stall_timeout=10)
     clock.now += 3600
     assert dog.why_stalled(1) is None

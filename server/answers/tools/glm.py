@@ -1,6 +1,5 @@
 """GLM-4.5 and later: a name, then keys and values between markers of their own, inside `<tool_call>`."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +7,22 @@ from typing import Any
 from server.answers.argument_grammar import Function, argument_sequence, bare_value
 from server.answers.feed import Markers, Waiting
 from server.answers.lark import LarkWriter
-from server.answers.tools.base import ToolCallParser
-from server.answers.typed_arguments import argument_types
+from server.answers.tools.members import MembersParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_BEGIN, VALUE_END = "<arg_value>", "</arg_value>"
 NEWLINE = "\n"
-_BEGIN, _KEY_END, _VALUE_END = Markers(BEGIN), Markers(KEY_END), Markers(VALUE_END)
+_BEGIN, _KEY_END = Markers(BEGIN), Markers(KEY_END)
 _NAME = re.compile(r"[^\s<{]*")
 
 
-class GlmParser(ToolCallParser):
+class GlmParser(MembersParser):
     """Values are bare text; the tool's schema says which of them are strings."""
+
+    members_end = END
+    member_markers = (KEY_BEGIN, VALUE_BEGIN)
+    value_end = Markers(VALUE_END)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
@@ -33,28 +35,6 @@ class GlmParser(ToolCallParser):
                 continue
             self._begin_call(name)
             yield from self._read_arguments(name)
-
-    def _read_arguments(self, name: str) -> Waiting[None]:
-        feed = self._feed
-        schema = self._schemas.get(name, {})
-        opening = "{"
-        while True:
-            feed.keep()
-            yield from feed.skip_whitespace()
-            if (yield from feed.take_marker(END)):
-                feed.forget()
-                return self._close_arguments()
-            key = yield from self._read_key()
-            if key is None:
-                if not (yield from self._cut_off(END, KEY_BEGIN, VALUE_BEGIN)):
-                    self._close_arguments()
-                    self._no_call()
-                return None
-            feed.forget()
-            self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-            opening = ", "
-            if not (yield from self._stream_typed(argument_types(schema, key), _VALUE_END)):
-                return None
 
     def _read_key(self) -> Waiting[str | None]:
         """Read a key and its value's opening marker."""

@@ -1,6 +1,5 @@
 """Qwen3-Coder: `<tool_call><function=f><parameter=key>value</parameter></function></tool_call>`."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +7,23 @@ from typing import Any
 from server.answers.argument_grammar import Function, argument_sequence, bare_value
 from server.answers.feed import Markers, Waiting
 from server.answers.lark import LarkWriter
-from server.answers.tools.base import ToolCallParser
-from server.answers.typed_arguments import argument_types
+from server.answers.tools.members import MembersParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 KEY_END, NEWLINE = ">\n", "\n"
-_BEGIN, _PARAMETER_END = Markers(BEGIN, FUNCTION), Markers(PARAMETER_END)
+_BEGIN = Markers(BEGIN, FUNCTION)
 _NAME = re.compile(r"[^\s<>]*")
 
 
-class QwenXmlParser(ToolCallParser):
+class QwenXmlParser(MembersParser):
     """Values are bare text between line breaks; the outer marker may be missing."""
+
+    members_end = FUNCTION_END
+    member_markers = (PARAMETER,)
+    value_end = Markers(PARAMETER_END)
+    trim = "\n"
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
@@ -43,30 +46,12 @@ class QwenXmlParser(ToolCallParser):
                 elif not (yield from self._cut_off(END)):
                     self._no_call()
 
-    def _read_arguments(self, name: str) -> Waiting[bool]:
-        """Read parameters up to the function's end; whether it came."""
+    def _read_key(self) -> Waiting[str | None]:
         feed = self._feed
-        schema = self._schemas.get(name, {})
-        opening = "{"
-        while True:
-            feed.keep()
-            yield from feed.skip_whitespace()
-            if (yield from feed.take_marker(FUNCTION_END)):
-                feed.forget()
-                self._close_arguments()
-                return True
-            known = yield from feed.take_marker(PARAMETER)
-            key = (yield from feed.take_word(_NAME)) if known else ""
-            if not key or not (yield from feed.take_marker(">")):
-                if not (yield from self._cut_off(FUNCTION_END, PARAMETER)):
-                    self._close_arguments()
-                    self._no_call()
-                return False
-            feed.forget()
-            self._argue(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-            opening = ", "
-            if not (yield from self._stream_typed(argument_types(schema, key), _PARAMETER_END, trim="\n")):
-                return False
+        if not (yield from feed.take_marker(PARAMETER)):
+            return None
+        key = yield from feed.take_word(_NAME)
+        return key if key and (yield from feed.take_marker(">")) else None
 
 
 def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:

@@ -1,0 +1,71 @@
+"""Processes that tests start and end, or wait for the end of."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from engine.config import Config
+
+END_SECONDS = 120
+"""The longest that anything here waits for an end."""
+
+_RUN = "import sys; from engine.config import Config; from server.serve import run; "
+_RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
+
+
+def run_config(config: Config, before: str = "") -> list[str]:
+    """The command that does what `kaon serve` does with that configuration; `before` is Python that runs first."""
+    return [sys.executable, "-P", "-c", before + _RUN, config.model_dump_json()]
+
+
+class LoggedProcess:
+    """A process whose standard error goes to a file; its standard output is `process.stdout`."""
+
+    def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
+        self._log = log
+        with log.open("w") as output:
+            self.process = psutil.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    @property
+    def stderr(self) -> str:
+        return self._log.read_text()
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        code: int = self.process.wait(END_SECONDS)
+        return code
+
+    def end_by(self, number: signal.Signals) -> int:
+        """Have it end by that signal; its exit code."""
+        if self.process.is_running():
+            self.process.send_signal(number)
+        try:
+            return self.wait()
+        except psutil.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def wait_gone(pids: Iterable[int]) -> None:
+    """Wait until processes, which may be others' children, have ended."""
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([pidfd], [], [], END_SECONDS)[0], f"process {pid} lives on"
+        finally:
+            os.close(pidfd)

@@ -1,0 +1,113 @@
+"""Ranks and replicas as threads of one process, of which one computes at a time, and their collectives."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from models import forward_context
+from models.parallel import ExpertParallel, TensorParallel
+
+Result = TypeVar("Result")
+
+_turn = threading.Lock()
+"""Of the one that computes, as the operators want it, while the others wait in a collective."""
+
+
+class Meeting:
+    """Where so many threads wait for each other, and learn what each brings."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._brought: tuple[list[Any], list[Any]] = [None] * size, [None] * size
+        """This time and the time before: who is slow may still read it when others come again."""
+        self._times = [0] * size
+        self.rows_moved = 0
+        """Activations that went from one replica to another."""
+
+    def bring(self, number: int, value: Any) -> list[Any]:
+        """What all bring, by number."""
+        brought = self._brought[self._times[number] % 2]
+        self._times[number] += 1
+        brought[number] = value
+        self._wait()
+        return list(brought)
+
+    def _wait(self) -> None:
+        # The step is a global of the process, and each thread is in one of its own.
+        step, cache = forward_context._current, forward_context._kv_cache_data
+        _turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            _turn.acquire()
+            forward_context._current, forward_context._kv_cache_data = step, cache
+
+
+class ThreadCollectives:
+    """See `models.parallel.Collectives`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self._meeting.bring(self._rank, x)
+        total: torch.Tensor = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._meeting.bring(self._rank, x)
+        return torch.cat(parts, -1) if self._rank == 0 else x
+
+
+class ThreadExchange:
+    """See `models.parallel.Exchange`."""
+
+    def __init__(self, meeting: Meeting, replica: int) -> None:
+        self.meeting, self._replica = meeting, replica
+
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        parts = [theirs[self._replica] for theirs in self.meeting.bring(self._replica, rows.split(sent))]
+        if rows.dtype.is_floating_point:
+            self.meeting.rows_moved += sum(sent) - sent[self._replica]
+        assert [len(part) for part in parts] == received
+        return torch.cat(parts)
+
+
+def thread_ranks(size: int, num_replicas: int = 1, *, spread_experts: bool = False) -> list[list[TensorParallel]]:
+    """The places of so many ranks in each of so many replicas, for threads that `at_once` runs."""
+    columns = [Meeting(num_replicas) for _ in range(size)]
+    made = []
+    for replica in range(num_replicas):
+        meeting = Meeting(size)
+        made.append(
+            [
+                TensorParallel(
+                    rank,
+                    size,
+                    ThreadCollectives(meeting, rank) if size > 1 else None,
+                    _experts(replica, num_replicas, columns[rank]) if spread_experts else None,
+                )
+                for rank in range(size)
+            ]
+        )
+    return made
+
+
+def _experts(replica: int, num_replicas: int, column: Meeting) -> ExpertParallel:
+    return ExpertParallel(replica, num_replicas, ThreadExchange(column, replica) if num_replicas > 1 else None)
+
+
+def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What each call gives, all of them made at once by a thread each."""
+
+    def call_in_turn(call: Callable[[], Result]) -> Result:
+        with _turn:
+            return call()
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(call_in_turn, calls))

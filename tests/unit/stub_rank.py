@@ -1,0 +1,34 @@
+"""A tensor-parallel rank without a model, with faults at its start: the real process and messages, in no time.
+
+Run in place of `engine.worker.rank_process`. `STUB_RANK` says what it does.
+"""
+
+import os
+import socket
+import sys
+import threading
+
+from engine.config import Config
+from engine.worker import rank_process
+from engine.worker.rank_messages import RankLaunch, RankLoaded
+
+FAULT = os.environ["STUB_RANK"]
+
+
+def serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
+    """Stands in for `rank_process._serve`."""
+    match FAULT:
+        case "load":
+            raise ValueError("the shard is damaged")
+        case "bug":
+            raise ZeroDivisionError("division by cucumber")
+        case "exit":
+            os._exit(7)
+        case "loaded":
+            rank_process._send(core, RankLoaded([launch.rank], 1000))
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    rank_process._serve = serve
+    sys.exit(rank_process.main())

@@ -1,0 +1,87 @@
+"""`AsyncIOProcManager` while ranks load, over real processes without a model: who fails is told of, and how."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
+
+import psutil
+import pytest
+
+from engine.config import Config, ParallelConfig
+from engine.worker import rank_proc
+from engine.worker.async_proc import AsyncIOProcManager
+from engine.worker.rank_places import RankError
+
+WAIT_SECONDS = 60
+
+Failures = SimpleQueue[tuple[str, bool, bool]]
+"""Sentences that the core would end with, whether a rank was killed, and whether the user is at fault."""
+
+StartRanks = Callable[..., tuple[AsyncIOProcManager, Failures]]
+
+
+@pytest.fixture
+def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartRanks]:
+    """Starts ranks that do what `stub_rank` knows; when the test ends, none of them is left."""
+    monkeypatch.setattr(rank_proc, "RANK_MODULE", "stub_rank")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    ended = Event()
+    with ExitStack() as ends:
+
+        def start(fault: str, size: int = 2, timeout: float = WAIT_SECONDS) -> tuple[AsyncIOProcManager, Failures]:
+            monkeypatch.setenv("STUB_RANK", fault)
+            failures: Failures = SimpleQueue()
+
+            def fail(sentence: str, killed: bool = False, usage: bool = False) -> None:
+                failures.put((sentence, killed, usage))
+                ended.wait()  # It does not return where it ends the core.
+
+            fields = {"tensor_parallel_size": size, "rank_start_timeout": timeout}
+            config = Config(parallel_config=ParallelConfig.model_validate(fields))
+            ranks = AsyncIOProcManager(config, str(tmp_path), fail, tmp_path)
+            ends.callback(ranks.close)
+            return ranks, failures
+
+        yield start
+        ended.set()
+    assert not [child for child in psutil.Process().children() if "stub_rank" in " ".join(child.cmdline())]
+
+
+def test_what_every_rank_has_loaded_is_added_up(start_ranks: StartRanks) -> None:
+    ranks, failures = start_ranks("loaded", size=3)
+    assert ranks.wait_loaded() == (frozenset({1, 2}), 2000)
+    assert failures.empty()
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("load", "tensor-parallel rank 1: the shard is damaged"),
+        ("bug", "tensor-parallel rank 1: ZeroDivisionError: division by cucumber"),
+        ("late", r"tensor-parallel rank 1 did not load its part of the model within rank_start_timeout 0.2 s"),
+    ],
+)
+def test_who_waits_for_a_rank_that_does_not_load_is_told_why(
+    fault: str, sentence: str, start_ranks: StartRanks
+) -> None:
+    ranks, _ = start_ranks(fault, timeout=0.2 if fault == "late" else WAIT_SECONDS)
+    with pytest.raises(RankError, match=sentence):
+        ranks.wait_loaded()
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence", "usage"),
+    [
+        ("load", "tensor-parallel rank 1: the shard is damaged", True),
+        ("bug", "tensor-parallel rank 1: ZeroDivisionError: division by cucumber", False),
+        ("exit", "tensor-parallel rank 1 exited with code 7; its log says why", False),
+    ],
+)
+def test_a_rank_that_fails_ends_a_core_that_still_loads(
+    fault: str, sentence: str, usage: bool, start_ranks: StartRanks
+) -> None:
+    _, failures = start_ranks(fault)
+    assert failures.get(timeout=WAIT_SECONDS) == (sentence, False, usage)
