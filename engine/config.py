@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 EMBEDDED_MODEL_NAME = "kaon-demo"
 CLUSTER_KEY_ENV = "KAON_CLUSTER_KEY"
 """The environment's name for the key that hosts know each other by: no setting, since flags can be seen by others."""
+_MAX_PORT = 65535
 
 
 class Section(BaseModel):
@@ -51,16 +52,18 @@ class ParallelConfig(Section):
     """Ray's strategy: few nodes if possible, many if possible, one node only, or a node for each rank."""
 
     nnodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Hosts that the ranks are shared out over; each is started with the same settings, but for `node_rank`."""
+    """Hosts that the replicas, or the ranks of the only one, are shared out over.
+
+    Each is started with the same settings, but for `node_rank`."""
 
     node_rank: Annotated[int, Field(ge=0, lt=64)] = 0
-    """Number of this host; 0 schedules and serves HTTP, the others compute their ranks' part for it."""
+    """Number of this host; 0 serves HTTP, the others run their ranks or replicas for it."""
 
     master_addr: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of host 0, by which the others reach it."""
 
     master_port: Annotated[int, Field(ge=1, le=65533)] = 29500
-    """First of three ports of host 0 that the others connect to."""
+    """First port of host 0 that the others connect to: also the next two, or with replicas the r-th next for r."""
 
     cluster_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File of the key that the hosts know each other by, in place of `KAON_CLUSTER_KEY`; no key: loopback only."""
@@ -71,20 +74,28 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"node_rank is {self.node_rank}, but there are {self.nnodes} hosts (nnodes); number them from 0"
             )
-        if self.tensor_parallel_size % self.nnodes:
+        if self.data_parallel_size == 1 and self.tensor_parallel_size % self.nnodes:
             raise ValueError(
                 f"nnodes is {self.nnodes}, which does not divide the {self.tensor_parallel_size} ranks "
                 "(tensor_parallel_size); each host has as many ranks as the others"
             )
-        if self.nnodes > 1 and self.data_parallel_size > 1:
+        if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
             raise ValueError(
-                f"nnodes is {self.nnodes}, but data_parallel_size is {self.data_parallel_size}; replicas run on one "
-                "host in this release"
+                f"nnodes is {self.nnodes}, which does not divide the {self.data_parallel_size} replicas "
+                "(data_parallel_size); each host has as many as the others, and all ranks of those it has"
             )
-        if self.distributed_executor_backend == "ray" and self.data_parallel_size > 1:
+        if self.in_lockstep and self.has_remote_replicas:
+            where = "distributed_executor_backend is ray" if self.nnodes == 1 else f"nnodes is {self.nnodes}"
             raise ValueError(
-                f"distributed_executor_backend is ray, but data_parallel_size is {self.data_parallel_size}; replicas "
-                "run on one host in this release, so choose mp"
+                f"{where}, but with enable_expert_parallel the {self.data_parallel_size} replicas "
+                "(data_parallel_size) exchange tokens, which they do on one host in this release; spread the experts "
+                "over ranks (tensor_parallel_size)"
+            )
+        if self.has_remote_replicas and self.master_port + self.data_parallel_size - 1 > _MAX_PORT:
+            raise ValueError(
+                f"master_port is {self.master_port}, but each of {self.data_parallel_size} replicas "
+                f"(data_parallel_size) has a port behind it; set it to at most "
+                f"{_MAX_PORT + 1 - self.data_parallel_size}"
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ValueError(
@@ -123,6 +134,18 @@ class ParallelConfig(Section):
     def in_lockstep(self) -> bool:
         """Whether replicas compute in step: their layers exchange tokens."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def has_remote_replicas(self) -> bool:
+        """Whether there are replicas that other hosts run; the ranks of each are on one host then."""
+        spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
+        return spans_hosts and self.data_parallel_size > 1
+
+    @property
+    def has_remote_ranks(self) -> bool:
+        """Whether there are ranks of the only replica that other hosts run."""
+        spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
+        return spans_hosts and self.data_parallel_size == 1
 
 
 class CompilationConfig(Section):

@@ -5,6 +5,7 @@ Made by `engine.engine_core`; the busy loop knows their queues only.
 
 import logging
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -15,6 +16,8 @@ from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, Shutdo
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
+    from engine.core_call import CoreCall
+    from engine.core_process import CoreAddress
     from engine.structured.admission import GrammarAdmission
     from engine.structured.matchers import Matchers
 
@@ -64,22 +67,47 @@ class _OutputSocket:
 class CoreSockets:
     """The core's ends of the two sockets, between the addresses and the queues."""
 
-    def __init__(self, input_address: str, output_address: str, block_size: int) -> None:
+    def __init__(
+        self,
+        input_address: str,
+        output_address: str,
+        block_size: int,
+        front_end: "CoreAddress | None" = None,
+        timeout: float = 0.0,
+    ) -> None:
+        """`front_end`: on another host, to be reached in `timeout` seconds; the other addresses are not used then.
+
+        Raises `ConnectionError`, a sentence, where it is not.
+        """
         self.input_queue: InputQueue = SimpleQueue()
         self._block_size = block_size
         self._grammars: GrammarAdmission | None = None
         self._context = zmq.Context()
-        self._input = self._context.socket(zmq.DEALER)
-        output = self._context.socket(zmq.PUSH)
-        for socket, address in ((self._input, input_address), (output, output_address)):
+        self._call: CoreCall | None = None
+        if front_end is None:
+            self._input = self._context.socket(zmq.DEALER)
+            output = self._context.socket(zmq.PUSH)
+            for socket, address in ((self._input, input_address), (output, output_address)):
+                # No high-water mark: at one a DEALER or PUSH blocks or drops, and no message of ours may be lost.
+                socket.set_hwm(0)
+                socket.connect(address)
+        else:
+            # Not above: cores of the front end's own host need none of it.
+            from engine import core_call
+
+            self._call = core_call.CoreCall(self._context, front_end, timeout)
+            self._input, output = self._call.input, self._call.output
+        for socket in (self._input, output):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
-            # No high-water mark: at one a DEALER or PUSH blocks or drops, and no message of ours may be lost.
-            socket.set_hwm(0)
-            socket.connect(address)
         self.output_queue = _OutputSocket(output)
         # A ROUTER can address a peer once it has heard from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """From now on, `on_lost` is called, by another thread, when a front end on another host is gone."""
+        if self._call is not None:
+            self._call.watch(on_lost)
 
     def serve_grammars(self, matchers: "Matchers") -> None:
         """From now on, take requests with a grammar. To be called before the first request can arrive."""
@@ -105,6 +133,8 @@ class CoreSockets:
 
     def close(self) -> None:
         """Close both sockets, once what was put has left."""
+        if self._call is not None:
+            self._call.close()
         self.output_queue.close()
         self._context.term()
 

@@ -1,21 +1,16 @@
-"""`CoreLink`: one engine core's life as its parent sees it: a process, two sockets, and what it leaves behind.
+"""`CoreLink`: one engine core's life as the front end sees it: a process, a wire, and what it leaves behind.
 
-Made by `Supervisor`, a new one for each core that it starts.
+Made by `Replica`, a new one for each core that `Supervisor` starts.
 """
 
-import contextlib
-import os
 import signal
-from collections.abc import Collection, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import msgspec
 import zmq
 
 from engine.config import Config
-from engine.core_process import CoreProcess
-from engine.lifetime import family
-from engine.meeting import Seat
+from engine.core_handle import CoreHandle, CoreWire
 from engine.messages import Failed, Inbound, Outbound, Ready, Stopped
 
 _LAST_WORDS_MS = 1000
@@ -40,23 +35,14 @@ def core_name(config: Config, replica: int) -> str:
 class CoreLink:
     """A core from its start to its end. All calls come from one thread; none but `wait_end` and `close` blocks."""
 
-    def __init__(
-        self,
-        config: Config,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        replica: int = 0,
-        cpus: Collection[int] | None = None,
-        available_bytes: int | None = None,
-        seat: Seat | None = None,
-    ) -> None:
+    def __init__(self, core: CoreHandle, context: "zmq.Context[zmq.Socket[bytes]]", name: str = THE_CORE) -> None:
         """Start the process and return at once. Raises `ValueError`, `OSError` when it cannot be started.
 
-        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none.
+        `name` is what sentences call it; sockets of its own are of `context`.
         """
-        self._core = CoreProcess(config, replica, cpus, available_bytes, seat)
-        self._name = core_name(config, replica)
-        self._identity = b""
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._core = core
+        self._name = name
+        self._wire: CoreWire | None = None
         self.is_connected = False
         """Whether the core was ready once."""
         self.completed_steps = False
@@ -64,9 +50,8 @@ class CoreLink:
         self.last_words: Failed | None = None
         """Why it ends, if it has said so."""
         try:
-            self._input = self._bind(context, zmq.ROUTER, self._core.launch.input_address)
-            self._output = self._bind(context, zmq.PULL, self._core.launch.output_address)
-            self.pid = self._core.start()
+            self._wire = core.open_wire(context)
+            core.start()
         except BaseException:
             self.close()
             raise
@@ -74,18 +59,29 @@ class CoreLink:
         self.register(self._poller)
 
     @property
-    def descriptors(self) -> tuple[int, int]:
-        """Readable: when there may be messages; when the core is gone."""
-        return self._output.fileno(), self._core.lifeline.fileno()
+    def pid(self) -> int:
+        """The process id, on its own host; -1 as long as it is not known."""
+        return self._core.pid
 
     @property
-    def directory(self) -> str:
-        """Where its sockets have their names until it is connected."""
-        return self._core.launch.directory
+    def wire(self) -> CoreWire:
+        """The way to the core."""
+        assert self._wire is not None
+        return self._wire
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it starts as soon as its host joins, not before."""
+        return self._core.is_awaited
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Readable: when there may be messages; when the core is gone."""
+        return self.wire.descriptor, self._core.lifeline.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
         """Have `poller` wake when there is a message, or the core is gone."""
-        poller.register(self._output, zmq.POLLIN)
+        self.wire.register(poller)
         poller.register(self._core.lifeline, zmq.POLLIN)
 
     def poll(self, timeout: float | None) -> bool:
@@ -94,13 +90,13 @@ class CoreLink:
 
     def receive(self) -> Outbound | None:
         """The next message that has arrived; None if there is none."""
-        # Not `poll`, which makes a poller at each call.
-        if not cast(int, self._output.get(zmq.EVENTS)) & zmq.POLLIN:
+        frame = self.wire.receive()
+        if frame is None:
             return None
-        message: Outbound = _decoder.decode(self._output.recv(zmq.NOBLOCK))
+        message: Outbound = _decoder.decode(frame)
         match message:
             case Ready():
-                self._identity = self._input.recv_multipart()[0]
+                self.wire.connected()
                 self._core.connected()
                 self.is_connected = True
             case Failed():
@@ -114,7 +110,7 @@ class CoreLink:
     def send(self, messages: Sequence[Inbound]) -> None:
         """One multipart message, a frame each. To a core that just died it goes nowhere, and its death is told."""
         if messages:
-            self._input.send_multipart([self._identity, *map(_encoder.encode, messages)])
+            self.wire.send([_encoder.encode(message) for message in messages])
 
     @property
     def is_gone(self) -> bool:
@@ -127,39 +123,40 @@ class CoreLink:
 
     def hears_more(self, exit_code: int) -> bool:
         """Whether a core that exited by itself, and has not said why, brings another message; waits a while for it."""
-        return exit_code >= 0 and self.last_words is None and bool(self._output.poll(_LAST_WORDS_MS))
+        return exit_code >= 0 and self.last_words is None and self.wire.poll(_LAST_WORDS_MS)
 
     def why_ended(self, exit_code: int) -> Failed:
         """What the core said of its end, or what the system did."""
         if self.last_words is not None:
             return self.last_words
+        failure = self._core.why_gone()
+        if failure is not None:
+            return failure
         if exit_code < 0:
             return Failed(f"{self._name} was killed by {signal.Signals(-exit_code).name}")
         return Failed(f"{self._name} exited with code {exit_code}; its log says why")
 
-    def running_step(self) -> list[int]:
-        """Ids of the requests in the step that the core computes, or died in."""
-        return self._core.flight_record.read()
+    def running_step(self) -> Sequence[int] | None:
+        """Ids of the requests in the step that the core died in; None where no request is to blame."""
+        return self._core.running_step()
+
+    def stopped_process(self) -> int | None:
+        """A process of the core that a signal has stopped; None where there is none, or none can be seen."""
+        return self._core.stopped_process()
 
     def dump_stacks(self) -> None:
         """Have the core and its ranks write what each of their threads does to the log, even stuck or stopped ones."""
-        ranks = family(self.pid)[1:]
-        for number in (signal.SIGUSR2, signal.SIGCONT):
-            self._core.signal(number)
-            for rank in ranks:
-                # They end with the core.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank, number)
+        self._core.dump_stacks()
 
     def kill(self) -> None:
         """End the process now. Nothing happens if it is gone."""
-        self._core.signal(signal.SIGKILL)
+        self._core.kill()
 
     def close(self) -> None:
         """End the process, within seconds, and free all that belonged to it."""
         self._core.stop(_END_SECONDS if self.is_connected else 0.0)
-        for socket in self._sockets:
-            socket.close(linger=0)
+        if self._wire is not None:
+            self._wire.close()
 
     def _named(self, failure: Failed) -> Failed:
         """What a core says of its end, with the name of one of several; a user's mistake is no core's."""
@@ -168,11 +165,3 @@ class CoreLink:
         error = failure.error.removeprefix(f"{THE_CORE} ")
         sentence = f"{self._name} {error}" if error != failure.error else f"{self._name}: {error}"
         return msgspec.structs.replace(failure, error=sentence)
-
-    def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str) -> "zmq.Socket[bytes]":
-        """A socket without high-water mark: it never blocks the front end and never drops."""
-        socket = context.socket(kind)
-        self._sockets.append(socket)
-        socket.set_hwm(0)
-        socket.bind(address)
-        return socket

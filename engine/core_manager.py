@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -19,7 +19,11 @@ from engine.meeting import Meeting
 from engine.messages import AddRequest, Failed, Ready, StepOutputs
 from engine.placement import Placement
 from engine.replica import Replica
+from engine.replica_places import deal_out
 from engine.worker.memory import available_host_memory
+
+if TYPE_CHECKING:
+    from engine.core_hosts import CoreHosts
 
 
 class EngineDeadError(RuntimeError):
@@ -54,13 +58,18 @@ class CoreManager:
         """Where there are several replicas, from when they are ready."""
         self._closing = False
         size = config.parallel_config.data_parallel_size
-        available = available_host_memory() // size if size > 1 else None
+        self._hosts = _other_hosts(config)
+        places = deal_out(size, 1) if self._hosts is None else self._hosts.places
+        available = available_host_memory() // places[0].places if size > 1 else None
         self._meeting = Meeting(size) if config.parallel_config.in_lockstep else None
         new_seat = None if self._meeting is None else self._meeting.seat
         self._replicas: list[Replica] = []
         try:
             for number in range(size):
-                self._replicas.append(Replica(config, self, self._inbox.append, number, available, new_seat))
+                place = places[number].place, places[number].places
+                self._replicas.append(
+                    Replica(config, self, self._inbox.append, number, available, new_seat, place, self._hosts)
+                )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
             raise
@@ -130,8 +139,7 @@ class CoreManager:
         for replica in self._replicas:
             how = f"did not stop within {timeout:g} s" if replica.is_serving else "was stopped before it was ready"
             replica.supervisor.end(Failed(f"{replica.supervisor.name} {how}"))
-        if self._meeting is not None:
-            self._meeting.close()
+        self._close_places("")
 
     def __enter__(self) -> Self:
         return self
@@ -247,8 +255,15 @@ class CoreManager:
         self._closing = True
         for replica in self._replicas:
             replica.supervisor.end(failure)
+        self._close_places(failure.error)
+
+    def _close_places(self, why: str) -> None:
+        """No other core will be started; `why` is "" at an orderly end."""
         if self._meeting is not None:
             self._meeting.close()
+        if self._hosts is not None:
+            self._hosts.part(why)
+            self._hosts.close()
 
     def _place_among(self, ready: Sequence[Ready]) -> Placement:
         models = [each.model for each in ready]
@@ -262,6 +277,21 @@ class CoreManager:
         for replica in self._replicas:
             replica.note_outputs = placement.note
         return placement
+
+
+def _other_hosts(config: Config) -> "CoreHosts | None":
+    """Those that have replicas; None where all are on this one. Raises `ValueError`, a sentence."""
+    parallel = config.parallel_config
+    if not parallel.has_remote_replicas:
+        return None
+    # Not above: nobody else needs any of it.
+    if parallel.distributed_executor_backend == "ray":
+        from engine.ray_cores import RayCores
+
+        return RayCores.of(config)
+    from engine.core_hosts import CoreHosts
+
+    return CoreHosts.of(config)
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:

@@ -1,12 +1,14 @@
 """`CoreProcess`: one engine-core process as its parent sees it, and `Launch`, what it is started with.
 
-Made by `CoreLink`; the core reads its `Launch` and answers over the sockets named there.
+Made by `Replica`, and on other hosts by `HostedCores`; the core reads its `Launch` and answers over the sockets named
+there.
 """
 
 import contextlib
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,16 +19,35 @@ from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from engine.config import Config
+from engine.core_wires import LocalWire
 from engine.flight_record import FlightRecord
+from engine.lifetime import family, stopped_process
 from engine.meeting import Seat
+from engine.messages import Failed
 
 CORE_MODULE = "engine.engine_core"
 """What the process runs."""
 
+LOST_FRONT_END = 69
+"""Exit code of a core that did not reach its front end, or lost it; sysexits.h has it for a missing service."""
+
 _MAX_SOCKET_PATH = 107
 """Bytes that a unix socket's address holds."""
+
+
+class CoreAddress(msgspec.Struct, frozen=True):
+    """Where a core calls that runs on another host than the front end; keys are of CURVE, made for this core alone."""
+
+    address: str
+    """`tcp://` a host and a port, of this replica."""
+    name: str
+    """Of its connections; see `connection_names`."""
+    front_end_public: bytes
+    public: bytes
+    secret: bytes
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -47,6 +68,11 @@ class Launch(msgspec.Struct, frozen=True):
     """Among replicas that compute in lockstep."""
     available_bytes: int | None = None
     """Of the host's memory, for this replica's weights; None: what is available when they are loaded."""
+    place: int = 0
+    places: int = 1
+    """See `HostShare`."""
+    front_end: CoreAddress | None = None
+    """Where the core calls; None: at the two addresses below, on this host."""
 
     @property
     def input_address(self) -> str:
@@ -73,8 +99,14 @@ class CoreProcess:
         cpus: Collection[int] | None = None,
         available_bytes: int | None = None,
         seat: Seat | None = None,
+        place: tuple[int, int] = (0, 1),
+        front_end: CoreAddress | None = None,
     ) -> None:
-        """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path."""
+        """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path.
+
+        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none. `place` among the
+        replicas of this host, and how many these are.
+        """
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
         self.flight_record = FlightRecord(self._record_descriptor)
         """Stays readable when the process is gone."""
@@ -88,6 +120,9 @@ class CoreProcess:
             replica=replica,
             available_bytes=available_bytes,
             seat=seat,
+            place=place[0],
+            places=place[1],
+            front_end=front_end,
         )
         longest = self.launch.output_address.removeprefix("ipc://")
         if len(os.fsencode(longest)) > _MAX_SOCKET_PATH:
@@ -98,9 +133,14 @@ class CoreProcess:
         self._lifeline_poll = select.poll()
         self._lifeline_poll.register(self.lifeline, select.POLLIN)
         self._process: subprocess.Popen[bytes] | None = None
+        self.pid = -1
 
-    def start(self) -> int:
-        """Run the core; its process id. A process group of its own keeps the terminal's Ctrl-C from it."""
+    def open_wire(self, context: "zmq.Context[zmq.Socket[bytes]]") -> LocalWire:
+        """See `CoreHandle`."""
+        return LocalWire(context, self.launch.input_address, self.launch.output_address)
+
+    def start(self) -> None:
+        """See `CoreHandle`. A process group of its own keeps the terminal's Ctrl-C from it."""
         # The kernel takes the starting thread's end for its process'.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
         root = str(Path(__file__).parent.parent)
@@ -117,10 +157,10 @@ class CoreProcess:
         # One that is dead already is told of by the lifeline's end.
         with contextlib.suppress(BrokenPipeError):
             self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
-        return self._process.pid
+        self.pid = self._process.pid
 
     def wait(self) -> int:
-        """Block until the process has ended; its exit code, or minus the signal that killed it."""
+        """See `CoreHandle`."""
         return 0 if self._process is None else self._process.wait()
 
     def connected(self) -> None:
@@ -132,11 +172,41 @@ class CoreProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has let go of the lifeline: it has ended, or is about to."""
+        """See `CoreHandle`: whether the process has let go of the lifeline."""
         return bool(self._lifeline_poll.poll(0))
 
-    def signal(self, number: int) -> None:
-        """Send a signal, to a process that is there."""
+    @property
+    def is_awaited(self) -> bool:
+        """See `CoreHandle`."""
+        return False
+
+    def why_gone(self) -> Failed | None:
+        """See `CoreHandle`."""
+        return None
+
+    def running_step(self) -> list[int]:
+        """See `CoreHandle`; of one that lives, in the step that it computes."""
+        return self.flight_record.read()
+
+    def stopped_process(self) -> int | None:
+        """See `CoreHandle`."""
+        return stopped_process(self.pid)
+
+    def dump_stacks(self) -> None:
+        """See `CoreHandle`."""
+        ranks = family(self.pid)[1:]
+        for number in (signal.SIGUSR2, signal.SIGCONT):
+            self._signal(number)
+            for rank in ranks:
+                # They end with the core.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, number)
+
+    def kill(self) -> None:
+        """See `CoreHandle`."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
 

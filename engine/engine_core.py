@@ -22,7 +22,7 @@ import msgspec
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.core_io import CoreSockets, Incoming, InputQueue, OutputQueue, Wake
-from engine.core_process import Launch
+from engine.core_process import LOST_FRONT_END, Launch
 from engine.core_startup import LoadedModel, PhaseClock, load_model
 from engine.deferred_steps import DeferredSteps, LaunchingRunner
 from engine.flight_record import FlightRecord
@@ -312,7 +312,7 @@ def main() -> NoReturn:
     logging.basicConfig(
         level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
     )
-    sockets = CoreSockets(launch.input_address, launch.output_address, config.kv_cache_block_size)
+    sockets = _open_sockets(config, launch)
     failure = _run(config, launch, sockets)
     if failure is not None:
         sockets.output_queue.put(failure)
@@ -320,6 +320,23 @@ def main() -> NoReturn:
     logging.shutdown()
     # The interpreter would take apart what native threads may still look at, and give gigabytes back one by one.
     os._exit(0 if failure is None else 1)
+
+
+def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
+    """The way to the front end. Ends this process where there is none to one on another host, now or later."""
+
+    def end(sentence: str) -> NoReturn:
+        logger.critical("the engine core ends: %s", sentence)
+        os._exit(LOST_FRONT_END)
+
+    addresses = launch.input_address, launch.output_address
+    timeout = config.parallel_config.rank_start_timeout
+    try:
+        sockets = CoreSockets(*addresses, config.kv_cache_block_size, launch.front_end, timeout)
+    except ConnectionError as error:
+        end(str(error))
+    sockets.watch(end)
+    return sockets
 
 
 def _end_process(end: threading.ExceptHookArgs) -> None:
@@ -344,7 +361,7 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)
     os.close(launch.flight_record)
-    share = HostShare(launch.replica, launch.available_bytes)
+    share = HostShare(launch.replica, launch.place, launch.places, launch.available_bytes)
     with ExitStack() as ends:
         started: list[AsyncIOProcManager] = []
 

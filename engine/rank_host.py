@@ -1,6 +1,7 @@
-"""`RankHost`: runs the ranks of a host that is not the engine core's, for one core after the other.
+"""`RankHost`: runs the ranks or the engine cores of a host that is not the first, for one server after the other.
 
-Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: the ranks are processes.
+Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: what it runs are processes. It is
+joined to an engine core, which has ranks here, or to the front end, which has cores here.
 """
 
 import logging
@@ -17,8 +18,20 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.cluster_key import ClusterKeys, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import Config
+from engine.hosted_cores import HostedCores
 from engine.worker.curve import AGAIN_SECONDS, CONNECT_SECONDS, dial, endpoint, warn_no_address
-from engine.worker.host_messages import Farewell, FromHost, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.worker.host_messages import (
+    CoreServes,
+    Farewell,
+    FromHost,
+    Hello,
+    RankGone,
+    RankSaid,
+    Refused,
+    TellCore,
+    TellRank,
+    ToHost,
+)
 from engine.worker.memory import available_host_memory
 from engine.worker.rank_messages import RankFailed, RankLaunch, RankServes, ToRank
 from engine.worker.rank_proc import RankProc
@@ -45,8 +58,7 @@ def host_of(config: Config, path: Path) -> "RankHost":
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
     address = endpoint(parallel.master_addr, parallel.master_port)
     ground = CommonGround.of(config, path)
-    timeout, threads = parallel.rank_start_timeout, config.cpu_threads
-    return RankHost(parallel.node_rank, address, keys, ground, path, timeout, threads)
+    return RankHost(parallel.node_rank, address, keys, ground, path, parallel.rank_start_timeout, config)
 
 
 class HostError(RuntimeError):
@@ -54,7 +66,7 @@ class HostError(RuntimeError):
 
 
 class RankHost:
-    """The ranks of one host. All calls come from one thread, with which the ranks end."""
+    """The ranks or cores of one host. All calls come from one thread, with which these end."""
 
     def __init__(
         self,
@@ -64,17 +76,17 @@ class RankHost:
         ground: CommonGround,
         path: Path,
         timeout: float,
-        cpu_threads: int | None,
+        config: Config,
     ) -> None:
-        """`address`: `tcp://` where cores are joined. `path`: of the checkpoint here. `timeout`: seconds to join.
+        """`address`: `tcp://` where this host joins. `path`: of the checkpoint here. `timeout`: seconds to join.
 
-        `cpu_threads`: of each rank here; None for as many as it has cores.
+        `config`: this host's, by which cores compute, and how many threads each rank has.
         """
         self.address = address
+        self._config = config
         self._node, self._keys, self._ground, self._path, self._timeout = node, keys, ground, path, timeout
-        self._cpu_threads = cpu_threads
         self._has_served = False
-        """Whether a core was ready once with these ranks."""
+        """Whether a core was ready once, here or with these ranks."""
 
     def serve(self, *, rejoins: bool) -> None:
         """Serve one core, or one after the other, until one says farewell.
@@ -84,7 +96,7 @@ class RankHost:
         while True:
             deadline = time.monotonic() + self._timeout
             address = _reach(self.address, self._timeout, deadline)
-            with _Joined(self._node, address, self._keys) as core:
+            with _Joined(self._node, address, self._keys, HostedCores(self._config)) as core:
                 core.join(self._timeout, deadline, self._ground)
                 _log.info("joined the engine core at %s", self.address)
                 farewell = self._follow(core)
@@ -125,6 +137,9 @@ class RankHost:
                         raise HostError(told.why)
                     case Farewell():
                         return told
+                    case _:
+                        self._has_served |= isinstance(told, CoreServes)
+                        core.tell_cores(told)
             if lost:
                 return None if failure is None else Farewell(failure.error)
 
@@ -132,7 +147,8 @@ class RankHost:
         if isinstance(message, RankLaunch):
             # As this host has it.
             memory = available_host_memory() // message.local_size
-            config = Config.model_validate_json(message.config).model_copy(update={"cpu_threads": self._cpu_threads})
+            threads = {"cpu_threads": self._config.cpu_threads}
+            config = Config.model_validate_json(message.config).model_copy(update=threads)
             core.start(
                 msgspec.structs.replace(
                     message, path=str(self._path), available_bytes=memory, config=config.model_dump_json()
@@ -168,13 +184,14 @@ def _reach(address: str, timeout: float, deadline: float) -> str:
 class _Joined:
     """One connection to a core, and the processes that were started for it, which end with it."""
 
-    def __init__(self, node: int, address: str, keys: ClusterKeys) -> None:
+    def __init__(self, node: int, address: str, keys: ClusterKeys, cores: HostedCores) -> None:
         self._node, self._address = node, address
         # Another name each time: a core that lost this host must not take the next connection for the same.
         self._socket = dial(zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode())
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(address)
         self.procs: dict[int, RankProc] = {}
+        self._cores = cores
 
     def __enter__(self) -> "_Joined":
         return self
@@ -182,6 +199,7 @@ class _Joined:
     def __exit__(self, *_: object) -> None:
         for proc in self.procs.values():
             proc.close(_END_SECONDS)
+        self._cores.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -211,7 +229,11 @@ class _Joined:
         poller.register(self._monitor, zmq.POLLIN)
         for proc in self.procs.values():
             poller.register(proc.descriptor, zmq.POLLIN)
+        for lifeline in self._cores.lifelines:
+            poller.register(lifeline, zmq.POLLIN)
         readable = dict(poller.poll())
+        for ended in self._cores.reap(readable):
+            self.send(ended)
         frames = [self._socket.recv()] if self._socket in readable else []
         lost = False
         while self._monitor in readable and self._monitor.poll(0):
@@ -226,6 +248,12 @@ class _Joined:
     def send(self, message: FromHost) -> None:
         """Tell the core something."""
         self._socket.send(_encoder.encode(message))
+
+    def tell_cores(self, message: TellCore) -> None:
+        """Do as the front end says with a core."""
+        answer = self._cores.do(message)
+        if answer is not None:
+            self.send(answer)
 
     def start(self, launch: RankLaunch) -> None:
         """Run a rank."""

@@ -6,16 +6,22 @@ Owned by `CoreManager`, which has one or, data parallel, several.
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import zmq
 
 from engine.config import Config
+from engine.core_handle import CoreHandle
 from engine.core_link import CoreLink, core_name
+from engine.core_process import CoreProcess
 from engine.journal import Entry, Journal
 from engine.meeting import Seat
 from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
 from engine.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from engine.core_hosts import CoreHosts
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +50,14 @@ class Replica:
         number: int = 0,
         available_bytes: int | None = None,
         new_seat: Callable[[int], Seat] | None = None,
+        place: tuple[int, int] = (0, 1),
+        hosts: "CoreHosts | None" = None,
     ) -> None:
         """Start its core and return at once; see `Supervisor`. `deliver` is called with the outputs of every step.
 
         `available_bytes`: of the host's memory, for the weights of the first core, which loads beside the others'.
-        `new_seat` gives each core its own, by number, among replicas that compute in lockstep.
+        `new_seat` gives each core its own, by number, among replicas that compute in lockstep. `place` among the
+        replicas of its host, and how many these are; `hosts`: where it may be another's.
         """
         self.number = number
         self.ready: Ready | None = None
@@ -64,6 +73,8 @@ class Replica:
         # This process will keep off those that the core makes its own; the next core is to have them again.
         self._cpus = os.sched_getaffinity(0)
         self._new_seat = new_seat
+        self._place = place
+        self._hosts = hosts if hosts is not None and hosts.runs(number) else None
         self.supervisor = Supervisor(config, self, core_name(config, number))
 
     @property
@@ -125,9 +136,15 @@ class Replica:
 
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreLink:
         """Start a core."""
-        available_bytes, self._available_bytes = self._available_bytes, None
-        seat = None if self._new_seat is None else self._new_seat(self.number)
-        return CoreLink(config, context, self.number, self._cpus, available_bytes, seat)
+        name = core_name(config, self.number)
+        core: CoreHandle
+        if self._hosts is not None:
+            core = self._hosts.core(self.number, name, config.num_kvcache_blocks)
+        else:
+            available_bytes, self._available_bytes = self._available_bytes, None
+            seat = None if self._new_seat is None else self._new_seat(self.number)
+            core = CoreProcess(config, self.number, self._cpus, available_bytes, seat, self._place)
+        return CoreLink(core, context, name)
 
     @property
     def live(self) -> Collection[int]:
@@ -147,6 +164,9 @@ class Replica:
 
     def on_core_ready(self, ready: Ready, *, again: bool) -> None:
         """Give a core what waits for it."""
+        if self._hosts is not None:
+            # Another host's CPUs are none that processes of this one could keep off.
+            ready = Ready(msgspec.structs.replace(ready.model, own_cpus=[]), ready.startup_seconds)
         self.ready = ready
         resumed = sum(bool(entry.token_ids) for entry in self.journal)
         if again:

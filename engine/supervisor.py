@@ -16,7 +16,6 @@ import zmq
 
 from engine.config import Config
 from engine.core_link import THE_CORE, CoreLink
-from engine.lifetime import stopped_process
 from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs
 from engine.restarts import RestartPolicy
 from engine.watchdog import Watchdog
@@ -71,8 +70,7 @@ class Supervisor:
         """Whether there is a core that is ready, and not known to be stuck."""
         self.failure: Failed | None = None
         """Why there is no core any more, and will be none."""
-        self.pid = -1
-        """The process id of the core, or of the last one."""
+        self._pid = -1
         self._config = config
         self._keeper = keeper
         self._restarts = RestartPolicy(config.max_core_restarts, config.core_restart_window)
@@ -97,6 +95,13 @@ class Supervisor:
             raise
 
     @property
+    def pid(self) -> int:
+        """The process id of the core, or of the last one."""
+        if self._links:
+            self._pid = self._links[0].pid
+        return self._pid
+
+    @property
     def link(self) -> CoreLink | None:
         """The core's process and sockets, while there is one."""
         return self._links[0] if self._links else None
@@ -104,7 +109,10 @@ class Supervisor:
     def send(self, messages: Sequence[Inbound]) -> None:
         """Send messages to the core, which serves. To one that just died they go nowhere, and its death is told."""
         if messages and self.is_serving:
-            self._links[0].send(messages)
+            link = self._links[0]
+            link.send(messages)
+            if self._loop is not None and link.wire.is_one_socket and not self._loop.is_closed():
+                self._loop.call_soon(self._receive)
 
     def note_work(self) -> None:
         """The core, which was idle, is given work: from now on it must show progress."""
@@ -134,7 +142,8 @@ class Supervisor:
     def next_look(self) -> float:
         """When to `look` again though nothing is heard, on the monotonic clock; infinite: not before."""
         start = math.inf if self._start_at is None else self._start_at
-        return min(start, time.monotonic() + self._watchdog.interval) if self._watches else start
+        looks = self._watches or self._awaits_host
+        return min(start, time.monotonic() + self._watchdog.interval) if looks else start
 
     def look(self) -> None:
         """Take in what has happened, where there is no event loop that tells of it."""
@@ -145,6 +154,8 @@ class Supervisor:
                 self._on_gone()
             elif self._watches:
                 self._check_progress()
+            elif self._awaits_host:
+                self._watchdog.note_progress()
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self._start_again()
 
@@ -192,6 +203,15 @@ class Supervisor:
     @property
     def _starts_again(self) -> bool:
         """Whether a core that takes another's place is starting; the first one may take as long as it likes."""
+        return self._starts and not self._links[0].is_awaited
+
+    @property
+    def _awaits_host(self) -> bool:
+        """Whether a core that takes another's place waits for its host to join, which may take as long as it likes."""
+        return self._starts and self._links[0].is_awaited
+
+    @property
+    def _starts(self) -> bool:
         return self._served and self._stalled is None and bool(self._links) and not self._links[0].is_connected
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -201,7 +221,7 @@ class Supervisor:
         loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
         # An idle core owes no progress, but one that is stopped would keep whoever comes next waiting.
-        if self._watches or (self.is_serving and stopped_process(self._links[0].pid) is not None):
+        if self._watches or (self.is_serving and self._links[0].stopped_process() is not None):
             self._check_progress()
         else:
             self._watchdog.note_progress()
@@ -210,7 +230,7 @@ class Supervisor:
         """Kill a core that has stalled, once it has written what its threads do."""
         link = self._links[0]
         more = 2 * self._first_start_seconds if self._starts_again else 0.0
-        self._stalled = self._watchdog.why_stalled(link.pid, more)
+        self._stalled = self._watchdog.why_stalled(link.stopped_process, more)
         if self._stalled is None:
             return
         self.is_serving = False
@@ -227,7 +247,6 @@ class Supervisor:
     def _start(self) -> None:
         link = self._keeper.new_core(self._config, self._context)
         self._links.append(link)
-        self.pid = link.pid
         self._started = time.monotonic()
         self._watchdog.note_progress()
         if self._loop is not None:
@@ -276,6 +295,7 @@ class Supervisor:
             self._loop.call_at(self._loop.time() + self._start_at - time.monotonic(), self._start_again)
 
     def _unlink(self, link: CoreLink) -> None:
+        self._pid = link.pid
         if self._loop is not None:
             for descriptor in link.descriptors:
                 self._loop.remove_reader(descriptor)

@@ -4,8 +4,7 @@ Asked by `Supervisor` again and again.
 """
 
 import time
-
-from engine.lifetime import stopped_process
+from collections.abc import Callable
 
 _STOPPED_SECONDS = 2.0
 """Without a step, before a process that the system holds stopped counts as stalled: no waiting will move it."""
@@ -25,10 +24,10 @@ class Watchdog:
         """A step was completed, or the core was idle until now."""
         self._last = time.monotonic()
 
-    def why_stalled(self, pid: int, more: float = 0.0) -> str | None:
-        """Why the core of that process, which has work or is stopped, counts as stalled; None: it does not.
+    def why_stalled(self, stopped_process: Callable[[], int | None], more: float = 0.0) -> str | None:
+        """Why the core, which has work or is stopped, counts as stalled; None: it does not.
 
-        It may take `more` seconds than a step may.
+        `stopped_process` finds a process of it that a signal has stopped. It may take `more` seconds than a step may.
         """
         now = time.monotonic()
         late, self._looked = now - self._looked > 2 * self.interval, now
@@ -39,7 +38,7 @@ class Watchdog:
         if silent > self._timeout + more:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
         if silent > _STOPPED_SECONDS:
-            stopped = stopped_process(pid)
+            stopped = stopped_process()
             if stopped is not None:
                 return f"its process {stopped} was stopped by a signal"
         return None

@@ -212,14 +212,14 @@ class _Due(NamedTuple):
 def start_ranks(config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> RankPlaces:
     """Start the ranks behind the first where the configuration says. Raises as `AsyncIOProcManager` does.
 
-    Replicas run on one host: only ranks that are all on it have a `seat` or a `share`.
+    Of several replicas each has its ranks on one host: only those have a `seat` or a `share`.
     """
+    if not config.parallel_config.has_remote_ranks:
+        return LocalRanks(config, directory, path, seat, share)
     if config.parallel_config.distributed_executor_backend == "ray":
         from engine.worker.ray_ranks import RayRanks
 
         return RayRanks(config, path)
-    if config.parallel_config.nnodes == 1:
-        return LocalRanks(config, directory, path, seat, share)
     from engine.worker.remote_ranks import RemoteRanks
 
     return RemoteRanks(config, path)

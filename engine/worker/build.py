@@ -85,11 +85,11 @@ def build_runner(
     logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
     plan = None
     if device.type == "cpu":
-        rank, ranks = _place(config, shard, share)
+        rank, ranks = _place(shard, share)
         plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
         settle(plan, is_rank=ranks > 1)
         if plan.node is not None:
-            _bind_memory(plan.node, path, config)
+            _bind_memory(plan.node, path, config, share.places)
     world = None if seat is None else _world(config, seat, shard, device)
     experts = None
     if config.parallel_config.enable_expert_parallel:
@@ -102,6 +102,7 @@ def build_runner(
         group = _collectives(config, shard, device, world)
         parallel = TensorParallel(shard.rank, shard.size, group, experts)
         runner = ShardRunner(config, path, model_config, device, dtype, parallel, shard.available_bytes)
+    runner.replicas_here = share.places
     pinned: frozenset[int] = frozenset()
     if plan is not None:
         pinned = pin(plan, runner.operators)
@@ -113,10 +114,10 @@ def build_runner(
     return BuiltRunner(runner, runner.config, model_config, pinned, group, world)
 
 
-def _place(config: Config, shard: Shard | None, share: HostShare) -> tuple[int, int]:
+def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
     """This rank among those of this host, and how many they are: a device or a part of the cores for each."""
     rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
-    return share.replica * size + rank, config.parallel_config.data_parallel_size * size
+    return share.place * size + rank, share.places * size
 
 
 def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> ReplicaWorld:
@@ -139,13 +140,12 @@ def _collectives(config: Config, shard: Shard, device: torch.device, world: Repl
     return ProcessGroupCollectives(shard.rank, shard.size, device, meeting, world)
 
 
-def _bind_memory(node: int, path: Path, config: Config) -> None:
-    """Keep a rank's weights and cache on a NUMA node that has room for both, with room to spare."""
+def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
+    """Keep a rank's weights and cache on a NUMA node that has room for those of all replicas here, and to spare."""
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
-    parallel = config.parallel_config
     # Weights may be widened; several replicas may be on one node.
-    needed = (2 * weights * parallel.data_parallel_size + cache) // parallel.tensor_parallel_size
+    needed = (2 * weights * replicas + cache) // config.parallel_config.tensor_parallel_size
     bound = config.num_kvcache_blocks is None and bind_memory(node, needed)
     logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
@@ -183,7 +183,7 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
 def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> torch.device:
     """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
     wanted = config.device
-    rank, ranks = _place(config, shard, share)
+    rank, ranks = _place(shard, share)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
@@ -198,7 +198,9 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
             "tensor_parallel_size": parallel.tensor_parallel_size,
         }
         given = [f"{field} is {size}" for field, size in sizes.items() if size > 1]
-        hosts = 1 if shard is None else shard.size // shard.local_size
+        hosts = parallel.data_parallel_size // share.places
+        if shard is not None:
+            hosts *= shard.size // shard.local_size
         raise ValueError(
             f"{' and '.join(given)}, which takes {ranks} GPUs{' on each host' if hosts > 1 else ''}, but this machine "
             f"has {count}; set {'it to' if len(given) == 1 else 'them to a product of'} at most {count * hosts}"

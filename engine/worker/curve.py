@@ -40,6 +40,10 @@ class Doorkeeper:
         """From now on, let in who has the secret key of that public one."""
         self._keys.add(public)
 
+    def dismiss(self, public: bytes) -> None:
+        """From now on, let in who has that key no more; nothing where it was not let in."""
+        self._keys.discard(public)
+
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client of that public key may come in; called by the authenticator's thread."""
         return key in self._keys
@@ -54,15 +58,16 @@ def listen(
     kind: int,
     address: str,
     keys: CurvePair,
-    max_bytes: int = _MAX_HEARD_BYTES,
+    *,
+    longest: int = _MAX_HEARD_BYTES,
 ) -> "zmq.Socket[bytes]":
     """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when the address cannot be had.
 
-    Who sends it more than `max_bytes` in one message is cut off.
+    Who sends it more than `longest` bytes in one message is cut off; -1 for any number.
     """
     socket = context.socket(kind)
     _keep_alive(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, longest)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())

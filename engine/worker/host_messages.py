@@ -1,6 +1,7 @@
-"""What the engine core and a host whose ranks it has say to each other over TCP.
+"""What hosts say to each other over TCP: the first one's engine core to those that have its ranks, or the first one's
+front end to those that have its replicas' cores.
 
-Most of it is what the core and a rank say, passed on.
+Of ranks, most of it is what the core and a rank say, passed on.
 """
 
 from typing import TypeAlias
@@ -8,11 +9,12 @@ from typing import TypeAlias
 import msgspec
 
 from engine.cluster_settings import CommonGround
+from engine.core_process import CoreAddress
 from engine.worker.rank_messages import FromRank, ToRank
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """A host has come, and can start its ranks."""
+    """A host has come, and can start its ranks or cores."""
 
     node: int
     host: str
@@ -42,6 +44,65 @@ class TellRank(msgspec.Struct, tag="tell", frozen=True):
     message: ToRank
 
 
+class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True):
+    """Start a core, by the host's own settings."""
+
+    core: int
+    """Its number among all that were ever started."""
+    replica: int
+    place: int
+    places: int
+    """See `HostShare`."""
+    num_kvcache_blocks: int | None
+    """That requests were checked against; None: as the settings say."""
+    is_first: bool
+    """Whether the other replicas' first cores load beside it."""
+    front_end: CoreAddress
+
+
+class CoreServes(msgspec.Struct, tag="core_serves", frozen=True):
+    """The core was ready, and has connected all its sockets."""
+
+    core: int
+
+
+class DumpStacks(msgspec.Struct, tag="dump_stacks", frozen=True):
+    """Have the core and its ranks write what their threads do to the log."""
+
+    core: int
+
+
+class KillCore(msgspec.Struct, tag="kill_core", frozen=True):
+    """End the core now; how it ended is to be told."""
+
+    core: int
+
+
+class StopCore(msgspec.Struct, tag="stop_core", frozen=True):
+    """End the core, of which nothing more is to be told."""
+
+    core: int
+
+
+class CoreStarted(msgspec.Struct, tag="core_started", frozen=True):
+    """The core runs as that process."""
+
+    core: int
+    pid: int
+
+
+class CoreEnded(msgspec.Struct, tag="core_ended", frozen=True):
+    """The core is gone, or could not be started."""
+
+    core: int
+    exit_code: int
+    """Or minus a signal."""
+    in_step: list[int]
+    """Its flight record."""
+    error: str = ""
+    """Why it could not be started."""
+
+
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The host cannot join, as `why` says."""
 
@@ -54,5 +115,6 @@ class Farewell(msgspec.Struct, tag="farewell", frozen=True):
     why: str = ""
 
 
-FromHost: TypeAlias = Hello | RankSaid | RankGone
-ToHost: TypeAlias = TellRank | Refused | Farewell
+TellCore: TypeAlias = LaunchCore | CoreServes | DumpStacks | KillCore | StopCore
+FromHost: TypeAlias = Hello | RankSaid | RankGone | CoreStarted | CoreEnded
+ToHost: TypeAlias = TellRank | TellCore | Refused | Farewell

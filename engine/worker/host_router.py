@@ -1,14 +1,18 @@
-"""`HostRouter`: the thread of the engine core that other hosts join at, and that passes on what their ranks say.
+"""`HostRouter`: the thread that other hosts join at, and that passes on what is said to and by those who run there.
 
-Made by `RemoteRanks`. A host that is gone is noticed at once where its system closes the connection, else by its
-silence.
+Made by the engine core's `RemoteRanks`, and by the front end's `CoreHosts`. A host that is gone is noticed at once
+where its system closes the connection, else by its silence.
 """
 
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from threading import Thread
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -17,9 +21,17 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.cluster_key import CurvePair
 from engine.cluster_settings import CommonGround
 from engine.worker.curve import listen
-from engine.worker.host_messages import Farewell, FromHost, Hello, RankSaid, Refused, TellRank, ToHost
-from engine.worker.rank_messages import RankFailed
-from engine.worker.remote_rank import RemoteRank
+from engine.worker.host_messages import (
+    CoreEnded,
+    CoreStarted,
+    Farewell,
+    FromHost,
+    Hello,
+    RankGone,
+    RankSaid,
+    Refused,
+    ToHost,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +46,49 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
+class Member(Protocol):
+    """A rank or a core on another host. Its methods are the thread's."""
+
+    @property
+    def number(self) -> int:
+        """By which its host speaks of it."""
+
+    @property
+    def node(self) -> int:
+        """Its host's number."""
+
+    @property
+    def join_by(self) -> float:
+        """Until when its host must have joined, on the monotonic clock."""
+
+    @property
+    def far_descriptor(self) -> int:
+        """Readable when there is something to pass on, or who made it has closed it; -1 once it is lost."""
+
+    def joined(self, host: str) -> None:
+        """Its host, of that name, is there."""
+
+    def take(self) -> ToHost | None:
+        """What is to be passed on next; None when it is closed."""
+
+    def hear(self, message: FromHost) -> None:
+        """What its host says of it."""
+
+    def differ(self, host: str, difference: str) -> None:
+        """Its host, of that name, has come, and cannot join."""
+
+    def be_late(self, timeout: float) -> None:
+        """Its host has not come in so many seconds."""
+
+    def lose(self, how: str, killed: bool) -> None:
+        """It is gone, `how` as the end of a sentence; `killed` by something outside."""
+
+
+class _TurnedAway(NamedTuple):
+    node: int
+    why: str
+
+
 class HostRouter:
     """Talks to the hosts of `nodes`, which are numbered from 1, until `close`."""
 
@@ -42,27 +97,46 @@ class HostRouter:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         keys: CurvePair,
-        ground: CommonGround,
-        nodes: Mapping[int, Sequence[RemoteRank]],
+        ground: CommonGround | None,
+        nodes: Mapping[int, Sequence[Member]],
+        timeout: float,
     ) -> None:
-        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had."""
+        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had.
+
+        Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows.
+        """
         self._socket = listen(context, zmq.ROUTER, address, keys)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._ground = ground
-        self._nodes = nodes
-        self._ranks = {link.rank: link for links in nodes.values() for link in links}
+        self._timeout = timeout
+        self._nodes = {node: list(members) for node, members in nodes.items()}
+        self._early: dict[bytes, Hello] = {}
+        """Hosts that wait to be compared, by the name of their connections."""
+        self._new: SimpleQueue[Member | CommonGround | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
         """Node by the name of its connection."""
         self._doubles: dict[bytes, int] = {}
         """Node by the name of a connection whose host claims to be one that has joined."""
+        self._hosts: dict[int, str] = {}
+        """Name of the host by node, of those that have joined."""
         self._probes: list[float] = []
         """When to look who is still there, on the monotonic clock, the last first."""
         self._has_warned = False
         self._farewell: Farewell | None = None
         self._closing, self._wake = os.pipe()
+        self._wake_lock = Lock()
+        self._is_closed = False
         self._thread = Thread(target=self._run, name="hosts", daemon=True)
         self._thread.start()
+
+    def add(self, member: Member) -> None:
+        """From now on, talk of another one too."""
+        self._tell_thread(member)
+
+    def compare_with(self, ground: CommonGround) -> None:
+        """What hosts must have in common with the first. Called by any thread."""
+        self._tell_thread(ground)
 
     def part(self, why: str) -> None:
         """Tell the hosts at `close` that no other core will come."""
@@ -70,9 +144,21 @@ class HostRouter:
 
     def close(self) -> None:
         """End all connections."""
-        os.close(self._wake)
+        with self._wake_lock:
+            self._is_closed = True
+            os.close(self._wake)
         self._thread.join()
         os.close(self._closing)
+
+    def turn_away(self, node: int, why: str) -> None:
+        """A host will not come, for that reason; nothing where it has joined. Called by any thread."""
+        self._tell_thread(_TurnedAway(node, why))
+
+    def _tell_thread(self, news: "Member | CommonGround | _TurnedAway") -> None:
+        with self._wake_lock:
+            if not self._is_closed:
+                self._new.put(news)
+                os.write(self._wake, b"\0")
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -82,12 +168,18 @@ class HostRouter:
             waiting = {link.far_descriptor: link for link in self._waiting()}
             for descriptor in waiting:
                 poller.register(descriptor, zmq.POLLIN)
-            timeout = None if not self._probes else max(0.0, self._probes[-1] - time.monotonic())
-            readable = dict(poller.poll(None if timeout is None else round(1e3 * timeout)))
+            due = min([*self._probes[-1:], *(member.join_by for member in self._awaited())], default=math.inf)
+            timeout = None if due == math.inf else math.ceil(1e3 * max(0.0, due - time.monotonic()))
+            readable = dict(poller.poll(timeout))
             for descriptor in waiting:
                 poller.unregister(descriptor)
             if self._closing in readable:
-                return self._end()
+                if not os.read(self._closing, 1):
+                    return self._end()
+                self._hear_news(self._new.get())
+            for member in self._awaited():
+                if time.monotonic() >= member.join_by:
+                    member.be_late(self._timeout)
             if self._monitor in readable:
                 self._watch()
             if self._probes and time.monotonic() >= self._probes[-1]:
@@ -100,8 +192,8 @@ class HostRouter:
                 if descriptor in readable and link.far_descriptor == descriptor:
                     self._pass_on(link)
 
-    def _waiting(self) -> list[RemoteRank]:
-        """The ranks that can be told something."""
+    def _waiting(self) -> list[Member]:
+        """Those that can be told something."""
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
 
@@ -115,27 +207,61 @@ class HostRouter:
         except msgspec.DecodeError as error:
             _log.error("a host says what this version of Kaon cannot read: %s", error)
             self._send(
-                name,
-                Refused(f"the first host runs Kaon {self._ground.version} and cannot read this; install the same"),
+                name, Refused(f"the first host runs Kaon {version('kaon')} and cannot read this; install the same")
             )
             self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
         else:
             self._take_in(name, message)
 
-    def _take_in(self, name: bytes, message: FromHost) -> None:
-        if isinstance(message, Hello):
-            self._welcome(name, message)
-            return
-        link = self._ranks.get(message.rank)
-        if link is None or self._joined.get(name) != link.node:
-            return  # Its host was refused, or lost.
-        if isinstance(message, RankSaid):
-            link.give(message.message)
+    def _awaited(self) -> Iterator[Member]:
+        """Those whose hosts have yet to come."""
+        absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
+        return (link for link in absent if link.far_descriptor >= 0)
+
+    def _hear_news(self, news: "Member | CommonGround | _TurnedAway") -> None:
+        if isinstance(news, CommonGround):
+            self._ground = news
+            early, self._early = self._early, {}
+            for name, hello in early.items():
+                # It may have gone again.
+                if self._is_there(name):
+                    self._welcome(name, hello)
+        elif isinstance(news, _TurnedAway):
+            for member in list(self._awaited()):
+                if member.node == news.node:
+                    member.differ("", f"cannot join: {news.why}")
         else:
-            link.lose(message.how, message.killed)
+            self._admit(news)
+
+    def _admit(self, member: Member) -> None:
+        there = self._nodes[member.node]
+        # Those that were lost before are of no more use.
+        there[:] = [other for other in there if other.far_descriptor >= 0]
+        there.append(member)
+        if member.node in self._joined.values():
+            member.joined(self._hosts[member.node])
+        elif member.join_by == math.inf:
+            _log.warning("node %d has to join again before it runs what it did", member.node)
+
+    def _take_in(self, name: bytes, message: FromHost) -> None:
+        match message:
+            case Hello():
+                self._welcome(name, message)
+            case RankSaid() | RankGone():
+                self._pass_back(name, message.rank, message)
+            case CoreStarted() | CoreEnded():
+                self._pass_back(name, message.core, message)
+
+    def _pass_back(self, name: bytes, number: int, message: FromHost) -> None:
+        """What a host says of one of its members, which may be lost by now, as the host may be."""
+        for member in self._nodes.get(self._joined.get(name, -1), ()):
+            if member.number == number and member.far_descriptor >= 0:
+                member.hear(message)
 
     def _welcome(self, name: bytes, hello: Hello) -> None:
-        if hello.node not in self._nodes:
+        if self._ground is None:
+            self._early[name] = hello
+        elif hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
             # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
@@ -144,12 +270,12 @@ class HostRouter:
             for other in [each for each, node in self._joined.items() if node == hello.node]:
                 self._send_frame(other, _PROBE)
         elif (difference := self._ground.difference(hello.ground)) is not None:
+            _log.warning("node %d (%s) was turned away: it %s", hello.node, hello.host, difference)
             self._send(name, Refused(f"this host {difference}"))
             for link in self._nodes[hello.node]:
-                link.joined(hello.host)
-                link.give(RankFailed(f"its host {difference}", usage=True))
+                link.differ(hello.host, difference)
         else:
-            self._joined[name] = hello.node
+            self._joined[name], self._hosts[hello.node] = hello.node, hello.host
             _log.info("node %d has joined: %s", hello.node, hello.host)
             for link in self._nodes[hello.node]:
                 link.joined(hello.host)
@@ -161,14 +287,12 @@ class HostRouter:
                 del self._doubles[double]
                 self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
 
-    def _pass_on(self, link: RemoteRank) -> None:
+    def _pass_on(self, link: Member) -> None:
         message = link.take()
         if message is None:
             link.lose("was closed", False)
             return
-        self._send(
-            next(name for name, node in self._joined.items() if node == link.node), TellRank(link.rank, message)
-        )
+        self._send(next(name for name, node in self._joined.items() if node == link.node), message)
 
     def _watch(self) -> None:
         """Note what connections end."""
@@ -184,6 +308,15 @@ class HostRouter:
     def _probe(self) -> None:
         for name in list(self._joined):
             self._send_frame(name, _PROBE)
+
+    def _is_there(self, name: bytes) -> bool:
+        try:
+            self._socket.send_multipart([name, _PROBE])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def _send(self, name: bytes, message: ToHost) -> None:
         self._send_frame(name, _encoder.encode(message))

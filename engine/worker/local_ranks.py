@@ -49,6 +49,8 @@ class LocalRanks:
                     self.shard.available_bytes,
                     SharedMemory(ring_descriptor, ends_descriptor, self._memory),
                     seat,
+                    share.place,
+                    share.places,
                 )
                 self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory)))
 

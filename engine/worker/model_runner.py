@@ -64,6 +64,8 @@ class ModelRunner:
     committed: CommittedBlocks
     program: Program | None = None
     """The model's pass as one call; None where it runs operator by operator."""
+    replicas_here: int = 1
+    """That share the host's memory."""
     tokens_across_dp: tuple[int, ...] = ()
     """How many each replica computes in the next step, where they do so in lockstep."""
     spare_block: int | None = None
@@ -230,8 +232,8 @@ class ModelRunner:
 
     @property
     def _num_ranks(self) -> int:
-        """Of all replicas: those that share the host's memory."""
-        return self.parallel.size * self.config.parallel_config.data_parallel_size
+        """Of all replicas here: those that share the host's memory."""
+        return self.parallel.size * self.replicas_here
 
     @property
     def _is_in_lockstep(self) -> bool:

@@ -48,6 +48,9 @@ class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
     steps: SharedMemory | StepAddress
     seat: Seat | None
     """Of its replica, where several compute in lockstep."""
+    place: int = 0
+    places: int = 1
+    """See `HostShare`."""
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):

@@ -77,7 +77,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     from models.parallel import CollectiveAborted
 
     runner, config, _, own_cpus, group, world = build_runner(
-        config, Path(launch.path), shard, launch.seat, HostShare(launch.replica)
+        config, Path(launch.path), shard, launch.seat, HostShare(launch.replica, launch.place, launch.places)
     )
     assert isinstance(runner, ShardRunner)
     assert group is not None

@@ -1,18 +1,26 @@
 """`RemoteRank`: a rank on another host as the engine core sees it. Made by `RemoteRanks`, served by `HostRouter`."""
 
 import contextlib
+import math
 import socket
 
 import msgspec
 
-from engine.worker.rank_messages import MAX_BYTES, FromRank, RankLoaded, ToRank, hear_rank, tell_rank
+from engine.worker.host_messages import FromHost, RankGone, RankSaid, TellRank
+from engine.worker.rank_messages import MAX_BYTES, FromRank, RankFailed, RankLoaded, ToRank, hear_rank, tell_rank
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class RemoteRank:
-    """See `RankLink`. A pair of sockets: the one end is the manager's, the other the thread's that talks to hosts."""
+    """See `RankLink` and `Member`.
+
+    A pair of sockets: the one end is the manager's, the other the thread's that talks to hosts.
+    """
+
+    join_by = math.inf
+    """Its manager looks at the clock."""
 
     def __init__(self, rank: int, node: int, address: str) -> None:
         """`address` is where its host is to come."""
@@ -62,22 +70,42 @@ class RemoteRank:
     # -- for the thread that talks to hosts ---------------------------------------------------------------------
 
     @property
+    def number(self) -> int:
+        """See `Member`."""
+        return self.rank
+
+    @property
     def far_descriptor(self) -> int:
-        """Readable when there is something to pass on, or the manager has closed; -1 once the rank is lost."""
+        """See `Member`."""
         return self._far_end.fileno()
 
     def joined(self, host: str) -> None:
-        """Its host, of that name, is there."""
+        """See `Member`."""
         self._host = host
 
-    def take(self) -> ToRank | None:
-        """What the manager says next; None when it has closed."""
+    def take(self) -> TellRank | None:
+        """See `Member`."""
         try:
             packet = self._far_end.recv(MAX_BYTES)
         except ConnectionResetError:
             # It has closed with something unheard, which is what the system calls this.
             return None
-        return _to_rank.decode(packet) if packet else None
+        return TellRank(self.rank, _to_rank.decode(packet)) if packet else None
+
+    def hear(self, message: FromHost) -> None:
+        """See `Member`."""
+        if isinstance(message, RankSaid):
+            self.give(message.message)
+        elif isinstance(message, RankGone):
+            self.lose(message.how, message.killed)
+
+    def differ(self, host: str, difference: str) -> None:
+        """See `Member`."""
+        self._host = host
+        self.give(RankFailed(f"its host {difference}", usage=True))
+
+    def be_late(self, timeout: float) -> None:
+        """See `Member`: its manager says so."""
 
     def give(self, message: FromRank) -> None:
         """What the rank says; a manager that has closed hears no more."""
@@ -86,7 +114,7 @@ class RemoteRank:
                 self._far_end.send(_encoder.encode(message))
 
     def lose(self, how: str, killed: bool) -> None:
-        """The rank is gone."""
+        """See `Member`."""
         if self._far_end.fileno() >= 0:
             self._how_gone = how, killed
             self._far_end.close()

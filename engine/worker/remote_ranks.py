@@ -76,7 +76,9 @@ class RemoteRanks:
                 self._steps = StepSocket(self._context, steps.address, own, size - 1)
                 listener = listening_socket(host, port + STORE_PORT)
                 undo.callback(listener.close)
-                self._router = HostRouter(self._context, joining, keys.core, ground, nodes)
+                self._router = HostRouter(
+                    self._context, joining, keys.core, ground, nodes, config.parallel_config.rank_start_timeout
+                )
             except OSError as error:
                 raise ValueError(str(error)) from error
             undo.callback(self._router.close)

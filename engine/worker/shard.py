@@ -30,6 +30,11 @@ class HostShare(NamedTuple):
     """What of the host is one data-parallel replica's."""
 
     replica: int = 0
+    """Its number among those of all hosts."""
+    place: int = 0
+    """Its number among those of this host, which share out its GPUs or its cores."""
+    places: int = 1
+    """How many those are."""
     available_bytes: int | None = None
     """Of the memory, for its weights; None: what is available when they are loaded."""
 

@@ -17,6 +17,7 @@ import pytest
 
 from engine.config import Config
 from engine.core_manager import CoreManager, EngineDeadError
+from engine.core_process import CoreProcess
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 from tests.e2e.processes import wait_gone
@@ -288,8 +289,8 @@ manager = CoreManager(Config())
 if sys.argv[1] == "ready":
     manager.wait_ready()
 if sys.argv[1] == "ready, but not heard":
-    manager._replicas[0].supervisor.link._output.poll()
-print(manager.pid, manager._replicas[0].supervisor.link.directory, flush=True)
+    manager._replicas[0].supervisor.link.poll(60)
+print(manager.pid, manager._replicas[0].supervisor.link._core.launch.directory, flush=True)
 sys.stdin.read()
 """
 
@@ -353,7 +354,10 @@ def test_core_that_is_slow_to_start_can_be_given_up(stub_core: Callable[[str], N
             manager.wait_ready(0.01)
         with pytest.raises(EngineDeadError, match="not ready yet"):
             manager.add_requests(requests(1))
-        directory = Path(manager._replicas[0].supervisor.link.directory)
+        link = manager._replicas[0].supervisor.link
+        assert link is not None
+        assert isinstance(link._core, CoreProcess)
+        directory = Path(link._core.launch.directory)
         assert directory.stat().st_mode & 0o777 == 0o700
     assert not directory.exists()
     assert not psutil.pid_exists(manager.pid)

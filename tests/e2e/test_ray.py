@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.config import ParallelConfig
@@ -20,7 +21,7 @@ from tests.e2e.test_tensor_parallel import answers, engine_of
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (kaon[ray])")
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-_ACTOR = "ray::_RankActor"
+_ACTOR = "ray::_HostActor"
 
 _TWO_NODES = (
     "from ray.cluster_utils import Cluster\n"
@@ -97,6 +98,32 @@ def test_two_nodes_answer_what_one_rank_does_and_an_actor_s_death_is_a_rank_s(
         assert another != actor
     wait_gone([another])
     assert "tensor-parallel rank 1 on node 1 (" in capfd.readouterr().err
+
+
+@needs_ray
+def test_two_nodes_have_a_replica_each_and_an_actor_s_death_is_its_replica_s(
+    cluster: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    with engine_of(1) as engine:
+        expected = answers(engine)
+        [whole] = engine.generate(["Hello"], LONG, use_tqdm=False)
+    with on_ray(tensor_parallel_size=1, data_parallel_size=2) as engine:
+        assert answers(engine) == expected
+        [actor] = actors()
+        cores = engine._core.pids
+        assert psutil.Process(cores[1]).ppid() == actor
+        ids = engine.add_request(["Hello"] * 4, LONG)
+        assert all(replica.live for replica in engine._core._replicas), "each computes some"
+        os.kill(actor, 9)
+        wait_gone([cores[1]])
+        assert [result["token_ids"] for result in engine.collect(ids)] == [whole["token_ids"]] * 4
+        [another] = actors()
+        assert another != actor
+        assert engine._core.pids[0] == cores[0]
+        assert psutil.Process(engine._core.pids[1]).ppid() == another
+    wait_gone([another])
+    assert "engine core 1 on node 1 (" in caplog.text
 
 
 @needs_ray

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.config import Config, ParallelConfig
+from engine.replica_places import deal_out
 from engine.worker import build
 from engine.worker.shard import HostShare, Shard
 
@@ -19,7 +20,7 @@ def device_of(replicas: int, ranks: int, replica: int, rank: int, device: str = 
     parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
     config = Config.model_validate({"parallel_config": parallel, "device": device})
     shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
-    return build._resolve_device(config, shard, HostShare(replica))
+    return build._resolve_device(config, shard, HostShare(replica, replica, replicas))
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(4, 1), (2, 2), (1, 4), (2, 1)])
@@ -83,6 +84,25 @@ def test_on_the_cpu_replicas_need_no_gpus() -> None:
 def test_cores_are_shared_out_over_the_ranks_of_all_replicas(
     replicas: int, ranks: int, replica: int, rank: int, place: tuple[int, int]
 ) -> None:
-    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks)
     shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
-    assert build._place(Config(parallel_config=parallel), shard, HostShare(replica)) == place
+    assert build._place(shard, HostShare(replica, replica, replicas)) == place
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(8, 1), (4, 2), (2, 4)])
+def test_on_two_hosts_each_has_half_of_the_replicas_and_all_gpus_for_them(replicas: int, ranks: int) -> None:
+    parallel = ParallelConfig(data_parallel_size=replicas, tensor_parallel_size=ranks, nnodes=2)
+    config = Config.model_validate({"parallel_config": parallel, "device": "cuda"})
+    found = []
+    for replica, (_, place, places) in enumerate(deal_out(replicas, 2)):
+        for rank in range(ranks):
+            shard = None if ranks == 1 else Shard(rank, ranks, rank, ranks, "", None, 0)
+            found.append(build._resolve_device(config, shard, HostShare(replica, place, places)))
+    assert found == [torch.device("cuda", number) for number in range(4)] * 2
+
+
+def test_more_replicas_on_a_host_than_it_has_gpus_are_refused_in_a_sentence() -> None:
+    parallel = ParallelConfig(data_parallel_size=16, nnodes=2)
+    config = Config.model_validate({"parallel_config": parallel, "device": "cuda"})
+    sentence = "data_parallel_size is 16, which takes 8 GPUs on each host, but this machine has 4; set it to at most 8"
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        build._resolve_device(config, None, HostShare(9, 1, 8))

@@ -11,6 +11,7 @@ import zmq
 from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
+from engine.replica_places import deal_out
 from engine.worker.curve import Doorkeeper, dial, endpoint, listen, resolve
 from engine.worker.rank_messages import RankLoaded, RankServes, StepAddress
 from engine.worker.remote_rank import RemoteRank
@@ -105,14 +106,27 @@ def test_the_first_difference_is_named_with_both_values() -> None:
     assert "has new 1, and the first host missing" in str(first.difference(newer))
 
 
+def test_replicas_are_dealt_out_as_neighbours_with_as_many_on_each_host() -> None:
+    assert deal_out(4, 2) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert deal_out(2, 2) == [(0, 0, 1), (1, 0, 1)]
+    assert deal_out(3, 1) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
+    ParallelConfig(nnodes=2, data_parallel_size=4, tensor_parallel_size=3)
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"node_rank": 1}, "node_rank is 1, but there are 1 hosts"),
         ({"nnodes": 2}, "nnodes is 2, which does not divide the 1 ranks"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "leave nnodes out"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "replicas run on one host"),
-        ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "replicas run on one host"),
+        ({"nnodes": 2, "data_parallel_size": 3}, "nnodes is 2, which does not divide the 3 replicas"),
+        ({"nnodes": 4, "data_parallel_size": 2, "tensor_parallel_size": 4}, "does not divide the 2 replicas"),
+        ({"nnodes": 2, "data_parallel_size": 2, "enable_expert_parallel": True}, "nnodes is 2, but with enable_expe"),
+        (
+            {"distributed_executor_backend": "ray", "data_parallel_size": 2, "enable_expert_parallel": True},
+            "distributed_executor_backend is ray, but with enable_expert_parallel the 2 replicas",
+        ),
+        ({"nnodes": 2, "data_parallel_size": 8, "master_port": 65530}, "set it to at most 65528"),
         ({"master_port": 65534}, "master_port"),
         ({"master_addr": "0.0.0.0"}, r"master_addr is 0\.0\.0\.0; name the one address"),
         ({"master_addr": "kaon..example"}, r"master_addr is kaon\.\.example, which is no host's name"),

@@ -1,0 +1,126 @@
+"""`CoreHosts`: the other hosts that run engine cores, as the front end sees them. Owned by `CoreManager`.
+
+Hosts join at `master_port`, and the core of replica r calls at the r-th port behind it, so that what it hears and says
+does not pass through its host's agent.
+"""
+
+import itertools
+import logging
+import math
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from threading import Thread
+
+import zmq
+
+from engine.checkpoint import resolve_checkpoint
+from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
+from engine.cluster_settings import CommonGround
+from engine.config import Config
+from engine.core_process import CoreAddress
+from engine.remote_core import CorePlace, RemoteCore
+from engine.replica_places import ReplicaPlace, deal_out
+from engine.worker.curve import Doorkeeper, endpoint, listen, resolve
+from engine.worker.host_messages import LaunchCore
+from engine.worker.host_router import HostRouter
+
+_log = logging.getLogger(__name__)
+
+
+class CoreHosts:
+    """The hosts of those replicas that are not on node 0. All calls come from one thread; one of its own talks."""
+
+    def __init__(self, config: Config, keys: ClusterKeys, address: str, places: Sequence[ReplicaPlace]) -> None:
+        """Listen for the hosts at `address`, and return at once. `places`: by replica.
+
+        Raises `ValueError`, a sentence, for an address that is none and a port that is taken.
+        """
+        self.places = places
+        self._config = config
+        self._numbers = itertools.count()
+        self._pair = CurvePair.new()
+        self._keys: dict[int, bytes] = {}
+        """By replica the public key of its last core."""
+        self._begun: set[int] = set()
+        host, port = resolve(address), config.parallel_config.master_port
+        self.joining = endpoint(host, port)
+        self._cores: dict[int, CorePlace] = {}
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with ExitStack() as undo:
+            undo.callback(context.destroy)
+            self._doorkeeper = Doorkeeper(context)
+            undo.callback(self._doorkeeper.close)
+            self._doorkeeper.admit(keys.host.public)
+            try:
+                for replica, place in enumerate(places):
+                    if place.node:
+                        calling = endpoint(host, port + replica)
+                        # Prompts and log probabilities may be of any length.
+                        socket = listen(context, zmq.ROUTER, calling, self._pair, longest=-1)
+                        self._cores[replica] = CorePlace(place.node, self.joining, calling, socket)
+                nodes = sorted({core.node for core in self._cores.values()})
+                timeout = config.parallel_config.rank_start_timeout
+                self._router = HostRouter(
+                    context, self.joining, keys.core, None, {node: [] for node in nodes}, timeout
+                )
+            except OSError as error:
+                raise ValueError(str(error)) from error
+            undo.callback(self._router.close)
+            self._end = weakref.finalize(self, undo.pop_all().close)
+        # The checkpoint may have to be downloaded.
+        Thread(target=_find_ground, args=(config, self._router), name="ground", daemon=True).start()
+
+    @classmethod
+    def of(cls, config: Config) -> "CoreHosts":
+        """The other hosts that `config` speaks of. Raises `ValueError`, a sentence, also for a missing key."""
+        parallel = config.parallel_config
+        key = read_cluster_key(parallel.cluster_key_file, parallel.master_addr)
+        places = deal_out(parallel.data_parallel_size, parallel.nnodes)
+        return cls(config, ClusterKeys.of(key), parallel.master_addr, places)
+
+    def runs(self, replica: int) -> bool:
+        """Whether that replica is another host's."""
+        return replica in self._cores
+
+    def core(self, replica: int, name: str, num_kvcache_blocks: int | None) -> RemoteCore:
+        """A new core of a replica that is another host's, to be started. `name` is for sentences."""
+        place = self._cores[replica]
+        pair = CurvePair.new()
+        self._doorkeeper.dismiss(self._keys.pop(replica, b""))
+        self._doorkeeper.admit(pair.public)
+        self._keys[replica] = pair.public
+        is_first = replica not in self._begun
+        self._begun.add(replica)
+        launch = LaunchCore(
+            next(self._numbers),
+            replica,
+            self.places[replica].place,
+            self.places[replica].places,
+            num_kvcache_blocks,
+            is_first,
+            CoreAddress(place.calling, uuid.uuid4().hex, self._pair.public, *pair),
+        )
+        timeout = self._config.parallel_config.rank_start_timeout
+        core = RemoteCore(launch, place, name, time.monotonic() + timeout if is_first else math.inf)
+        self._router.add(core)
+        return core
+
+    def part(self, why: str) -> None:
+        """There will be no other core: have the hosts end as well, at `close`; `why` is "" at an orderly end."""
+        self._router.part(why)
+
+    def close(self) -> None:
+        """End all connections; the second time, nothing."""
+        self._end()
+
+
+def _find_ground(config: Config, router: HostRouter) -> None:
+    """Tell the router what hosts must have in common with this one."""
+    try:
+        router.compare_with(CommonGround.of(config, resolve_checkpoint(config.model)))
+    except (OSError, ValueError) as error:
+        # The cores of this host end for the same reason, and all with them.
+        _log.debug("no host can join: %s", error)

@@ -1,0 +1,278 @@
+"""Replicas on two hosts, which share nothing but TCP: each request is answered once, whatever becomes of either."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig
+from engine.core_manager import EngineDeadError
+from tests.e2e.core_host import CoreHost, replica_fields
+from tests.e2e.kaon_host import KEY, free_ports
+from tests.e2e.stub_core import DEADLY
+from tests.e2e.test_core_process import wait_gone
+from tests.e2e.test_core_restarts import WAIT_SECONDS, Run
+from tests.e2e.test_data_parallel import homes
+
+pytestmark = pytest.mark.usefixtures("stub_core")
+
+
+@pytest.fixture(autouse=True)
+def _setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_CORE_COUNTS", "1")
+    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_ports()
+
+
+@pytest.fixture
+def start_host(tmp_path: Path) -> Iterator[Callable[..., CoreHost]]:
+    """Starts hosts, which end with the test."""
+    started: list[CoreHost] = []
+
+    def start(port: int, **settings: Any) -> CoreHost:
+        started.append(CoreHost(tmp_path / f"host{len(started)}", port, **settings))
+        return started[-1]
+
+    yield start
+    for host in started:
+        host.stop()
+
+
+def first_host(port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> Run:
+    return Run(parallel_config=ParallelConfig.model_validate(replica_fields(port, **(parallel or {}))), **fields)
+
+
+def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
+    port: int, start_host: Callable[..., CoreHost]
+) -> None:
+    host = start_host(port)
+    run = first_host(port)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        [core] = host.cores()
+        assert run.manager.pids[1] == core.pid
+        assert psutil.Process(run.manager.pids[0]).ppid() == os.getpid()
+        for request_id in range(40):
+            run.add(request_id)
+        assert 15 <= homes(run.manager, *range(40)).count(1) <= 25
+        run.manager.abort([0, 1])
+        run.until_ended(*range(40))
+        run.assert_complete(*range(2, 40))
+    assert host.wait() == 0
+    wait_gone(core.pid)
+    assert "Traceback" not in host.log
+
+
+@pytest.fixture
+def two(port: int, start_host: Callable[..., CoreHost]) -> Iterator[tuple[Run, CoreHost]]:
+    """A manager that serves, and the host that has its replica 1."""
+    host = start_host(port)
+    run = first_host(port, stall_timeout=2.0)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        yield run, host
+
+
+# -- deaths -----------------------------------------------------------------------------------------------------
+
+
+def test_requests_go_on_when_a_core_on_another_host_is_killed(
+    two: tuple[Run, CoreHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, host = two
+    pids = run.manager.pids
+    for request_id in range(20):
+        run.add(request_id, max_tokens=600)
+    run.until_begun(*range(20))
+    os.kill(pids[1], signal.SIGKILL)
+    run.until_ended(*range(20))
+    run.assert_complete(*range(20), max_tokens=600)
+    run.until(lambda: run.manager.serving == [0, 1])
+    assert run.manager.pids[0] == pids[0]
+    assert [core.pid for core in host.cores()] == [run.manager.pids[1]] != [pids[1]]
+    assert "engine core 1 was killed by SIGKILL; another is started" in caplog.text
+
+
+def test_others_serve_while_a_host_is_away_and_its_requests_go_on_when_it_joins_again(
+    two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, host = two
+    for request_id in range(8):
+        run.add(request_id, max_tokens=600)
+    run.until_begun(*range(8))
+    away = [request_id for request_id in range(8) if homes(run.manager, request_id) == [1]]
+    assert away
+    [core] = host.cores()
+    host.process.kill()
+    wait_gone(core.pid)
+    run.until(lambda: run.manager.serving == [0])
+    run.add(8, 9)
+    run.until_ended(8, 9)
+    run.manager.abort(away[:1])
+    run.until_ended(away[0])
+    # Longer than a stall would be: who waits for a host does not stall.
+    supervisor = run.manager._replicas[1].supervisor
+    first_start, supervisor._first_start_seconds = supervisor._first_start_seconds, 0.0
+    deadline = time.monotonic() + 3.5
+    run.until(lambda: time.monotonic() > deadline)
+    supervisor._first_start_seconds = first_start
+    assert "stalls" not in caplog.text
+    assert set(run.manager.live) == set(away[1:])
+    again = start_host(port)
+    run.until_ended(*range(10))
+    run.assert_complete(*(set(range(8)) - {away[0]}), max_tokens=600)
+    run.assert_complete(8, 9)
+    assert [each.pid for each in again.cores()] == run.manager.pids[1:]
+    log = caplog.text
+    assert "engine core 1 on node 1 (" in log
+    assert "is gone: the connection to its host has ended; another is started" in log
+    assert "node 1 has to join again" in log
+    run.manager.shutdown()
+    assert again.wait() == 0
+
+
+def test_a_core_on_another_host_that_hangs_writes_its_stacks_and_another_goes_on(two: tuple[Run, CoreHost]) -> None:
+    run, host = two
+    [core] = host.cores()
+    run.add(0, max_tokens=2000)
+    run.add(1, max_tokens=2000)
+    run.until_begun(0, 1)
+    core.suspend()
+    run.until_ended(0, 1)
+    run.assert_complete(0, 1, max_tokens=2000)
+    wait_gone(core.pid)
+    assert "Thread 0x" in host.log
+
+
+@pytest.mark.slow
+def test_a_request_that_kills_cores_on_another_host_is_found_out(two: tuple[Run, CoreHost]) -> None:
+    run, _ = two
+    run.add(0, max_tokens=4000)
+    run.until_begun(0)
+    home = homes(run.manager, 0)[0]
+    run.add(1, max_tokens=4000)
+    run.until_begun(1)
+    # To the one that is less busy for the moment, whichever it is; the next of them goes to the other.
+    run.add(2, prompt=[DEADLY])
+    run.add(3, prompt=[DEADLY])
+    run.until_ended(0, 1, 2, 3)
+    assert home in (0, 1)
+    assert [run.ends[request_id].is_poison for request_id in range(4)] == [False, False, True, True]
+    run.assert_complete(0, 1, max_tokens=4000)
+
+
+def test_cores_end_with_a_server_that_is_killed_and_the_host_waits_for_another(
+    port: int, start_host: Callable[..., CoreHost], tmp_path: Path
+) -> None:
+    host = start_host(port)
+    script = (
+        "import sys; from engine import core_process; core_process.CORE_MODULE = 'stub_core'\n"
+        "from engine.config import Config\nfrom engine.core_manager import CoreManager\n"
+        "manager = CoreManager(Config.model_validate_json(sys.argv[1]))\nmanager.wait_ready()\n"
+        "print(*manager.pids, flush=True)\ninput()"
+    )
+    config = Config.model_validate({"parallel_config": replica_fields(port)})
+    server = subprocess.Popen(
+        [sys.executable, "-c", script, config.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert server.stdout is not None
+    pids = [int(word) for word in server.stdout.readline().split()]
+    server.kill()
+    server.communicate()
+    for pid in pids:
+        wait_gone(pid)
+    run = first_host(port)
+    with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
+        run.add(0, 1)
+        run.until_ended(0, 1)
+    assert host.wait() == 0
+
+
+def test_on_an_event_loop_nothing_that_came_before_something_was_sent_is_missed(
+    port: int, start_host: Callable[..., CoreHost]
+) -> None:
+    """Both go through one socket, whose descriptor tells of changes only, and a send takes the news from it."""
+
+    async def serve() -> None:
+        # Nobody looks from time to time.
+        for replica in run.manager._replicas:
+            replica.supervisor._watchdog.interval = 2.0 * WAIT_SECONDS
+        run.manager.attach(asyncio.get_running_loop(), run.take)
+        await run.manager.wait_ready_async(WAIT_SECONDS)
+        for request_id in range(20):
+            run.add(request_id, max_tokens=1)
+            # The loop reads nothing, until the core has answered and forgotten the request.
+            time.sleep(0.02)
+            run.manager.abort([request_id])
+        deadline = time.monotonic() + WAIT_SECONDS
+        while len(run.ends) < 20:
+            assert time.monotonic() < deadline, f"{20 - len(run.ends)} answers were missed"
+            await asyncio.sleep(0.001)
+
+    start_host(port)
+    run = first_host(port)
+    with run.manager:
+        asyncio.run(serve())
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_never_joins_ends_the_start_in_a_sentence(port: int) -> None:
+    run = first_host(port, parallel={"rank_start_timeout": 1.0})
+    with run.manager, pytest.raises(EngineDeadError) as raised:
+        run.manager.wait_ready(WAIT_SECONDS)
+    sentence = f"engine core 1 on node 1 did not join at tcp://127.0.0.2:{port} within rank_start_timeout 1 s"
+    assert str(raised.value) == sentence
+    assert raised.value.usage
+
+
+def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
+    port: int, start_host: Callable[..., CoreHost]
+) -> None:
+    host = start_host(port, parallel={"data_parallel_size": 4})
+    run = first_host(port)
+    sentence = "has data_parallel_size 4, and the first host 2"
+    with run.manager, pytest.raises(EngineDeadError, match=rf"engine core 1 on node 1 \(.+\): its host {sentence}"):
+        run.manager.wait_ready(WAIT_SECONDS)
+    assert host.wait() == 1
+    assert f"kaon: this host {sentence}" in host.log
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_named(offset: int, port: int) -> None:
+    with (
+        socket.create_server(("127.0.0.2", port + offset)),
+        pytest.raises(ValueError, match=f"port {port + offset} on 127.0.0.2 is taken"),
+    ):
+        first_host(port)
+
+
+def test_what_a_core_on_another_host_cannot_load_ends_all(
+    port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_CORE", "bad checkpoint")
+    host = start_host(port)
+    monkeypatch.delenv("STUB_CORE")
+    run = first_host(port)
+    with run.manager, pytest.raises(EngineDeadError, match="model is /nowhere"):
+        run.manager.wait_ready(WAIT_SECONDS)
+    assert host.wait() == 1
+    assert "kaon: model is /nowhere" in host.log

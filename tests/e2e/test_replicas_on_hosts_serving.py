@@ -1,0 +1,103 @@
+"""Replicas of the embedded model on two hosts: the answers of one engine, and what a server tells of them."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.config import CLUSTER_KEY_ENV, ParallelConfig
+from engine.llm_engine import LLMEngine
+from tests.e2e.core_host import replica_fields
+from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports
+from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
+from tests.e2e.test_data_parallel_serving import PARAMS, PROMPTS, answers, engine_of
+from tests.e2e.test_tensor_parallel import ranks_of, wait_gone
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
+    return free_ports()
+
+
+@pytest.fixture
+def start_host(tmp_path: Path) -> Iterator[Callable[..., KaonHost]]:
+    """Starts hosts that run replicas, which end with the test."""
+    started: list[KaonHost] = []
+
+    def start(port: int, *, parallel: dict[str, Any] | None = None, **settings: Any) -> KaonHost:
+        fields = {**replica_fields(port, node_rank=1), "tensor_parallel_size": 1, **(parallel or {})}
+        started.append(KaonHost(tmp_path / f"host{len(started)}", port, parallel=fields, **settings))
+        return started[-1]
+
+    yield start
+    for host in started:
+        host.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_hosts_answer_what_one_engine_does_also_when_a_core_is_killed(
+    ranks: int, port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    with engine_of(1) as engine:
+        alone = answers(engine)
+    host = start_host(port, parallel={"tensor_parallel_size": ranks})
+    parallel = ParallelConfig.model_validate(replica_fields(port, tensor_parallel_size=ranks))
+    with LLMEngine(parallel_config=parallel, **FIELDS) as engine:
+        cores = engine._core.pids
+        [core] = host.process.children()
+        assert core.pid == cores[1]
+        assert len(ranks_of(core)) == ranks - 1
+        assert answers(engine) == alone
+        ids = engine.add_request(PROMPTS, PARAMS)
+        assert all(replica.live for replica in engine._core._replicas), "each computes some"
+        core.kill()
+        assert [result["token_ids"] for result in engine.collect(ids)] == alone
+        assert engine._core.pids[0] == cores[0]
+        left = [*engine._core.pids, *(rank.pid for rank in ranks_of(psutil.Process(engine._core.pids[1])))]
+    assert host.wait() == 0
+    wait_gone(left)
+    assert "Traceback" not in host.stderr
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_and_the_server_stays_ready_while_a_host_is_away(
+    port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
+) -> None:
+    settings = {**SETTINGS, **FIELDS}
+    server = start_server(**settings, parallel_config=replica_fields(port))
+    host = start_host(port, **settings)
+    server.ready()
+    request = {"model": "kaon-demo", "prompt": "Number", "max_tokens": 200, "temperature": 0.0}
+
+    def text() -> str:
+        with server.client() as client:
+            parts = []
+            for chunk in client.completions.create(**request, stream=True, extra_body={"ignore_eos": True}):
+                parts.append(chunk.choices[0].text)
+                begun.release()
+            return "".join(parts)
+
+    begun = threading.Semaphore(0)
+    whole = text()
+    begun = threading.Semaphore(0)
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(text())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(8):
+        assert begun.acquire(timeout=60)
+    host.process.kill()
+    eventually(lambda: server.metric('kaon_core_serving{replica="1"}') == 0)
+    with server.http() as http:
+        assert http.get("/readyz").status_code == 200
+    host = start_host(port, **settings)
+    for thread in threads:
+        thread.join(120)
+    assert texts == [whole, whole]
+    assert server.metric('kaon_core_restarts_total{replica="1"}') == 1
+    assert server.stop() == 0
+    assert host.wait() == 0

@@ -1,0 +1,267 @@
+"""An engine core on another host as the front end sees it: what is heard of it, and of how it ends."""
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from engine import core_call
+from engine.cluster_key import ClusterKeys, CurvePair
+from engine.cluster_settings import CommonGround
+from engine.config import Config, ParallelConfig
+from engine.core_call import CoreCall
+from engine.core_hosts import CoreHosts
+from engine.core_process import LOST_FRONT_END, CoreAddress
+from engine.core_wires import RemoteWire, connection_names
+from engine.messages import Failed
+from engine.remote_core import CorePlace, RemoteCore
+from engine.replica_places import deal_out
+from engine.worker.curve import Doorkeeper, dial, endpoint, listen
+from engine.worker.host_messages import (
+    CoreEnded,
+    CoreServes,
+    CoreStarted,
+    DumpStacks,
+    Farewell,
+    Hello,
+    KillCore,
+    LaunchCore,
+    StopCore,
+    ToHost,
+)
+from models.demo import CHECKPOINT_DIR
+from tests.e2e.kaon_host import free_ports
+
+WAIT_SECONDS = 30
+ADDRESS = CoreAddress("tcp://10.0.0.1:29501", "a-name", b"", b"", b"")
+LAUNCH = LaunchCore(7, 1, 0, 1, 64, True, ADDRESS)
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def core(context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteCore:
+    place = CorePlace(1, "tcp://10.0.0.1:29500", ADDRESS.address, context.socket(zmq.ROUTER))
+    return RemoteCore(LAUNCH, place, "engine core 1", time.monotonic() + 60.0)
+
+
+# -- its life ---------------------------------------------------------------------------------------------------
+
+
+def test_what_it_is_told_waits_for_its_host_in_order(core: RemoteCore) -> None:
+    core.start()
+    core.connected()
+    core.dump_stacks()
+    core.kill()
+    assert core.is_awaited
+    core.joined("worker-7")
+    assert not core.is_awaited
+    assert core.join_by == math.inf
+    assert [core.take() for _ in range(4)] == [LAUNCH, CoreServes(7), DumpStacks(7), KillCore(7)]
+    core.stop(0.0)
+    assert core.take() == StopCore(7)
+    assert core.far_descriptor == -1
+
+
+def test_its_process_and_its_end_are_known_by_what_its_host_says(core: RemoteCore) -> None:
+    core.start()
+    core.joined("worker-7")
+    core.hear(CoreStarted(7, 4711))
+    assert core.pid == 4711
+    assert not core.is_gone
+    core.hear(CoreEnded(7, -9, [3, 5]))
+    assert core.is_gone
+    assert (core.wait(), core.why_gone(), core.running_step()) == (-9, None, [3, 5])
+    # Nobody is there to be told; that is no error.
+    core.kill()
+
+
+def test_the_end_of_a_connection_is_no_request_s_fault(core: RemoteCore) -> None:
+    core.joined("worker-7")
+    core.lose("is gone: the connection to its host has ended", True)
+    assert core.is_gone
+    sentence = "engine core 1 on node 1 (worker-7) is gone: the connection to its host has ended"
+    assert core.why_gone() == Failed(sentence, killed=True)
+    assert core.running_step() is None
+
+
+def test_a_core_that_does_not_reach_its_port_says_which(core: RemoteCore) -> None:
+    core.joined("worker-7")
+    core.hear(CoreEnded(7, LOST_FRONT_END, [3]))
+    sentence = "engine core 1 on node 1 (worker-7) does not reach 10.0.0.1:29501; open that port to the hosts"
+    assert core.why_gone() == Failed(sentence, usage=True)
+    assert core.running_step() is None
+
+
+def test_a_first_core_fails_with_its_host_and_a_later_one_waits_for_the_right_host(
+    core: RemoteCore, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    core.differ("worker-7", "has dtype float16, and the first host float32")
+    why = core.why_gone()
+    assert why is not None
+    assert why.error == "engine core 1 on node 1 (worker-7): its host has dtype float16, and the first host float32"
+    assert why.usage
+    place = CorePlace(1, "", "", context.socket(zmq.ROUTER))
+    later = RemoteCore(LAUNCH, place, "engine core 1", math.inf)
+    later.differ("worker-7", "has dtype float16, and the first host float32")
+    assert not later.is_gone
+    assert later.is_awaited
+
+
+# -- the way to it ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def called(context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[tuple["zmq.Socket[bytes]", CoreAddress]]:
+    """A front end's socket, and where a core calls."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = endpoint("127.0.0.1", probe.getsockname()[1])
+    own, theirs = CurvePair.new(), CurvePair.new()
+    doorkeeper = Doorkeeper(context)
+    doorkeeper.admit(theirs.public)
+    listener = listen(context, zmq.ROUTER, address, own)
+    yield listener, CoreAddress(address, "second", own.public, *theirs)
+    listener.close(linger=0)
+    doorkeeper.close()
+
+
+def receive(wire: RemoteWire) -> bytes:
+    while True:
+        frame = wire.receive()
+        if frame is not None:
+            return frame
+        assert wire.poll(WAIT_SECONDS * 1000)
+
+
+def test_messages_of_any_length_go_both_ways_and_what_an_earlier_core_left_is_dropped(
+    called: tuple["zmq.Socket[bytes]", CoreAddress],
+) -> None:
+    listener, to = called
+    there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wire = RemoteWire(listener, to.name)
+    with dial(
+        there, CurvePair(to.public, to.secret), to.front_end_public, connection_names("first")[1].encode()
+    ) as old:
+        old.connect(to.address)
+        old.send(b"of another core")
+        assert listener.poll(WAIT_SECONDS * 1000)
+        assert wire.receive() is None
+        assert not wire.has_called
+        call = CoreCall(there, to, WAIT_SECONDS)
+        long = os.urandom(5 << 20)
+        call.output.send(b"before the other connection was used")
+        assert not wire.poll(300) or wire.receive() is None
+        call.input.send(b"")
+        assert receive(wire) == b"before the other connection was used"
+        old.send(b"of another core")
+        call.output.send(long)
+        assert receive(wire) == long
+        wire.send([b"one", long])
+        assert call.input.recv_multipart() == [b"one", long]
+    call.close()
+    there.destroy(linger=0)
+
+
+def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
+    called: tuple["zmq.Socket[bytes]", CoreAddress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_call, "_TRY_SECONDS", 0.2)
+    listener, to = called
+    there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    call = CoreCall(there, to, WAIT_SECONDS)
+    lost, said = threading.Event(), []
+    call.watch(lambda sentence: (said.append(sentence), lost.set()))
+    listener.close(linger=0)
+    assert lost.wait(WAIT_SECONDS)
+    assert said == [f"the connection to the front end at {to.address} has ended"]
+    for connection in (call.input, call.output):
+        connection.close(linger=0)
+    stranger = CurvePair.new()
+    with pytest.raises(ConnectionError, match="was not reached within 0 s"):
+        CoreCall(there, CoreAddress(to.address, to.name, to.front_end_public, *stranger), 0.0)
+    there.destroy(linger=0)
+
+
+# -- its hosts --------------------------------------------------------------------------------------------------
+
+
+def told(host: "zmq.Socket[bytes]") -> ToHost:
+    """What a host is told; an empty message only asks whether it is there."""
+    while not (frame := host.recv()):
+        pass
+    message: ToHost = msgspec.msgpack.decode(frame, type=ToHost)
+    return message
+
+
+def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told_what_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(
+        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"))
+    )
+    keys, ground, found = ClusterKeys.of("k" * 16), CommonGround.of(config, CHECKPOINT_DIR), threading.Event()
+
+    def of_in_time(*_: object) -> CommonGround:
+        assert found.wait(WAIT_SECONDS)
+        return ground
+
+    monkeypatch.setattr(CommonGround, "of", of_in_time)
+    hosts = CoreHosts(config, keys, "127.0.0.1", deal_out(2, 2))
+    there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with dial(there, keys.host, keys.core.public, b"gone") as gone:
+        gone.connect(hosts.joining)
+        gone.send(msgspec.msgpack.encode(Hello(1, "worker-6", ground)))
+        while hosts._router._early.keys() != {b"gone"}:
+            time.sleep(0.01)
+    with dial(there, keys.host, keys.core.public, b"host") as host:
+        host.connect(hosts.joining)
+        host.send(msgspec.msgpack.encode(Hello(1, "worker-7", ground)))
+        core = hosts.core(1, "engine core 1", None)
+        core.start()
+        while hosts._router._early.keys() != {b"gone", b"host"}:
+            time.sleep(0.01)
+        assert not host.poll(300)
+        found.set()
+        launch = told(host)
+        assert isinstance(launch, LaunchCore)
+        assert (launch.replica, launch.place, launch.places, launch.is_first) == (1, 0, 1, True)
+        assert not core.is_awaited
+        later = hosts.core(1, "engine core 1", 64)
+        assert core.join_by == later.join_by == math.inf
+        host.send(msgspec.msgpack.encode(CoreStarted(launch.core, 4711)))
+        host.send(msgspec.msgpack.encode(CoreEnded(launch.core, 1, [], "it cannot be started: no room")))
+        assert core.lifeline.recv(1) == b""
+        assert core.why_gone() == Failed(
+            "engine core 1 on node 1 (worker-7): it cannot be started: no room", usage=True
+        )
+        hosts.part("")
+        hosts.close()
+        hosts.close()
+        assert told(host) == Farewell()
+    there.destroy(linger=0)
+
+
+def test_only_the_last_core_of_a_replica_is_let_in() -> None:
+    config = Config(
+        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=4, master_port=free_ports("127.0.0.1"))
+    )
+    hosts = CoreHosts(config, ClusterKeys.of("k" * 16), "127.0.0.1", deal_out(4, 2))
+    assert [hosts.runs(replica) for replica in range(4)] == [False, False, True, True]
+    first, other, second = (hosts.core(replica, "an engine core", None)._launch.front_end for replica in (2, 3, 2))
+    let_in = [hosts._doorkeeper.callback("", each.public) for each in (first, other, second)]
+    hosts.close()
+    assert let_in == [False, True, True]
+    assert [each.address.rpartition(":")[2] for each in (first, other)] == [
+        str(config.parallel_config.master_port + replica) for replica in (2, 3)
+    ]
