@@ -39,7 +39,7 @@ from models.layers.parameter import (
     weight_bytes,
     weight_loader_of,
 )
-from models.layers.quantized_product import can_stay, can_stay_stacked, keep_quantized
+from models.layers.quantized_product import can_be_rounded_again, can_stay, keep_quantized
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
 from models.quantization.config import QuantizationConfig
@@ -111,7 +111,7 @@ def load_model(
     stays: frozenset[str] = frozenset()
     if may_stay:
         may_stack = triton.takes("moe") and not is_shared_out
-        stays = _staying_quantized(missing, config.quantization, device, may_stack=may_stack)
+        stays = _staying_quantized(missing, config.quantization, may_stack=may_stack)
     take_memory(model.parameters())
     ignored = _prediction_layers(config)
     left_over: list[str] = []
@@ -210,7 +210,7 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
 
 
 def _staying_quantized(
-    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, device: torch.device, *, may_stack: bool
+    wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, *, may_stack: bool
 ) -> frozenset[str]:
     """The names of weights that a GPU's kernels take as they are stored; the parameters are made ready for them.
 
@@ -219,16 +219,18 @@ def _staying_quantized(
     assert quantization is not None
     names: dict[nn.Parameter, list[str]] = {}
     for name, target in wanted.items():
-        if is_product(target.parameter):
+        if is_product(target.parameter) and (may_stack or target.parameter.dim() == 2):
             names.setdefault(target.parameter, []).append(name)
     staying: list[str] = []
     for parameter, sources in names.items():
         layers = [quantization.for_layer(name.removesuffix(".weight")) for name in sources]
         if parameter.dim() == 3:
             # The name of the stack is the last.
-            if layers[-1] is not None and can_stay_stacked(parameter, layers[-1]) and may_stack:
-                keep_quantized(parameter)
-        elif all(layer is not None and can_stay(layer, device) for layer in layers):
+            stack = layers.pop()
+            if stack is not None and can_be_rounded_again(parameter, stack):
+                keep_quantized(parameter, is_rounded_again=True)
+                continue
+        if all(layer is not None and can_stay(layer) for layer in layers):
             keep_quantized(parameter)
             staying += sources
     return frozenset(staying)

@@ -17,7 +17,7 @@ from models.layers.activation import Gating, gating_of, swiglu
 from models.layers.expert_parallel import ExpertShare
 from models.layers.grouped_linear import grouped_linear
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
-from models.layers.quantized_product import stored_experts_of, stored_of
+from models.layers.quantized_product import stored_of
 from models.parallel import SINGLE_RANK, TensorParallel
 
 if TYPE_CHECKING:
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 _STACKED = "stacked"
 _GATE, _UP, _DOWN = "gate", "up", "down"
+
+
+class Routed(NamedTuple):
+    """What a layer of experts computes of."""
+
+    hidden: torch.Tensor  # [tokens, hidden_size]
+    weights: torch.Tensor  # [tokens, top_k] float32
+    ids: torch.Tensor  # [tokens, top_k] int64
+    beside: torch.Tensor | None
+    """What every rank has of each token besides, [tokens, hidden_size]."""
+    gate: torch.Tensor | None
+    """[tokens, 1] float32, logits of the share of `beside` that a token takes; None: all of it."""
 
 
 class ExpertNames(NamedTuple):
@@ -125,26 +137,17 @@ class FusedMoE(nn.Module):
 
         `gate` [tokens, 1] float32: logits of the share of `beside` that a token takes; None: all of it.
         """
+        routed = Routed(hidden, weights, ids, beside, gate)
         if self.share.exchange is not None:
-            return self._across_replicas(hidden, weights, ids, beside, gate)
+            return self._across_replicas(routed)
         if self.shuffled is not None:
-            routed = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
-            return self._add(self.parallel.all_reduce(routed), beside, gate)
+            sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
+            return self._add(self.parallel.all_reduce(sums), routed)
         if self._is_packed:
-            return self._by_operators(hidden, weights, ids, beside, gate)
+            return self._by_operators(routed)
         if hidden.dtype is self.w13.dtype and triton.runs(hidden, operator="moe") and self._are_for_kernels:
-            return self._by_kernels(hidden, weights, ids, beside, gate)
-        top_k = ids.shape[1]
-        experts = ids.flatten()
-        if self.expert_map is not None:
-            experts = self.expert_map[experts]
-        order = experts.argsort(stable=True)
-        counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
-        # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
-        products = hidden.new_empty(len(order), hidden.shape[1])
-        products[order] = self._products(hidden, counts, order // top_k)
-        by_token = products.view(len(hidden), top_k, -1)
-        return self._added_up(by_token, weights, beside, gate)
+            return self._by_kernels(routed)
+        return self._by_torch(routed)
 
     def shuffle(self) -> bool:
         """Have aiter compute the filled layer; False where it has no kernels for one like this.
@@ -169,50 +172,45 @@ class FusedMoE(nn.Module):
         if first is not None and second is not None:
             w13, w2 = first.fp8_blocks(), second.fp8_blocks()
             return None if w13 is None or w2 is None else aiter_experts.ExpertWeights(w13[0], w2[0], w13[1], w2[1])
-        weights = (self.w13, self.w2)
-        is_dense = all(stored_of(weight) is None and stored_experts_of(weight) is None for weight in weights)
-        return aiter_experts.ExpertWeights(*weights) if is_dense else None
+        return aiter_experts.ExpertWeights(self.w13, self.w2) if first is None and second is None else None
 
     @property
     def _are_for_kernels(self) -> bool:
         return all(
-            stored_experts_of(weight) is not None or triton.runs(weight, operator="moe")
-            for weight in (self.w13, self.w2)
+            stored_of(weight) is not None or triton.runs(weight, operator="moe") for weight in (self.w13, self.w2)
         )
 
     @property
     def _is_packed(self) -> bool:
         return packed_of(self.w13) is not None and packed_of(self.w2) is not None
 
-    def _by_operators(
-        self,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        beside: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`forward` without anything of torch's, so that it may be recorded."""
-        counts, tokens, places = expert_ops.sort_pairs(ids, self.num_experts, first=self.local_experts.start)
-        products = self._products(hidden, counts[: len(self.local_experts)], tokens)
-        return self._combined(products, weights, places, beside, gate)
+    def _by_torch(self, routed: Routed) -> torch.Tensor:
+        top_k = routed.ids.shape[1]
+        experts = routed.ids.flatten()
+        if self.expert_map is not None:
+            experts = self.expert_map[experts]
+        order = experts.argsort(stable=True)
+        counts = experts.bincount(minlength=len(self.local_experts))[: len(self.local_experts)]
+        # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
+        products = routed.hidden.new_empty(len(order), routed.hidden.shape[1])
+        products[order] = self._products(routed.hidden, counts, order // top_k)
+        return self._added_up(products.view(len(routed.hidden), top_k, -1), routed)
 
-    def _across_replicas(
-        self,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        beside: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _by_operators(self, routed: Routed) -> torch.Tensor:
+        """`forward` without anything of torch's, so that it may be recorded."""
+        counts, tokens, places = expert_ops.sort_pairs(routed.ids, self.num_experts, first=self.local_experts.start)
+        products = self._products(routed.hidden, counts[: len(self.local_experts)], tokens)
+        return self._combined(products, places, routed)
+
+    def _across_replicas(self, routed: Routed) -> torch.Tensor:
         """`forward` where other replicas have some of the experts, and ask those that are here."""
         assert self.parallel.experts is not None
         dp_metadata = get_forward_context().dp_metadata
         is_dummy = dp_metadata is not None and not dp_metadata.num_tokens_across_dp[self.parallel.experts.replica]
-        products, places = self.share.across(hidden, ids, self._products, is_dummy=is_dummy)
+        products, places = self.share.across(routed.hidden, routed.ids, self._products, is_dummy=is_dummy)
         if self._is_packed:
-            return self._combined(products, weights, places, beside, gate)
-        return self._added_up(products[places], weights, beside, gate)
+            return self._combined(products, places, routed)
+        return self._added_up(products[places], routed)
 
     def _products(self, hidden: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """What the local experts make of their runs of `hidden[tokens]`; 0 past the last.
@@ -220,49 +218,39 @@ class FusedMoE(nn.Module):
         # [rows, hidden_size], [local experts], [pairs] int64 -> [pairs, hidden_size]
         """
         inner = grouped_linear(hidden, self.w13, self.w13_bias, counts, tokens=tokens)
-        # One rank alone adds the bias of experts that all have a part of, or the sum would hold it once a rank.
-        outer_bias = None if self.split.rank else self.w2_bias
-        return grouped_linear(self.activation(inner), self.w2, outer_bias, counts)
+        return grouped_linear(self.activation(inner), self.w2, self._outer_bias, counts)
 
-    def _combined(
-        self,
-        products: torch.Tensor,
-        weights: torch.Tensor,
-        places: torch.Tensor,
-        beside: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As `_added_up`, by operators. # [pairs, hidden_size], 2 x [tokens, top_k]"""
+    @property
+    def _outer_bias(self) -> torch.Tensor | None:
+        """One rank alone adds the bias of experts that all have a part of, or the sum would hold it once a rank."""
+        return None if self.split.rank else self.w2_bias
+
+    def _combined(self, products: torch.Tensor, places: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """As `_added_up`, by operators. # [pairs, hidden_size], [tokens, top_k]"""
+        _, weights, _, beside, gate = routed
         if self.parallel.rank:  # One rank alone adds what all have.
             beside = gate = None
         return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
 
-    def _added_up(
-        self, by_token: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _added_up(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
         """The layer's output, of what each token's experts made of it. # [tokens, top_k, hidden_size]"""
-        combined = (by_token * weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
-        return self._add(self.parallel.all_reduce(combined.to(by_token.dtype)), beside, gate)
+        combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
+        return self._add(self.parallel.all_reduce(combined.to(by_token.dtype)), routed)
 
     @staticmethod
-    def _add(routed: torch.Tensor, beside: torch.Tensor | None, gate: torch.Tensor | None) -> torch.Tensor:
+    def _add(sums: torch.Tensor, routed: Routed) -> torch.Tensor:
+        _, _, _, beside, gate = routed
         if beside is None:
-            return routed
-        return routed + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
+            return sums
+        return sums + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
 
-    def _by_kernels(
-        self,
-        hidden: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        beside: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _by_kernels(self, routed: Routed) -> torch.Tensor:
         """`forward` on a GPU, where the host learns nothing of who goes where."""
+        from models.kernels.triton.grouped import block_of
         from models.kernels.triton.moe_combine import moe_combine
-        from models.kernels.triton.moe_gemm import block_of
         from models.kernels.triton.moe_sort import moe_sort
 
+        hidden, weights, ids, beside, gate = routed
         experts = ids if self.expert_map is None else self.expert_map[ids]
         num_pairs, held = ids.numel(), len(self.local_experts)
         pairs = moe_sort(experts, held, block_of(num_pairs, self.num_experts))
@@ -270,11 +258,10 @@ class FusedMoE(nn.Module):
         inner = _multiply(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        outer_bias = None if self.split.rank else self.w2_bias
-        products = _multiply(inner, self.w2, outer_bias, pairs, num_pairs)
+        products = _multiply(inner, self.w2, self._outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
             return moe_combine(products, weights, experts, held, beside, gate)
-        return self._add(self.parallel.all_reduce(moe_combine(products, weights, experts, held)), beside, gate)
+        return self._add(self.parallel.all_reduce(moe_combine(products, weights, experts, held)), routed)
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""
@@ -339,11 +326,9 @@ def _multiply(
     gating: Gating | None = None,
 ) -> torch.Tensor:
     """Each pair's row by its expert's weight, on a GPU. # [tokens or num_pairs, inner] -> [num_pairs, out]"""
-    stored = stored_experts_of(weight)
+    stored = stored_of(weight)
     if stored is not None:
-        from models.kernels.triton.moe_mxfp4_gemm import moe_mxfp4_gemm
-
-        return moe_mxfp4_gemm(rows, stored.weight, bias, pairs, num_pairs, gating=gating)
+        return stored.grouped(rows, bias, pairs, num_pairs, gating)
     from models.kernels.triton.moe_gemm import moe_gemm
 
     return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

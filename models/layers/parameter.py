@@ -73,7 +73,7 @@ def take_memory(parameters: Iterable[nn.Parameter]) -> None:
     """Give memory to those that have none and do not lie elsewhere: in the form that products read, or quantised."""
     for parameter in parameters:
         is_bare = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
-        if is_bare and not any(hasattr(parameter, place) for place in ("packed", "stored", "stored_experts")):
+        if is_bare and not any(hasattr(parameter, place) for place in ("packed", "stored")):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 

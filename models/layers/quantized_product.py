@@ -1,8 +1,9 @@
 """Products with weights that stay quantised on a GPU: which weights do, how they are filled, and the product.
 
-Called by `models.layers.product`, and by the loader before and while it fills a model.
+Called by `models.layers.product` and `FusedMoE`, and by the loader before and while it fills a model.
 """
 
+from types import EllipsisType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +16,22 @@ from models.quantization.stored import GROUP, Codes, QuantizedRows
 
 if TYPE_CHECKING:
     from models.kernels.triton.four_bit import FourBitWeight
+    from models.kernels.triton.fp8 import FP8Weight
+    from models.kernels.triton.moe_sort import SortedPairs
+    from models.layers.activation import Gating
 
 _FOUR_BIT = (Storage.MXFP4, Storage.AWQ, Storage.GPTQ, Storage.PACKED)
 
 
 class StoredWeight:
-    """The memory of one weight, of the kind of its first rows."""
+    """The memory of one weight, or of a stack of experts', of the kind of its first rows."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, *, is_rounded_again: bool = False
+    ) -> None:
+        """`is_rounded_again`: dense rows were MXFP4, and are rounded to the same numbers again."""
         self._shape, self._dtype, self._device = shape, dtype, device
+        self._is_rounded_again = is_rounded_again
         self._first: Codes | None = None
         self._codes = self._scales = torch.empty(0)
         self._zeros: torch.Tensor | None = None
@@ -31,68 +39,99 @@ class StoredWeight:
         self._has_looked_for_blocks = False
 
     @property
-    def is_begun(self) -> bool:
-        """Whether it has rows."""
-        return self._first is not None
+    def kind(self) -> str | None:
+        """`fp8`, `int4` or `mxfp4`; None before it has rows."""
+        return None if self._first is None else self._first.kind
 
-    def put(self, first: int, rows: Codes) -> bool:
-        """Fill rows from `first` on; False where they are of another kind than those before."""
-        from models.kernels.triton.four_bit import pack_nibbles
-        from models.kernels.triton.fp8_gemm import to_flavour
-
+    def put(self, first: int, rows: torch.Tensor, place: int | None = None) -> bool:
+        """Fill rows from `first` on, of a stack those of one of its weights; False where they cannot stay, or are of
+        another kind than those before. # [count, inputs]
+        """
+        held = self._held(rows)
+        if held is None:
+            return False
         if self._first is None:
-            self._begin(rows)
+            self._begin(held)
         begun = self._first
         assert begun is not None
-        if (rows.kind, rows.width, rows.scales.shape[1]) != (begun.kind, begun.width, begun.scales.shape[1]):
+        if (held.kind, held.width, held.scales.shape[1]) != (begun.kind, begun.width, begun.scales.shape[1]):
             return False
-        some = slice(first, first + len(rows.codes))
-        if rows.kind == "fp8":
-            codes, scales = to_flavour(rows.codes, rows.scales, self._codes.dtype)
-            self._codes.view(torch.uint8)[some] = codes.view(torch.uint8).to(self._device)
-        else:
-            self._codes[some] = pack_nibbles(rows.codes).to(self._device)
-            scales = rows.scales
-        self._scales[some] = scales.to(self._device, self._scales.dtype)
+        some = slice(first, first + len(held.codes))
+        at = some if place is None else (place, some)
+        codes, scales = self._as_kernels_read(held)
+        self._codes.view(torch.uint8)[at] = codes.view(torch.uint8)
+        self._scales[at] = scales.to(self._scales.dtype)
         if self._zeros is not None:
-            assert rows.zeros is not None
-            self._zeros[some] = rows.zeros.to(self._device)
+            assert held.zeros is not None
+            self._zeros[at] = held.zeros.to(self._device)
         return True
+
+    def _held(self, rows: torch.Tensor) -> Codes | None:
+        if isinstance(rows, QuantizedRows):
+            return rows.held
+        if not self._is_rounded_again:
+            return None
+        from models.kernels.triton.four_bit import RUN, mxfp4_of
+
+        codes, exponents = mxfp4_of(rows.to(self._device))
+        return Codes("mxfp4", codes, exponents, None, RUN, lambda: rows)
 
     def _begin(self, rows: Codes) -> None:
         from models.kernels.triton.configs import target_of
 
         self._first = rows
-        outputs, inputs = self._shape
+        *outputs, inputs = self._shape
         groups = rows.scales.shape[1]
 
         def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(outputs, columns, dtype=dtype, device=self._device)
+            return torch.empty(*outputs, columns, dtype=dtype, device=self._device)
 
         if rows.kind == "fp8":
-            self._codes = empty(inputs, getattr(torch, f"float8_{target_of(self._device).fp8}"))
+            self._codes = empty(inputs, getattr(torch, f"float8_{target_of(self._device).fp8 or 'e4m3fn'}"))
             self._scales = empty(groups, torch.float32)
         else:
             self._codes = empty(inputs // 2, torch.uint8)
             self._scales = empty(groups, torch.uint8 if rows.kind == "mxfp4" else self._dtype)
             self._zeros = empty(groups, torch.uint8) if rows.kind == "int4" else None
 
+    def _as_kernels_read(self, rows: Codes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales, on the device."""
+        from models.kernels.triton.four_bit import pack_nibbles
+        from models.kernels.triton.fp8 import to_flavour
+
+        codes, scales = rows.codes.to(self._device), rows.scales.to(self._device)
+        return to_flavour(codes, scales, self._codes.dtype) if rows.kind == "fp8" else (pack_nibbles(codes), scales)
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
-        assert self._first is not None, "a weight is filled before it is used"
         if len(x) == 0:
             return x.new_empty(0, self._shape[0])
-        if self._first.kind == "fp8":
-            from models.kernels.triton.fp8_gemm import FP8Weight, fp8_linear
+        if self.kind == "fp8":
+            from models.kernels.triton.fp8_gemm import fp8_linear
 
             if aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
                 return _by_aiter(x, *blocks, bias)
-            scales = self._scales if self._first.width == GROUP else self._scales[:, 0]
-            return fp8_linear(x, FP8Weight(self._codes, scales), bias)
-        from models.kernels.triton.four_bit import FourBitWeight
+            return fp8_linear(x, self._fp8(), bias)
         from models.kernels.triton.four_bit_gemm import four_bit_linear
 
-        return four_bit_linear(x, FourBitWeight(self._codes, self._scales, self._zeros), bias)
+        return four_bit_linear(x, self._four_bit(), bias)
+
+    def grouped(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        pairs: "SortedPairs",
+        num_pairs: int,
+        gating: "Gating | None" = None,
+    ) -> torch.Tensor:
+        """Each pair's row by its expert's weight of the stack, as `moe_gemm`."""
+        if self.kind == "fp8":
+            from models.kernels.triton.moe_fp8_gemm import moe_fp8_gemm
+
+            return moe_fp8_gemm(rows, self._fp8(), bias, pairs, num_pairs, gating=gating)
+        from models.kernels.triton.moe_four_bit_gemm import moe_four_bit_gemm
+
+        return moe_four_bit_gemm(rows, self._four_bit(), bias, pairs, num_pairs, gating=gating)
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """FP8 with a scale for each block of 128 x 128, once it is filled; None where it is of another kind.
@@ -110,55 +149,50 @@ class StoredWeight:
 
     def dense(self) -> torch.Tensor:
         """The weight's numbers, as torch computes with them; undefined where rows were not filled."""
+        if self._first is None or len(self._shape) == 2:
+            return self._dense(...)
+        # One expert at a time: float32 of a whole stack may be more than there is.
+        dense = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for place in range(len(dense)):
+            dense[place] = self._dense(place)
+        return dense
+
+    def _dense(self, place: int | EllipsisType) -> torch.Tensor:
         from models.kernels.triton.four_bit import FourBitWeight
         from models.kernels.triton.reference.quantized import four_bit_weight
 
-        assert self._first is not None
+        if self._first is None:
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        codes, scales = self._codes[place], self._scales[place]
         if self._first.kind == "fp8":
-            inputs = self._shape[1]
-            scales = self._scales.repeat_interleave(min(self._first.width, inputs), 1)[:, :inputs]
-            return (self._codes.float() * scales).to(self._dtype)
-        return four_bit_weight(FourBitWeight(self._codes, self._scales, self._zeros), self._dtype)
+            inputs = self._shape[-1]
+            scales = scales.repeat_interleave(min(self._first.width, inputs), -1)[..., :inputs]
+            return (codes.float() * scales).to(self._dtype)
+        zeros = None if self._zeros is None else self._zeros[place]
+        return four_bit_weight(FourBitWeight(codes, scales, zeros), self._dtype)
+
+    def _fp8(self) -> "FP8Weight":
+        from models.kernels.triton.fp8 import FP8Weight
+
+        assert self._first is not None, "a weight is filled before it is used"
+        return FP8Weight(self._codes, self._scales if self._first.width == GROUP else self._scales[..., 0])
+
+    def _four_bit(self) -> "FourBitWeight":
+        from models.kernels.triton.four_bit import FourBitWeight
+
+        assert self._first is not None, "a weight is filled before it is used"
+        return FourBitWeight(self._codes, self._scales, self._zeros)
 
 
 def _by_aiter(x: torch.Tensor, codes: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    from models.kernels.triton.fp8_gemm import quantize_groups
+    from models.kernels.triton.fp8 import quantize_groups
 
     out = aiter_dense.fp8_linear(*quantize_groups(x), codes, blocks, x.dtype)
     return out if bias is None else out.add_(bias)
 
 
-class StoredExperts:
-    """The memory of a stack of weights that were MXFP4: dense rows are rounded to the same numbers again."""
-
-    def __init__(self, shape: torch.Size, device: torch.device) -> None:
-        *rows, inputs = shape
-        self._packed = torch.empty(*rows, inputs // 2, dtype=torch.uint8, device=device)
-        self._scales = torch.empty(*rows, inputs // 32, dtype=torch.uint8, device=device)
-
-    def put(self, place: int, first: int, rows: torch.Tensor) -> None:
-        """Fill rows of one expert from `first` on. # [count, inputs]"""
-        from models.kernels.triton.four_bit import mxfp4_of, pack_nibbles
-
-        codes, exponents = mxfp4_of(rows.to(self._packed.device))
-        some = slice(first, first + len(rows))
-        self._packed[place, some], self._scales[place, some] = pack_nibbles(codes), exponents
-
-    @property
-    def weight(self) -> "FourBitWeight":
-        """As the kernel takes it."""
-        from models.kernels.triton.four_bit import FourBitWeight
-
-        return FourBitWeight(self._packed, self._scales)
-
-
-def stored_experts_of(parameter: nn.Parameter) -> StoredExperts | None:
-    """The memory of a stack of weights that stays quantised."""
-    return getattr(parameter, "stored_experts", None)
-
-
 def stored_of(parameter: nn.Parameter) -> StoredWeight | None:
-    """The memory of a weight that stays quantised."""
+    """The memory of a weight, or of a stack of them, that stays quantised."""
     return getattr(parameter, "stored", None)
 
 
@@ -167,40 +201,30 @@ def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: 
 
     One whose rows are of several kinds, or dense in part, becomes dense.
     """
-    experts = stored_experts_of(parameter)
-    if experts is not None and place is not None:
-        experts.put(place, first, rows)
-        return True
     stored = stored_of(parameter)
-    if stored is None or (isinstance(rows, QuantizedRows) and stored.put(first, rows.held)):
+    if stored is None or stored.put(first, rows, place):
         return stored is not None
-    dense = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    if stored.is_begun:
-        dense.copy_(stored.dense())
-    parameter.data = dense
+    parameter.data = stored.dense()
     del parameter.stored  # type: ignore[attr-defined]
     return False
 
 
-def can_stay(layer: LayerQuantConfig, device: torch.device) -> bool:
-    """Whether there is a kernel on a device for weights that are quantised so."""
-    from models.kernels.triton.configs import target_of
-
-    if layer.quant_dtype == "fp8":
-        return layer.storage is Storage.SCALED and layer.symmetric and target_of(device).fp8 is not None
-    return layer.storage in _FOUR_BIT and layer.bits == 4 and not layer.has_group_index
-
-
-def keep_quantized(parameter: nn.Parameter) -> None:
-    """Have a weight that is not filled yet, or a stack of them, stay quantised."""
+def keep_quantized(parameter: nn.Parameter, *, is_rounded_again: bool = False) -> None:
+    """Have a weight that is not filled yet, or a stack of them, stay quantised, as `StoredWeight` has it."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-    if parameter.dim() == 2:
-        parameter.stored = StoredWeight(shape, dtype, device)  # type: ignore[attr-defined]
-    else:
-        parameter.stored_experts = StoredExperts(shape, device)  # type: ignore[attr-defined]
+    parameter.stored = StoredWeight(  # type: ignore[attr-defined]
+        shape, dtype, device, is_rounded_again=is_rounded_again
+    )
     parameter.data = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
-def can_stay_stacked(parameter: nn.Parameter, layer: LayerQuantConfig) -> bool:
-    """The same of a stack, of which a rank may have some inputs."""
-    return layer.storage is Storage.MXFP4_EXPERTS and parameter.shape[2] % 64 == 0
+def can_stay(layer: LayerQuantConfig) -> bool:
+    """Whether there is a kernel for weights that are quantised so."""
+    if layer.quant_dtype == "fp8":
+        return layer.storage is Storage.SCALED and layer.symmetric
+    return layer.storage in _FOUR_BIT and layer.bits == 4 and not layer.has_group_index
+
+
+def can_be_rounded_again(stack: nn.Parameter, layer: LayerQuantConfig) -> bool:
+    """Whether a stack that the checkpoint has in one tensor of MXFP4 may stay so. A rank may have some inputs."""
+    return layer.storage is Storage.MXFP4_EXPERTS and stack.shape[2] % 64 == 0

@@ -36,7 +36,7 @@ class Codes:
     """The same rows and columns as the model computes without kernels."""
 
     def part(self, dim: int, first: int, last: int) -> "Codes | None":
-        """Some rows or columns; None where a group would be cut."""
+        """Some rows or columns; None where a group would be cut, or two runs of 4-bit codes."""
         dense = self.dense
 
         def slice_of_dense() -> torch.Tensor:
@@ -50,6 +50,8 @@ class Codes:
         groups = slice(0, self.scales.shape[1])
         if self.width < inputs:
             if first % self.width or (last % self.width and last != inputs):
+                return None
+            if self.kind != "fp8" and (last - first) % (2 * _RUN):
                 return None
             groups = slice(first // self.width, -(-last // self.width))
         zeros = None if self.zeros is None else self.zeros[:, groups]

@@ -7,33 +7,72 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from triton.runtime.jit import JITFunction
 
+from models.kernels.triton import record
 from models.kernels.triton.assembly import Assembly, problems
-from models.kernels.triton.configs import TARGETS
+from models.kernels.triton.configs import TARGETS, Config
 from models.kernels.triton.probe_kernel import COMPILATIONS as PROBE
+from models.kernels.triton.report import compilations, is_page_complete
 
 FIRST_CLASS = [arch for arch, target in TARGETS.items() if target.first_class]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", FIRST_CLASS)
-def test_kernels_on_a_first_class_target(arch: str, tmp_path: Path) -> None:
-    _compile(arch, tmp_path)
+def test_kernels_on_the_first_class_targets(tmp_path: Path) -> None:
+    """What .kernels.jsonl has of the very source, options and compiler is not compiled again."""
+    assert_nothing_wrong(report(tmp_path, "--targets", ",".join(FIRST_CLASS)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch not in FIRST_CLASS])
-def test_kernels_on_another_target(arch: str, tmp_path: Path) -> None:
-    _compile(arch, tmp_path)
+@pytest.mark.timeout(900)
+def test_kernels_on_the_other_targets(tmp_path: Path) -> None:
+    assert_nothing_wrong(report(tmp_path, "--targets", ",".join(TARGETS.keys() - FIRST_CLASS)))
 
 
-def test_the_page_of_kernels_has_all_of_them(tmp_path: Path) -> None:
-    result = _report(tmp_path, "--check")
-    assert result.returncode == 0, result.stderr
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "files", [["moe_combine", "indexer_scores"], pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_what_is_on_record_is_what_the_compiler_makes(files: list[str], tmp_path: Path) -> None:
+    chosen = ("--targets", ",".join(FIRST_CLASS), *files)
+    assert report(tmp_path, "--fresh", *chosen) == report(tmp_path, *chosen)
+
+
+def test_a_compilation_has_a_key_of_all_that_its_output_depends_on() -> None:
+    one = replace(PROBE[0], kernel=JITFunction(PROBE[0].kernel.fn))
+    others = (
+        one,
+        replace(PROBE[0], kernel=JITFunction(PROBE[0].kernel.fn)),
+        replace(one, variant="renamed", has_dot=False),
+        replace(one, target=TARGETS["gfx1201"]),
+        replace(one, config=Config(one.config.blocks, num_warps=8)),
+        replace(one, constexprs={"SIZE": 128}),
+        replace(one, signature={name: {"*fp16": "*bf16"}.get(kind, kind) for name, kind in one.signature.items()}),
+    )
+    assert [other.key == one.key for other in others] == [True, True, True, False, False, False, False]
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RECORD", tmp_path / "kernels.jsonl")
+    assert record.read_record() == {}
+    one = replace(PROBE[0], kernel=JITFunction(PROBE[0].kernel.fn))
+    made = Assembly(8, 12, 3, 0, 8, {"v_mfma_f32": 1}, {16: 2})
+    record.add_to_record([(one, made)])
+    other = replace(one, target=TARGETS["gfx1201"])
+    record.add_to_record([(other, made)])
+    assert record.read_record() == {one.key: made, other.key: made}
+    monkeypatch.setattr(record, "_reader", lambda: {"read by": "another"})
+    assert record.read_record() == {}
+
+
+def test_the_page_of_kernels_has_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_page_complete(compilations()), capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -51,17 +90,17 @@ def test_what_is_wrong_is_said(assembly: Assembly, wrong: list[str]) -> None:
     assert problems(on_gfx942, assembly) == wrong
 
 
-def _compile(arch: str, cache: Path) -> None:
-    result = _report(cache, "--json", "--targets", arch)
-    assert result.stdout, result.stderr
-    compiled = [json.loads(line) for line in result.stdout.splitlines()]
-    wrong = [f"{one['name']} ({one['file']}): {', '.join(one['problems'])}" for one in compiled if one["problems"]]
+def assert_nothing_wrong(lines: Iterable[str]) -> None:
+    compiled = [json.loads(line) for line in lines]
+    wrong = [f"{one['name']} on {one['target']}: {', '.join(one['problems'])}" for one in compiled if one["problems"]]
     assert not wrong, "\n".join(wrong)
-    assert result.returncode == 0, result.stderr
 
 
-def _report(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def report(cache: Path, *arguments: str) -> list[str]:
+    """A line a compilation."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "models.kernels.triton.report", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment["TRITON_CACHE_DIR"] = str(cache / f"of {len(list(cache.iterdir()))}")
+    command = [sys.executable, "-m", "models.kernels.triton.report", "--json", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout, result.stderr
+    return result.stdout.splitlines()

@@ -4,18 +4,27 @@ import pytest
 import torch
 
 import models.kernels.triton.configs_dense
-import models.kernels.triton.configs_latent  # noqa: F401, rows of the table
+import models.kernels.triton.configs_latent
+import models.kernels.triton.configs_quantized  # noqa: F401, rows of the table
 from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
 from models.kernels.triton import cache_view
-from models.kernels.triton.configs import TARGETS, config_of, nearest_target
+from models.kernels.triton.configs import CONFIGS, TARGETS, config_of, nearest_target
 
 OPTIONS = AttentionOptions(1.0, k_scale=0.5, v_scale=2.0)
 
 
 @pytest.mark.parametrize(
     ("arch", "row"),
-    [("gfx942", "gfx942"), ("gfx1151", "gfx1100"), ("gfx1200", "gfx1201"), ("sm_89", "sm_90"), ("sm_100", "sm_90")],
+    [
+        ("gfx942", "gfx942"),
+        ("gfx1151", "gfx1100"),
+        ("gfx1200", "gfx1201"),
+        ("sm_87", "sm_80"),
+        ("sm_88", "sm_86"),
+        ("sm_100", "sm_90"),
+        ("sm_120", "sm_89"),
+    ],
 )
 def test_a_gpu_without_a_row_gets_the_nearest(arch: str, row: str) -> None:
     assert nearest_target(arch).arch == row
@@ -47,7 +56,6 @@ def test_an_nvidia_gpu_that_is_no_hopper_has_its_own_shared_memory_and_fp8(
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [
-        ("attention_prefill", {"head_dim": 256, "element": 2}),
         ("latent_attention", {"heads": 128, "sparse": False, "element": 2}),
         ("latent_attention", {"heads": 128, "sparse": True, "element": 2}),
         ("moe_gemm", {"block": 16, "gated": True, "element": 2}),
@@ -57,6 +65,13 @@ def test_tiles_that_a_smaller_gpu_has_no_room_for_are_smaller_there(kernel: str,
     hopper, ada = (config_of(kernel, nearest_target(arch), **shape) for arch in ("sm_90", "sm_89"))
     assert hopper != ada
     assert config_of(kernel, nearest_target("sm_80"), **shape) == hopper
+
+
+def test_the_table_is_written_for_all_that_a_gpu_may_be_like() -> None:
+    for rows in CONFIGS.values():
+        assert {target.arch for target in TARGETS.values() if not target.like} <= {
+            arch for row in rows for arch in row.archs
+        }
 
 
 def test_a_problem_gets_the_first_row_that_is_for_it() -> None:

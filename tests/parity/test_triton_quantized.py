@@ -1,14 +1,16 @@
 """The kernels of products with quantised weights against their torch references."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from models.kernels.triton import four_bit, four_bit_gemm, fp8_gemm, moe_mxfp4_gemm, moe_sort
+from models.kernels.cpu.structures import CLAMPED_SILU, SILU
+from models.kernels.triton import four_bit, four_bit_gemm, fp8, fp8_gemm, moe_four_bit_gemm, moe_fp8_gemm, moe_sort
 from models.kernels.triton.configs import target_of
-from models.kernels.triton.gated import CLAMPED_SILU
-from models.kernels.triton.moe_gemm import Gating
 from models.kernels.triton.reference import moe_gemm as moe_reference
 from models.kernels.triton.reference import quantized
+from models.layers.activation import Gating
 from tests.parity.triton_interpreter import DEVICE
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -16,12 +18,23 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 requires_fp8 = pytest.mark.skipif(target_of(DEVICE).fp8 is None, reason="the GPU has no FP8")
 
 
+EXPERTS = 3
+"""That a rank holds; one more is held elsewhere."""
+
+
+def expert_ids(tokens: int) -> torch.Tensor:
+    """Two experts of each token; none of them ever the second. # [tokens, 2]"""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(EXPERTS, (tokens, 2), generator=generator)
+    return torch.where(ids >= 1, ids + 1, ids).to(DEVICE)
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
-def fp8() -> torch.dtype:
-    found: torch.dtype = getattr(torch, f"float8_{target_of(DEVICE).fp8}")
+def fp8_dtype() -> torch.dtype:
+    found: torch.dtype = getattr(torch, f"float8_{target_of(DEVICE).fp8 or 'e4m3fn'}")
     return found
 
 
@@ -31,37 +44,118 @@ def fp8() -> torch.dtype:
 def test_groups_are_rounded_by_their_largest_value(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     x[0, :128] = 0
-    codes, scales = fp8_gemm.quantize_groups(x)
-    expected = quantized.quantize_groups(x, fp8())
+    codes, scales = fp8.quantize_groups(x)
+    expected = quantized.quantize_groups(x, fp8_dtype())
     torch.testing.assert_close(scales, expected[1])
     # Dividing by a scale may be rounded to either side of what lies between two codes.
     apart = (codes.float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
     assert apart.max() <= 0.125
 
 
-@requires_fp8
-@DTYPES
+def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on hardware that multiplies none: weights become numbers in registers, and activations stay as they are."""
+    if fp8_dtype() is not torch.float8_e4m3fn:
+        pytest.skip("weights are of another FP8 on this GPU")
+    target = dataclasses.replace(target_of(DEVICE), fp8=None)
+    monkeypatch.setattr(fp8, "target_of", lambda device: target)
+
+
+def fp8_weight(scales: str, *shape: int) -> fp8.FP8Weight:
+    """Random codes, all of them among them, and scales that are one `tensor`'s, `channel`'s, `row`'s or `block`'s."""
+    *experts, outputs, inputs = shape
+    groups = -(-inputs // 128)
+    sizes = {"tensor": (1,), "channel": (outputs,), "row": (outputs, groups), "block": (-(-outputs // 128), groups)}
+    size = (*experts, *sizes[scales])
+    return fp8.FP8Weight(
+        random(*shape).clamp(-3, 3).to(fp8_dtype()),
+        torch.rand(size, generator=torch.Generator().manual_seed(1)).to(DEVICE),
+    )
+
+
+FP8_HARDWARE = pytest.mark.parametrize("hardware", [pytest.param("fp8", marks=requires_fp8), "no fp8"])
+
+
+@pytest.mark.parametrize(
+    ("hardware", "dtype"),
+    [
+        pytest.param("fp8", torch.float32, marks=requires_fp8),
+        pytest.param("fp8", torch.bfloat16, marks=requires_fp8),
+        ("no fp8", torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("scales", ["tensor", "channel", "row", "block"])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 24, 256), (19, 150, 200)])
-def test_fp8_linear(rows: int, outputs: int, inputs: int, scales: str, dtype: torch.dtype) -> None:
-    groups = -(-inputs // 128)
-    shapes = {"tensor": (1,), "channel": (outputs,), "row": (outputs, groups), "block": (-(-outputs // 128), groups)}
-    shape = shapes[scales]
-    weight = fp8_gemm.FP8Weight(
-        random(outputs, inputs).clamp(-3, 3).to(fp8()),
-        torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE),
-    )
+def test_fp8_linear(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    scales: str,
+    dtype: torch.dtype,
+    hardware: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if hardware == "no fp8":
+        without_fp8(monkeypatch)
+    weight = fp8_weight(scales, outputs, inputs)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for beside in (None, bias):
-        found, expected = fp8_gemm.fp8_linear(x, weight, beside), quantized.fp8_linear(x, weight, beside)
+        found = fp8_gemm.fp8_linear(x, weight, beside)
+        expected = quantized.fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
         # A code that falls to the other side moves a sum by an eighth of one product.
-        torch.testing.assert_close(found, expected, atol=0.2, rtol=CLOSE[dtype])
+        torch.testing.assert_close(found, expected, atol=0.2 if hardware == "fp8" else 1e-3, rtol=CLOSE[dtype])
+
+
+def test_every_fp8_byte_becomes_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fp8(monkeypatch)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    weight = fp8.FP8Weight(codes[:, None].expand(-1, 128).contiguous().to(DEVICE), torch.ones(1, device=DEVICE))
+    x = torch.eye(128, device=DEVICE)[:1]
+    assert torch.equal(fp8_gemm.fp8_linear(x, weight)[0], codes.float().to(DEVICE))
+
+
+@FP8_HARDWARE
+@pytest.mark.parametrize(
+    ("tokens", "block", "inner", "scales", "gating", "dtype"),
+    [
+        (1, 16, 128, "row", Gating(SILU), torch.bfloat16),
+        (13, 16, 200, "row", None, torch.float32),
+        (13, 16, 200, "channel", Gating(CLAMPED_SILU, 1.702, 7.0), torch.float32),
+        (40, 64, 72, "channel", None, torch.bfloat16),
+        (40, 64, 200, "row", Gating(SILU), torch.float32),
+    ],
+)
+def test_experts_of_fp8(
+    tokens: int,
+    block: int,
+    inner: int,
+    scales: str,
+    gating: Gating | None,
+    dtype: torch.dtype,
+    hardware: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if hardware == "no fp8":
+        without_fp8(monkeypatch)
+    columns = 19
+    weight = fp8_weight(scales, EXPERTS, columns * (1 if gating is None else 2), inner)
+    ids = expert_ids(tokens)
+    rows = random(tokens if gating is not None else ids.numel(), inner, dtype=dtype) / inner**0.5
+    bias = None if gating is None else random(EXPERTS, weight.codes.shape[1], dtype=dtype)
+    pairs = moe_sort.moe_sort(ids, EXPERTS, block)
+    found = moe_fp8_gemm.moe_fp8_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
+    by = quantized.rounded(rows, fp8_dtype()) if hardware == "fp8" else rows.float()
+    expected = moe_reference.moe_gemm(by, quantized.fp8_weight(weight), bias, ids, gating=gating)
+    held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
+    # Rounding to FP8 may fall to either side of what lies between two codes.
+    close = max(CLOSE[dtype], 1e-2 if hardware == "fp8" else 0.0)
+    assert (found[held].float() - expected[held]).norm() <= close * expected[held].norm()
 
 
 def test_ocp_codes_mean_the_same_as_fnuz() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
-    found, scales = fp8_gemm.to_flavour(codes, torch.ones(1), torch.float8_e4m3fnuz)
+    found, scales = fp8.to_flavour(codes, torch.ones(1), torch.float8_e4m3fnuz)
     assert torch.equal(found.float() * scales, codes.float().where(codes.float() != 0, 0.0))
 
 
@@ -108,22 +202,50 @@ def test_what_was_mxfp4_is_rounded_to_the_same_numbers() -> None:
     assert torch.equal(quantized.four_bit_weight(again, torch.bfloat16), dense)
 
 
-@DTYPES
 @pytest.mark.parametrize("gating", [None, Gating(CLAMPED_SILU, 1.702, 7.0)], ids=["down", "gate-up"])
-@pytest.mark.parametrize(("tokens", "block"), [(1, 16), (13, 16), (40, 64)])
-def test_experts_of_mxfp4(tokens: int, block: int, gating: Gating | None, dtype: torch.dtype) -> None:
-    experts, top_k, columns, inner = 3, 2, 24, 192
-    generator = torch.Generator().manual_seed(tokens)
+@pytest.mark.parametrize(
+    ("tokens", "block", "group", "dtype"),
+    [
+        (1, 16, None, torch.bfloat16),
+        (13, 16, None, torch.float32),
+        (40, 64, None, torch.float32),
+        (1, 16, 32, torch.float32),
+        (13, 16, 64, torch.bfloat16),
+        (40, 64, 192, torch.float32),
+    ],
+)
+def test_experts_of_four_bits(
+    tokens: int, block: int, group: int | None, gating: Gating | None, dtype: torch.dtype
+) -> None:
+    """MXFP4 where there is no group."""
+    columns, inner = 19, 192
     outputs = columns * (1 if gating is None else 2)
-    packed = torch.randint(256, (experts, outputs, inner // 2), dtype=torch.uint8, generator=generator)
-    exponents = torch.randint(122, 127, (experts, outputs, inner // 32), dtype=torch.uint8, generator=generator)
-    weight = four_bit.FourBitWeight(packed.to(DEVICE), exponents.to(DEVICE))
-    # The last of four is held elsewhere.
-    ids = torch.randint(experts + 1, (tokens, top_k), generator=generator).to(DEVICE)
-    rows = random(tokens if gating is not None else tokens * top_k, inner, dtype=dtype)
-    bias = random(experts, outputs, dtype=dtype)
-    pairs = moe_sort.moe_sort(ids, experts, block)
-    found = moe_mxfp4_gemm.moe_mxfp4_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
+    generator = torch.Generator().manual_seed(tokens)
+
+    def codes(least: int, most: int, size: int) -> torch.Tensor:
+        return torch.randint(least, most, (EXPERTS, outputs, size), dtype=torch.uint8, generator=generator).to(DEVICE)
+
+    packed = codes(0, 256, inner // 2)
+    if group is None:
+        weight = four_bit.FourBitWeight(packed, codes(122, 127, inner // 32))
+    else:
+        scales = random(EXPERTS, outputs, inner // group, dtype=dtype) * 0.1
+        weight = four_bit.FourBitWeight(packed, scales, codes(0, 16, inner // group))
+    ids = expert_ids(tokens)
+    rows = random(tokens if gating is not None else ids.numel(), inner, dtype=dtype)
+    bias = random(EXPERTS, outputs, dtype=dtype)
+    pairs = moe_sort.moe_sort(ids, EXPERTS, block)
+    found = moe_four_bit_gemm.moe_four_bit_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
     expected = moe_reference.moe_gemm(rows, quantized.four_bit_weight(weight, dtype), bias, ids, gating=gating)
-    held = (ids.flatten() < experts).nonzero()[:, 0]
+    held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
     assert (found[held] - expected[held]).float().norm() <= CLOSE[dtype] * expected[held].float().norm()
+
+
+def test_no_token_has_no_products() -> None:
+    pairs = moe_sort.moe_sort(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), EXPERTS, 16)
+    weight = fp8_weight("row", EXPERTS, 24, 128)
+    packed = torch.zeros(EXPERTS, 24, 64, dtype=torch.uint8, device=DEVICE)
+    four_bits = four_bit.FourBitWeight(packed, torch.zeros(EXPERTS, 24, 4, dtype=torch.uint8, device=DEVICE))
+    rows = random(0, 128)
+    assert moe_fp8_gemm.moe_fp8_gemm(rows, weight, None, pairs, 0).shape == (0, 24)
+    assert moe_four_bit_gemm.moe_four_bit_gemm(rows, four_bits, None, pairs, 0).shape == (0, 24)

@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from models.kernels import triton
-from models.layers.quantized_product import stored_experts_of, stored_of
+from models.layers.quantized_product import stored_of
 from models.loader import load_model
 from models.model_config import read_checkpoint_config
-from models.parallel import ExpertParallel, TensorParallel
+from models.parallel import SINGLE_RANK, ExpertParallel, TensorParallel
 from tests.parity import quantized_checkpoints as q
+from tests.parity.checkpoints import Family
 from tests.parity.paged_model import PagedModel, prompt
 from tests.parity.test_expert_parallel import Exchanges
+from tests.parity.test_model_sharding import ranks
 from tests.parity.test_quantization import FORMATS
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
 from tests.parity.variants import all_variants
@@ -73,22 +76,97 @@ def test_weights_become_dense_where_torch_is_to_compute_them(tmp_path: Path) -> 
     assert all(stored_of(parameter) is None for parameter in model.model.parameters())
 
 
+def family_of(architecture: str) -> Family:
+    return next(variant.family for variant in all_variants() if variant.architecture == architecture)
+
+
+def is_expert(module: str) -> bool:
+    return ".experts." in module
+
+
+def write_experts(directory: Path, architecture: str, name: str, **fields: int) -> q.Pair:
+    """A model whose experts are quantised, and nothing else is, whatever its configuration says."""
+    quantize, config = FORMATS[name]
+    return q.write_pair(directory, quantize, config, module=is_expert, family=family_of(architecture), **fields)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "fields"),
+    [
+        ("Qwen3MoeForCausalLM", "fp8 blocks", {"moe_intermediate_size": 40, "num_hidden_layers": 1}),
+        ("Qwen3MoeForCausalLM", "gptq, zero points", {"moe_intermediate_size": 64, "num_hidden_layers": 1}),
+        pytest.param("MixtralForCausalLM", "awq", {"intermediate_size": 64}, marks=pytest.mark.slow),
+        pytest.param("MixtralForCausalLM", "quark mxfp4", {"intermediate_size": 64}, marks=pytest.mark.slow),
+        pytest.param("Glm4MoeForCausalLM", "fp8 a scale a tensor", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_experts_stay_as_they_are_stored(architecture: str, name: str, fields: dict[str, int], tmp_path: Path) -> None:
+    pair = write_experts(tmp_path, architecture, name, **fields)
+    model = PagedModel(pair.quantised).model
+    stored = [name for name, weight in model.named_parameters() if stored_of(weight) is not None]
+    assert {name.rpartition(".")[2] for name in stored} == {"w13", "w2"}
+    (found, _), (expected, dense) = run(pair.quantised), run(pair.dense)
+    assert dense == 0
+    assert_near(found, expected, name)
+
+
+def test_experts_that_transformers_stacked_stay_as_they_are_stored(tmp_path: Path) -> None:
+    path = write_experts(tmp_path, "Qwen3MoeForCausalLM", "fp8 blocks", moe_intermediate_size=40).quantised
+    alone = stacks_of(path)
+    leaves = {"weight": "", "weight_scale_inv": "_scale_inv"}
+    q.stack_experts(path, ("gate_proj", "up_proj"), "gate_up_proj", leaves=leaves)
+    q.stack_experts(path, ("down_proj",), "down_proj", leaves=leaves)
+    for found, expected in zip(stacks_of(path), alone, strict=True):
+        stored, stored_alone = stored_of(found), stored_of(expected)
+        assert stored is not None
+        assert stored_alone is not None
+        assert torch.equal(stored.dense(), stored_alone.dense())
+
+
+def stacks_of(path: Path, parallel: TensorParallel = SINGLE_RANK) -> list[nn.Parameter]:
+    config = read_checkpoint_config(path, "auto")
+    model = load_model(path, config, dtype=torch.float32, device=DEVICE, progress=False, parallel=parallel)
+    return [weight for name, weight in model.named_parameters() if name.rpartition(".")[2] in ("w13", "w2")]
+
+
+def test_experts_become_dense_where_one_of_them_is(tmp_path: Path) -> None:
+    def module(name: str) -> bool:
+        return is_expert(name) and not name.endswith("layers.0.mlp.experts.2.up_proj")
+
+    quantize, config = FORMATS["fp8 blocks"]
+    pair = q.write_pair(
+        tmp_path, quantize, config, module=module, family=family_of("Qwen3MoeForCausalLM"), moe_intermediate_size=40
+    )
+    found, expected = stacks_of(pair.quantised), stacks_of(pair.dense)
+    assert [stored_of(weight) is None for weight in found] == [True, *(False for _ in found[1:])]
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_experts_of_ranks_that_cut_groups_become_dense(tmp_path: Path) -> None:
+    pair = write_experts(tmp_path, "Qwen3MoeForCausalLM", "gptq, zero points", moe_intermediate_size=64)
+    for parallel in ranks(2):
+        found, expected = stacks_of(pair.quantised, parallel), stacks_of(pair.dense, parallel)
+        for ours, theirs in zip(found, expected, strict=True):
+            # Half of 64 inputs are one run of 32, and two of them share their bytes.
+            stored = stored_of(ours)
+            assert (stored is None) == (ours.shape[2] == 32)
+            torch.testing.assert_close(ours.data if stored is None else stored.dense(), theirs.data)
+
+
 def test_experts_of_gpt_oss_stay_as_they_are_stored(tmp_path: Path) -> None:
-    family = next(variant.family for variant in all_variants() if variant.architecture == "GptOssForCausalLM")
+    family = family_of("GptOssForCausalLM")
     pair = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64)
     model = PagedModel(pair.quantised)
-    weights = [name for name, weight in model.model.named_parameters() if stored_experts_of(weight) is not None]
+    weights = [name for name, weight in model.model.named_parameters() if stored_of(weight) is not None]
     assert {name.rpartition(".")[2] for name in weights} == {"w13", "w2"}
     (found, _), (expected, _) = run(pair.quantised), run(pair.dense)
     assert_near(found, expected, "gpt-oss")
 
 
 def test_experts_that_replicas_share_out_become_dense_for_torch_asks_them(tmp_path: Path) -> None:
-    family = next(variant.family for variant in all_variants() if variant.architecture == "GptOssForCausalLM")
+    family = family_of("GptOssForCausalLM")
     path = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64).quantised
     parallel = TensorParallel(experts=ExpertParallel(1, 2, Exchanges(2).of(1)))
-    config = read_checkpoint_config(path, "auto")
-    model = load_model(path, config, dtype=torch.float32, device=DEVICE, progress=False, parallel=parallel)
-    stacks = [weight for name, weight in model.named_parameters() if name.rpartition(".")[2] in ("w13", "w2")]
+    stacks = stacks_of(path, parallel)
     assert stacks
-    assert all(stored_experts_of(weight) is None and weight.isfinite().all() for weight in stacks)
+    assert all(stored_of(weight) is None and weight.isfinite().all() for weight in stacks)

@@ -13,8 +13,11 @@ PACKAGES = ("server", "engine", "kvcache", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
 
-LARGEST_REPOSITORY = 12 * 2**20
-"""Bytes of all committed files together; the embedded model's weights are most of them."""
+LARGEST_DATA = 12 * 10**6
+"""Bytes of all committed weights and fixtures together; the embedded model's are most of them."""
+
+WRITTEN_BY_HAND = {".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".html", ".css", ".js", ""}
+"""Kinds of files that are code or pages."""
 
 LONGEST_FILE = 500
 """Lines; past this, a second job has moved in."""
@@ -65,7 +68,8 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_the_committed_files_stay_small_together() -> None:
-    assert sum(path.stat().st_size for path in committed_files()) <= LARGEST_REPOSITORY
+    data = [path for path in committed_files() if path.suffix not in WRITTEN_BY_HAND]
+    assert sum(path.stat().st_size for path in data) <= LARGEST_DATA
 
 
 def test_no_committed_file_names_a_path_of_one_machine() -> None:

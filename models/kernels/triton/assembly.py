@@ -103,7 +103,7 @@ def _read_cuda(compilation: Compilation, compiled: Any) -> Assembly:
         64 * KIB // (-(-registers // 8) * 8 * compilation.target.warp_size * waves),
         # A workgroup takes 1 KiB more than its own.
         (compilation.target.lds_bytes + KIB) // (lds + KIB),
-        64 // waves,
+        compilation.target.waves // waves,
     )
     loads = Counter(int(vector or 1) * int(bits) // 8 for vector, bits in _PTX_LOAD.findall(text))
     loads.update(int(size, 0) for size in _PTX_COPY.findall(text))

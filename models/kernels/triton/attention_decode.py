@@ -157,16 +157,17 @@ def _tile_rows(queries: int) -> int:
 
 
 def _compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
-    cache_type = target.fp8_pointer if more.get("fp8") else "*bf16"
+    own = f"*{more.get('dtype', 'bf16')}"
+    cache_type = target.fp8_pointer if more.get("fp8") else own
     strides = ("q_stride", "q_head_stride", "block_stride")
     query_len = 4 if more.get("drafts") else 1
     return Compilation(
         kernel=attention_decode_kernel,
         variant=variant,
         target=target,
-        config=config_of("attention_decode", target, head_dim=head_dim, element=2),
+        config=config_of("attention_decode", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
         signature={
-            "q_ptr": "*bf16",
+            "q_ptr": own,
             **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
             **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type),
             **dict.fromkeys(("items_ptr", "num_items_ptr", "seq_lens_ptr", "tables_ptr"), "*i32"),
@@ -186,7 +187,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
         },
         divisible=frozenset(strides),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
-        has_dot=True,
+        has_dot=own != "*fp32" or target.has_float32_matrices,
     )
 
 
@@ -198,6 +199,8 @@ COMPILATIONS = tuple(
         _compilation("bf16 d128", target, 128, 4),
         _compilation("bf16 d128, 4 tokens a row", target, 128, 4, drafts=True),
         _compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
+        _compilation("fp16 d128", target, 128, 4, dtype="fp16"),
+        _compilation("fp32 d128", target, 128, 4, dtype="fp32"),
         *((_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
     )
 )

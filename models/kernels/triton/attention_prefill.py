@@ -170,19 +170,20 @@ def attention_prefill(
 
 
 def _compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
-    cache_type = target.fp8_pointer if more.get("fp8") else "*bf16"
-    pointers = {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_cache_ptr": cache_type, "v_cache_ptr": cache_type}
+    own = f"*{more.get('dtype', 'bf16')}"
+    cache_type = target.fp8_pointer if more.get("fp8") else own
+    pointers = {"q_ptr": own, "out_ptr": own, "k_cache_ptr": cache_type, "v_cache_ptr": cache_type}
     tables = dict.fromkeys(("tiles_ptr", "query_starts_ptr", "seq_lens_ptr", "tables_ptr"), "*i32")
     strides = ("q_stride", "q_head_stride", "block_stride")
     return Compilation(
         kernel=attention_prefill_kernel,
         variant=variant,
         target=target,
-        config=config_of("attention_prefill", target, head_dim=head_dim, element=2),
+        config=config_of("attention_prefill", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
         signature={
             **pointers,
             **tables,
-            "sinks_ptr": "*bf16",
+            "sinks_ptr": own,
             **dict.fromkeys((*strides, "table_stride", "window"), "i32"),
             **dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32"),
         },
@@ -198,7 +199,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
         },
         divisible=frozenset(strides),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
-        has_dot=True,
+        has_dot=own != "*fp32" or target.has_float32_matrices,
         # Sinks are read one a row of the tile.
         narrow_loads=8 if more.get("sinks") else 0,
     )
@@ -212,6 +213,8 @@ COMPILATIONS = tuple(
         _compilation("bf16 d80", target, 80, 1),
         _compilation("bf16 d128", target, 128, 4),
         _compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
+        _compilation("fp16 d128", target, 128, 4, dtype="fp16"),
+        _compilation("fp32 d128", target, 128, 4, dtype="fp32"),
         *((_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
     )
 )

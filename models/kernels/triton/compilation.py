@@ -4,6 +4,7 @@ Each file of kernels exports its own as `COMPILATIONS`, which the test of the co
 read.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +42,32 @@ class Compilation:
         """Of the kernel and its form."""
         return f"{self.kernel.__name__.removesuffix('_kernel')} {self.variant}".strip()
 
+    @property
+    def key(self) -> str:
+        """Of all that the compiler's output depends on: Triton's version, the source and what it calls, options."""
+        import triton
+
+        parts = (triton.__version__, self._source().hash(), self.target, sorted(self._options.items()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
     def compile(self) -> Any:
         """Triton's `CompiledKernel`. Raises what the compiler raises; not to be called under the interpreter."""
         import triton
         from triton.backends.compiler import GPUTarget
+
+        target = self.target
+        arch: str | int = target.arch if target.backend == "hip" else int(target.arch.removeprefix("sm_"))
+        return triton.compile(
+            self._source(), target=GPUTarget(target.backend, arch, target.warp_size), options=self._options
+        )
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return self.config.options(self.target)
+
+    def _source(self) -> Any:
         from triton.compiler import ASTSource
 
-        hip = self.target.backend == "hip"
         constexprs = {**self.config.blocks, **self.constexprs}
         names = self.kernel.arg_names
         signature = {name: "constexpr" if name in constexprs else self.signature[name] for name in names}
@@ -57,13 +77,8 @@ class Compilation:
             known: list[list[Any]] = []
             if is_pointer or name in self.divisible:
                 known.append(["tt.divisibility", 16])
-            if is_pointer and hip and name not in self.large:
+            if is_pointer and self.target.backend == "hip" and name not in self.large:
                 known.append(["tt.pointer_range", 32])
             if known:
                 attributes[(index,)] = known
-        arch: str | int = self.target.arch if hip else int(self.target.arch.removeprefix("sm_"))
-        return triton.compile(
-            ASTSource(self.kernel, signature, constexprs, attributes),
-            target=GPUTarget(self.target.backend, arch, self.target.warp_size),
-            options=self.config.options(self.target),
-        )
+        return ASTSource(self.kernel, signature, constexprs, attributes)

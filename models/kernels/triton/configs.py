@@ -5,7 +5,7 @@ Every number that depends on a chip is here. Nothing is tuned while serving.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -28,6 +28,10 @@ class Target:
     """How its matrix instructions begin in assembly."""
     first_class: bool = False
     """Whether spills, narrow loads and missing matrix instructions are errors there."""
+    like: str = ""
+    """Whose rows of the table it takes beside its own."""
+    waves: int = 64
+    """Of a multiprocessor at a time."""
 
     @property
     def backend(self) -> Literal["hip", "cuda"]:
@@ -38,6 +42,11 @@ class Target:
     def fp8_pointer(self) -> str:
         """Triton's name for a pointer to its FP8."""
         return "*fp8e4b8" if self.fp8 == "e4m3fnuz" else "*fp8e4nv"
+
+    @property
+    def has_float32_matrices(self) -> bool:
+        """Whether its matrix units multiply float32 as it is; elsewhere it is multiplied without them."""
+        return self.matrix == ("v_mfma_",)
 
     @property
     def fp8_max(self) -> float:
@@ -55,6 +64,9 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
             Target("gfx1100", 32, 64 * KIB, None, ("v_wmma_",)),
             Target("gfx1201", 32, 64 * KIB, "e4m3fn", ("v_wmma_",)),
             Target("sm_90", 32, 227 * KIB, "e4m3fn", ("wgmma.mma_async", "mma.sync"), first_class=True),
+            Target("sm_80", 32, 163 * KIB, None, ("mma.sync",), like="sm_90"),
+            Target("sm_86", 32, 99 * KIB, None, ("mma.sync",), like="sm_90", waves=48),
+            Target("sm_89", 32, 99 * KIB, "e4m3fn", ("mma.sync",), like="sm_90", waves=48),
         )
     }
 )
@@ -63,6 +75,8 @@ INTERPRETER = Target("interpreter", 1, 0, "e4m3fn", ())
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
 RDNA = ("gfx1100", "gfx1201")
+AMPERE = ("sm_80", "sm_86", "sm_89")
+"""And Ada: like Hopper, whose matrix units read shared memory, but theirs read registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +115,21 @@ def _target_of_gpu(index: int | None) -> Target:
     return nearest_target(properties.gcnArchName.split(":")[0])
 
 
-_SM_LDS_KIB = {163: (80, 87), 99: (86, 88, 89, *range(120, 130))}
-"""Shared memory of a workgroup, where it is less than sm_90's, by compute capability."""
+_NEAREST_NVIDIA = ((120, "sm_89"), (90, "sm_90"), (88, "sm_86"), (80, "sm_80"))
+"""From which compute capability on a GPU is nearest to which: workstations' have less shared memory than servers'."""
 
 
 def nearest_target(arch: str) -> Target:
     """`arch`'s own row or that of the nearest. Raises `ValueError` where none is near."""
     if arch in TARGETS:
         return TARGETS[arch]
-    for prefix, nearest in (("sm_", "sm_90"), ("gfx94", "gfx942"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201")):
-        if not arch.startswith(prefix):
-            continue
-        if prefix != "sm_":
+    for prefix, nearest in (("gfx94", "gfx942"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201")):
+        if arch.startswith(prefix):
             return TARGETS[nearest]
-        capability = int(arch.removeprefix(prefix))
-        if capability >= 80:
-            # Workstations' and older ones have less shared memory, and those before Ada no FP8.
-            lds = next((kib for kib, some in _SM_LDS_KIB.items() if capability in some), 227)
-            return replace(TARGETS[nearest], lds_bytes=lds * KIB, fp8="e4m3fn" if capability >= 89 else None)
+    if arch.startswith("sm_"):
+        for capability, nearest in _NEAREST_NVIDIA:
+            if int(arch.removeprefix("sm_")) >= capability:
+                return TARGETS[nearest]
     known = ", ".join(TARGETS)
     raise ValueError(f"the GPU is {arch}, for which there are no kernel configurations; there are for {known}")
 
@@ -130,7 +141,7 @@ def config_of(kernel: str, target: Target, **shape: object) -> Config:
     Raises `KeyError` where there is no such row.
     """
     for row in CONFIGS[kernel]:
-        if target.arch not in row.archs or row.lds_bytes > target.lds_bytes:
+        if not {target.arch, target.like} & set(row.archs) or row.lds_bytes > target.lds_bytes:
             continue
         if all(shape[name] in values for name, values in row.shape.items()):
             return row.config
@@ -146,7 +157,7 @@ class Row:
     shape: Mapping[str, range | tuple[object, ...]] = field(default_factory=dict)
     """Of the problem: only for values that are in these; those not named may be any."""
     lds_bytes: int = 0
-    """Shared memory that it takes, where a target may have less: `nearest_target`'s."""
+    """Shared memory that it takes, where a target may have less: those that are `like` another."""
 
 
 ALL = (*TARGETS, INTERPRETER.arch)
@@ -154,6 +165,8 @@ ALL = (*TARGETS, INTERPRETER.arch)
 # One entry a kernel, and in each the more special rows before the more general.
 CONFIGS: dict[str, tuple[Row, ...]] = {
     "attention_decode": (
+        # float32 is multiplied without matrix units but on CDNA, of operands that are whole in registers.
+        Row(RDNA, Config({"BLOCK_N": 16}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_N": 16})),
         Row(("gfx950",), Config({"BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
@@ -169,6 +182,8 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(ALL, Config({"BLOCK_P": 8}, 2)),
     ),
     "attention_prefill": (
+        Row(RDNA, Config({"BLOCK_M": 16, "BLOCK_N": 16}, 8), {"element": (4,)}),
+        Row(("sm_90",), Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_M": 32, "BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_M": 16, "BLOCK_N": 16})),
         Row(("gfx950",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
@@ -179,8 +194,8 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(("gfx1100",), Config({"BLOCK_M": 64, "BLOCK_N": 16}, 4, 1), {"head_dim": range(129)}),
         Row(RDNA, Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8, 1)),
         Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3), {"head_dim": range(129)}),
-        Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2), lds_bytes=144 * KIB),
-        Row(("sm_90",), Config({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2)),
+        Row(AMPERE, Config({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2)),
+        Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2)),
     ),
     "store": (
         Row(CDNA, Config({"BLOCK_H": 8}, num_warps=2)),

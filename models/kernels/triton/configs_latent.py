@@ -1,6 +1,6 @@
 """Rows of the table for latent attention, its indexer and gated delta nets. Imported by their kernels' files."""
 
-from models.kernels.triton.configs import ALL, CDNA, CONFIGS, INTERPRETER, KIB, RDNA, Config, Row
+from models.kernels.triton.configs import ALL, AMPERE, CDNA, CONFIGS, INTERPRETER, KIB, RDNA, Config, Row
 
 _INTERPRETER = (INTERPRETER.arch,)
 
@@ -35,7 +35,9 @@ CONFIGS["latent_prefill"] = (
     Row(_INTERPRETER, _config(1, QUERIES=16, KEYS=16)),
     Row((*CDNA, *RDNA, "sm_90"), _config(4, QUERIES=32, KEYS=16), {"element": (4,)}),
     Row(CDNA, _config(4, QUERIES=128, KEYS=32)),
-    Row(RDNA, _config(4, QUERIES=32, KEYS=16)),
+    Row(("gfx1100",), _config(8, QUERIES=32, KEYS=16)),
+    Row(("gfx1201",), _config(4, QUERIES=32, KEYS=16)),
+    Row(AMPERE, _config(8, 2, QUERIES=128, KEYS=32)),
     Row(("sm_90",), _config(8, 2, QUERIES=128, KEYS=64)),
 )
 CONFIGS["indexer_scores"] = (
@@ -58,6 +60,7 @@ CONFIGS["gated_delta_span"] = (
 CONFIGS["delta_inverse"] = (
     Row(_INTERPRETER, _config(1, CHUNK=16)),
     Row(CDNA, _config(4, CHUNK=64)),
-    Row((*RDNA, "sm_90"), _config(4, CHUNK=16)),
+    Row(RDNA, _config(8, CHUNK=16)),
+    Row(("sm_90",), _config(4, CHUNK=16)),
 )
 CONFIGS["gated_norm"] = (Row(ALL, _config(1)),)

@@ -75,3 +75,40 @@ def integer_values(codes, zeros, scales, dtype: tl.constexpr):
     """`(code - zero) * scale`, rounded once."""
     steps = codes.to(tl.int32) - zeros.to(tl.int32)
     return (steps.to(tl.float32) * scales.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def add_runs(
+    total,  # [ROWS, COLUMNS] float32
+    low_x,  # [ROWS, DEPTH / 2], the inputs of low nibbles
+    high_x,
+    codes_at,  # [COLUMNS, RUNS, 32] of bytes
+    scales_at,  # [COLUMNS, 1] of each column's first
+    zeros_at,
+    run,  # [1, RUNS], which 64 inputs of the weight's
+    has_run,  # [1, RUNS]
+    IS_MXFP4: tl.constexpr,
+    SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
+):
+    """`total` and the product of one step: a tile of bytes is two of weights."""
+    codes = tl.load(codes_at, mask=has_run[:, :, None], other=0)
+    first, second = run * 2 // SUBGROUPS, (run * 2 + 1) // SUBGROUPS
+    low_scale = tl.load(scales_at + first, mask=has_run, other=0)[:, :, None]
+    high_scale = low_scale
+    if SUBGROUPS % 2:
+        high_scale = tl.load(scales_at + second, mask=has_run, other=0)[:, :, None]
+    if IS_MXFP4:
+        low = mxfp4_values(codes & 15, low_scale, low_x.dtype)
+        high = mxfp4_values(codes >> 4, high_scale, low_x.dtype)
+    else:
+        low_zero = tl.load(zeros_at + first, mask=has_run, other=0)[:, :, None]
+        high_zero = low_zero
+        if SUBGROUPS % 2:
+            high_zero = tl.load(zeros_at + second, mask=has_run, other=0)[:, :, None]
+        low = integer_values(codes & 15, low_zero, low_scale, low_x.dtype)
+        high = integer_values(codes >> 4, high_zero, high_scale, low_x.dtype)
+    low, high = tl.reshape(low, [COLUMNS, DEPTH // 2]), tl.reshape(high, [COLUMNS, DEPTH // 2])
+    total = tl.dot(low_x, tl.trans(low), total, input_precision="ieee")
+    return tl.dot(high_x, tl.trans(high), total, input_precision="ieee")

@@ -13,7 +13,7 @@ import models.kernels.triton.configs_quantized  # noqa: F401, the rows of these 
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
-from models.kernels.triton.four_bit import FourBitWeight, integer_values, mxfp4_values
+from models.kernels.triton.four_bit import FourBitWeight, add_runs
 
 
 @triton.jit(do_not_specialize=["M"])  # It differs from step to step.
@@ -51,25 +51,13 @@ def four_bit_gemm_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, DEPTH):
         exists = (start + inputs < K)[None, :]
-        has_run = (start + run * 64 < K)[None, :]
+        runs = start // 64 + run[None, :]
         low_x = tl.load(x_at, mask=exists, other=0.0)
         high_x = tl.load(x_at + 32, mask=exists, other=0.0)
-        codes = tl.load(weight_at, mask=has_run[:, :, None], other=0)
-        first = group_at + ((start // 32 + run * 2) // SUBGROUPS)[None, :]
-        second = group_at + ((start // 32 + run * 2 + 1) // SUBGROUPS)[None, :]
-        low_scale = tl.load(scales + first, mask=has_run, other=0)[:, :, None]
-        high_scale = tl.load(scales + second, mask=has_run, other=0)[:, :, None]
-        if IS_MXFP4:
-            low = mxfp4_values(codes & 15, low_scale, x.dtype.element_ty)
-            high = mxfp4_values(codes >> 4, high_scale, x.dtype.element_ty)
-        else:
-            low_zero = tl.load(zeros + first, mask=has_run, other=0)[:, :, None]
-            high_zero = tl.load(zeros + second, mask=has_run, other=0)[:, :, None]
-            low = integer_values(codes & 15, low_zero, low_scale, x.dtype.element_ty)
-            high = integer_values(codes >> 4, high_zero, high_scale, x.dtype.element_ty)
-        low, high = tl.reshape(low, [COLUMNS, DEPTH // 2]), tl.reshape(high, [COLUMNS, DEPTH // 2])
-        total = tl.dot(low_x, tl.trans(low), total, input_precision="ieee")
-        total = tl.dot(high_x, tl.trans(high), total, input_precision="ieee")
+        total = add_runs(
+            total, low_x, high_x, weight_at, scales + group_at, zeros + group_at, runs, runs * 64 < K, IS_MXFP4,
+            SUBGROUPS, COLUMNS, DEPTH,
+        )  # fmt: skip
         x_at += DEPTH
         weight_at += DEPTH // 2
     if HAS_BIAS:

@@ -220,8 +220,8 @@ COMPILATIONS = tuple(
         | ({"VALUE": 128} if name == "gated_delta_span" else {}),
         divisible=frozenset({"num_channels"}),
         large=frozenset({"states", "inverses"}),
-        # RDNA's matrix units take no float32, which is multiplied without them.
-        has_dot=target.matrix[0] != "v_wmma_",
+        # NVIDIA's take it rounded.
+        has_dot=target.has_float32_matrices or target.backend == "cuda",
         narrow_loads=16,
     )
     for target in TARGETS.values()

@@ -35,6 +35,13 @@ class Piece(NamedTuple):
 
 
 @triton.jit
+def _load_tile(rows, has_row, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """The first WIDTH numbers of some rows, and 0 up to TILE. # pointers [N, 1], [N] -> [N, TILE]"""
+    columns = tl.arange(0, TILE)[None, :]
+    return tl.load(rows + columns, mask=has_row[:, None] & (columns < WIDTH), other=0.0)
+
+
+@triton.jit
 def _attend_keys(
     q_nope,  # [QUERIES, NOPE_TILE]
     q_rope,  # [QUERIES, ROPE_TILE]
@@ -60,14 +67,12 @@ def _attend_keys(
     IS_MASKED: tl.constexpr,
 ):
     """The softmax of a tile of queries, carried over the keys from `begin` to `end`."""
-    nopes, ropes, values = tl.arange(0, NOPE_TILE), tl.arange(0, ROPE_TILE), tl.arange(0, VALUE_TILE)
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         exists = keys < num_keys
         rows = expanded + keys[:, None].to(tl.int64) * key_stride
-        k_nope = tl.load(rows + nopes[None, :], mask=exists[:, None] & (nopes < NOPE)[None, :], other=0.0)
-        beside = shared + keys[:, None].to(tl.int64) * shared_stride
-        k_rope = tl.load(beside + ropes[None, :], mask=exists[:, None] & (ropes < ROPE)[None, :], other=0.0)
+        k_nope = _load_tile(rows, exists, NOPE, NOPE_TILE)
+        k_rope = _load_tile(shared + keys[:, None].to(tl.int64) * shared_stride, exists, ROPE, ROPE_TILE)
         scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
         scores = tl.dot(q_nope, tl.trans(k_nope), scores, input_precision="ieee") * scale
         if IS_MASKED:
@@ -77,7 +82,7 @@ def _attend_keys(
         shares = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(shares, 1)
-        v = tl.load(rows + NOPE + values[None, :], mask=exists[:, None] & (values < VALUE)[None, :], other=0.0)
+        v = _load_tile(rows + NOPE, exists, VALUE, VALUE_TILE)
         attended = tl.dot(shares.to(v.dtype), v, attended * shrink[:, None], input_precision="ieee")
         highest = higher
     return attended, highest, total
@@ -122,20 +127,18 @@ def latent_prefill_kernel(
         return
     queries = tile * QUERIES + tl.arange(0, QUERIES)
     has_query = queries < num_queries
-    nopes, ropes, values = tl.arange(0, NOPE_TILE), tl.arange(0, ROPE_TILE), tl.arange(0, VALUE_TILE)
     rows = (first_query + queries).to(tl.int64)
-    at = q + rows[:, None] * q_stride + head * q_head_stride
-    q_nope = tl.load(at + nopes[None, :], mask=has_query[:, None] & (nopes < NOPE)[None, :], other=0.0)
-    at = rotated + rows[:, None] * rope_stride + head * rope_head_stride
-    q_rope = tl.load(at + ropes[None, :], mask=has_query[:, None] & (ropes < ROPE)[None, :], other=0.0)
+    q_nope = _load_tile(q + rows[:, None] * q_stride + head * q_head_stride, has_query, NOPE, NOPE_TILE)
+    q_rope = _load_tile(rotated + rows[:, None] * rope_stride + head * rope_head_stride, has_query, ROPE, ROPE_TILE)
 
     place = rows * num_heads + head
     is_carried = has_query & (is_first == 0)
+    values = tl.arange(0, VALUE_TILE)
     has_value = has_query[:, None] & (values < VALUE)[None, :]
     highest = tl.load(carried_softmax + place * 2, mask=is_carried, other=-1.0e30)
     total = tl.load(carried_softmax + place * 2 + 1, mask=is_carried, other=0.0)
-    at = carried + place[:, None] * VALUE + values[None, :]
-    attended = tl.load(at, mask=has_value & is_carried[:, None], other=0.0)
+    at = carried + place[:, None] * VALUE
+    attended = _load_tile(at, is_carried, VALUE, VALUE_TILE)
 
     expanded += first_key.to(tl.int64) * key_stride + head * (NOPE + VALUE)
     shared += first_key.to(tl.int64) * shared_stride
@@ -158,7 +161,7 @@ def latent_prefill_kernel(
     else:
         tl.store(carried_softmax + place * 2, highest, mask=has_query)
         tl.store(carried_softmax + place * 2 + 1, total, mask=has_query)
-        tl.store(at, attended, mask=has_value)
+        tl.store(at + values[None, :], attended, mask=has_value)
 
 
 def latent_prefill(

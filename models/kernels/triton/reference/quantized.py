@@ -1,10 +1,10 @@
-"""What `models.kernels.triton.fp8_gemm` and `four_bit_gemm` compute, in torch: dense weights, in float32."""
+"""What products of quantised weights compute, in torch: dense weights, in float32."""
 
 import torch
 import torch.nn.functional as F
 
 from models.kernels.triton.four_bit import FourBitWeight, unpack_nibbles
-from models.kernels.triton.fp8_gemm import GROUP, FP8Weight
+from models.kernels.triton.fp8 import GROUP, FP8Weight
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -19,20 +19,28 @@ def quantize_groups(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return codes.flatten(1)[:, : x.shape[1]], scales
 
 
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Activations as products of FP8 see them. # [M, K] -> [M, K] float32"""
+    codes, scales = quantize_groups(x, dtype)
+    return codes.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
+
+
 def fp8_weight(weight: FP8Weight) -> torch.Tensor:
-    """Dense. # [N, K] float32"""
-    scales = weight.scales
-    if weight.is_blocked:
-        scales = scales.repeat_interleave(weight.scale_rows or len(weight.codes), 0).repeat_interleave(GROUP, 1)
-        return weight.codes.float() * scales[: len(weight.codes), : weight.codes.shape[1]]
-    return weight.codes.float() * scales[:, None]
+    """Dense. # [.., N, K] float32"""
+    scales, (outputs, inputs) = weight.scales, weight.codes.shape[-2:]
+    if not weight.is_blocked:
+        return weight.codes.float() * scales[..., None]
+    rows = 1 if scales.shape[-2] == outputs else GROUP
+    scales = scales.repeat_interleave(rows, -2).repeat_interleave(GROUP, -1)
+    return weight.codes.float() * scales[..., :outputs, :inputs]
 
 
-def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the kernel's launcher."""
-    codes, scales = quantize_groups(x, weight.codes.dtype)
-    rounded = codes.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
-    return F.linear(rounded, fp8_weight(weight), None if bias is None else bias.float()).to(x.dtype)
+def fp8_linear(
+    x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None, *, is_rounded: bool = True
+) -> torch.Tensor:
+    """As the kernel's launcher; `is_rounded`: as where the hardware has FP8."""
+    by = rounded(x, weight.codes.dtype) if is_rounded else x.float()
+    return F.linear(by, fp8_weight(weight), None if bias is None else bias.float()).to(x.dtype)
 
 
 def four_bit_weight(weight: FourBitWeight, dtype: torch.dtype) -> torch.Tensor:
