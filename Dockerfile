@@ -21,6 +21,7 @@ CMD ["serve", "--host", "0.0.0.0"]
 
 # By itself pip brings the torch that is built for CUDA; the variables are what NVIDIA's container runtime goes by.
 FROM cpu AS cuda
+ENV TRITON_CACHE_DIR=/var/cache/kaon/triton
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # The last one is what `docker build` makes when it is not told otherwise.
@@ -28,7 +29,7 @@ FROM ${ROCM_BASE} AS rocm
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh
-ENV HF_HOME=/var/cache/kaon
+ENV HF_HOME=/var/cache/kaon TRITON_CACHE_DIR=/var/cache/kaon/triton
 USER kaon
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]

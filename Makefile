@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long chaos soak conformance lint format docs bench bench-peers demo-model clean
+.PHONY: help install serve chat test test-long chaos soak conformance lint format docs bench bench-gpu bench-peers test-gpu demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ test: $(VENV)/.installed-test ## Run the tests
 
 test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
 	@exec $(VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
+	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in every way, and show the figures
 	@exec $(VENV)/bin/python -m pytest tests/chaos -rP $(ARGS)
@@ -57,6 +60,9 @@ docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API'
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
+
+bench-gpu: $(VENV)/.installed-test ## Measure the GPU, and write its part of that page; ARGS="--quick"
+	@exec $(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-peers: $(VENV)/.installed-test ## Measure Kaon and other servers in turn, and write their part of that page
 	@exec $(VENV)/bin/python -m benchmarks.peers $(ARGS)

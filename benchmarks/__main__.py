@@ -1,6 +1,7 @@
 """`python -m benchmarks`: runs every benchmark of Kaon alone and writes docs/benchmarks.md. `make bench` calls it.
 
-The page's comparison with other servers is kept; `make bench-peers` writes it.
+The page's comparison with other servers is kept, and its figures of a GPU; `make bench-peers` and `make bench-gpu`
+write these.
 """
 
 import sys
@@ -18,8 +19,9 @@ from benchmarks import (
     startup,
     structured,
 )
-from benchmarks.peers.page import kept_section
-from benchmarks.report import machine
+from benchmarks.gpu import page as gpu
+from benchmarks.peers import page as peers
+from benchmarks.report import kept_section, machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
@@ -31,7 +33,8 @@ def main() -> None:
         sections.append(benchmark.run().markdown())
         sys.stdout.write(sections[-1] + "\n")
         sys.stdout.flush()
-    sections.append(kept_section(PAGE.read_text()))
+    old = PAGE.read_text()
+    sections += [kept_section(old, page.SECTION) for page in (gpu, peers)]
     PAGE.write_text("\n".join(filter(None, sections)))
 
 

@@ -40,3 +40,22 @@ def machine() -> str:
         f"{cores} cores of {model}, Python {platform.python_version()}, torch {version('torch')}, "
         f"kaon {version('kaon')}, load average {os.getloadavg()[0]:.1f} at the start."
     )
+
+
+def marked(name: str, text: str) -> str:
+    """A section that is measured apart, between marks by which it is found again."""
+    return f"<!-- {name} -->\n{text}<!-- end of {name} -->\n"
+
+
+def put_section(page: Path, name: str, text: str) -> None:
+    """Put a marked section in the place of the page's own, or at its end."""
+    old = page.read_text(encoding="utf-8")
+    kept = kept_section(old, name)
+    page.write_text(old.replace(kept, text) if kept else f"{old.rstrip()}\n\n{text}", encoding="utf-8")
+
+
+def kept_section(page: str, name: str) -> str:
+    """A section as the page has it, marks and all; empty where it has none."""
+    end_mark = f"<!-- end of {name} -->"
+    start, end = page.find(f"<!-- {name} -->"), page.find(end_mark)
+    return page[start : end + len(end_mark) + 1] if 0 <= start < end else ""

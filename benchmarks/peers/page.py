@@ -6,9 +6,9 @@ from pathlib import Path
 from benchmarks.peers.contestant import Contestant
 from benchmarks.peers.results import Results, percentile
 from benchmarks.peers.workloads import BYTES, RATE, SECONDS, WORKLOADS, Figure
-from benchmarks.report import Table
+from benchmarks.report import Table, marked, put_section
 
-_BEGIN, _END = "<!-- peers -->", "<!-- end of peers -->"
+SECTION = "peers"
 
 COLUMNS: Mapping[str, tuple[str, Figure]] = {
     **{workload.name: (workload.title, workload.figure) for workload in WORKLOADS},
@@ -47,20 +47,12 @@ def section(machine: str, contestants: Sequence[Contestant], commands: Mapping[s
         "### Versions and commands\n\n" + "\n".join(lines) + "\n",
         _HOW,
     ]
-    return f"{_BEGIN}\n" + "\n".join(parts) + f"{_END}\n"
+    return marked(SECTION, "\n".join(parts))
 
 
 def put(page: Path, text: str) -> None:
     """Put a section in the place of the page's, or at its end."""
-    old = page.read_text(encoding="utf-8")
-    kept = kept_section(old)
-    page.write_text(old.replace(kept, text) if kept else f"{old.rstrip()}\n\n{text}", encoding="utf-8")
-
-
-def kept_section(page: str) -> str:
-    """The section as the page has it; empty where it has none."""
-    start, end = page.find(_BEGIN), page.find(_END)
-    return page[start : end + len(_END) + 1] if 0 <= start < end else ""
+    put_section(page, SECTION, text)
 
 
 def _figures(shown: Sequence[Contestant], results: Results) -> Table:

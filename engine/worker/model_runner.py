@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
-from engine.sequence import Sequence
+from engine.step_limits import StepOutOfMemory
 from engine.worker.committed import CommittedBlocks
 from engine.worker.device import device_of
 from engine.worker.graph_runner import GraphRunner, capture_sizes
@@ -35,11 +36,13 @@ from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.sampler import Sampler
 from engine.worker.step_launcher import LaunchedStep, StepLauncher
+from engine.worker.warm_up import WarmUpRow, dummy_batch, warm_up_steps
 from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.forward_context import AttentionMetaData, Context, DPMetadata, forward_context, set_kv_cache_data
+from models.kernels import triton
 from models.kernels.cpu import runtime
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.library import Library
@@ -76,6 +79,8 @@ class ModelRunner:
     """Rows of the graph that replays the running step; 0: it runs eagerly."""
     _step_seconds = 0.0
     """Of the last one."""
+    _num_slots = 0
+    """Sequences that may run, for which layers keep states."""
 
     def __init__(
         self,
@@ -119,20 +124,8 @@ class ModelRunner:
 
     def load(self, *, progress: bool = False) -> None:
         """Read the checkpoint. Raises `CheckpointError` for a bad one."""
-        available = available_host_memory() if self.available_bytes is None else self.available_bytes
-        # Rope types that depend on the context's length depend on the length that is served.
-        served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
         with at_start("the model", "serve a smaller or a quantised one"):
-            self.model = load_model(
-                self.model_path,
-                served,
-                dtype=self.dtype,
-                device=self.device,
-                progress=progress,
-                parallel=self.parallel,
-                available_bytes=available if self.device.type == "cpu" else None,
-                weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
-            )
+            self.model = self.read_weights(progress=progress)
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
         self.caches = LayerCaches(
             self.model.kv_cache_layers(),
@@ -146,6 +139,22 @@ class ModelRunner:
         if self.caches.have_states and self.config.enable_prefix_caching:
             # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
             self.config = self.config.model_copy(update={"enable_prefix_caching": False})
+
+    def read_weights(self, *, progress: bool) -> CausalLM:
+        """The model with the checkpoint's weights."""
+        available = available_host_memory() if self.available_bytes is None else self.available_bytes
+        # Rope types that depend on the context's length depend on the length that is served.
+        served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
+        return load_model(
+            self.model_path,
+            served,
+            dtype=self.dtype,
+            device=self.device,
+            progress=progress,
+            parallel=self.parallel,
+            available_bytes=available if self.device.type == "cpu" else None,
+            weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
+        )
 
     @property
     def window(self) -> int | None:
@@ -178,7 +187,8 @@ class ModelRunner:
         on_host = self.device.type == "cpu"
         has_graphs = self._replays_graphs and num_blocks > 1
         self.spare_block = num_blocks if has_graphs or self._is_in_lockstep else None
-        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), num_slots)
+        self._num_slots = self.config.max_num_seqs if num_slots is None else num_slots
+        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), self._num_slots)
         set_kv_cache_data(caches)
         self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
         self.graphs = self._graph_runner(spare_block=num_blocks) if has_graphs else None
@@ -257,10 +267,27 @@ class ModelRunner:
         return record(operators, forward, num_tokens)
 
     def warm_up(self) -> None:
-        """Run one prefill of a token, so that what torch sets up on first use is set up before the first request."""
-        self._dummy_step([1])
+        """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
+        a GPU all that makes Triton compile what requests will need."""
+        self._dummy_step([WarmUpRow(1, 1)])
+        if triton.active():
+            self._compile_kernels()
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.committed.at_start()
+
+    def _compile_kernels(self) -> None:
+        start = time.perf_counter()
+        for step in warm_up_steps(
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self._num_slots,
+            max_model_len=self.max_model_len,
+        ):
+            try:
+                with in_step():
+                    self._dummy_step(step.rows, step.num_decodes)
+            except StepOutOfMemory as error:
+                _log.warning("A step of the warm-up was left out: %s", error)
+        _log.info("Kernels were compiled, or found compiled, in %.1f s", time.perf_counter() - start)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
@@ -276,7 +303,7 @@ class ModelRunner:
 
     def dummy_prefill(self) -> None:
         """A step over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
-        self._dummy_step([1])
+        self._dummy_step([WarmUpRow(1, 1)])
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
@@ -433,31 +460,15 @@ class ModelRunner:
         """The step that takes most memory: all the tokens that one may have, in as many rows as may run."""
         num_tokens = self.config.max_num_batched_tokens
         num_rows = min(self.config.max_num_seqs, num_tokens)
-        lengths = [min(num_tokens // num_rows, self.max_model_len)] * num_rows
+        length = min(num_tokens // num_rows, self.max_model_len)
         self.allocate_kv_cache(1)
         with at_start(
             f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"
         ):
-            self._dummy_step(lengths)
+            self._dummy_step([WarmUpRow(length, length)] * num_rows)
         set_kv_cache_data({})
 
-    def _dummy_step(self, lengths: list[int]) -> None:
-        """Prefill sequences of these lengths. All write to one block: to the first, which a real sequence overwrites
-        before use, or to a spare one."""
-        block_size = self.config.kv_cache_block_size
-        seqs = [Sequence([0] * length, block_size, id=-1 - row) for row, length in enumerate(lengths)]
-        for slot, seq in enumerate(seqs):
-            seq.slot, seq.block_table = slot, [self.spare_block or 0] * seq.num_blocks
-        num_tokens = sum(lengths)
-        self._compute(
-            ScheduledBatch(
-                {seq.id: seq for seq in seqs},
-                lengths,
-                num_tokens,
-                total_tokens_num_prefill=num_tokens,
-                total_seqs_num=len(seqs),
-                total_seqs_num_prefill=len(seqs),
-                is_dummy_run=True,
-                new_seqs=seqs,
-            )
-        )
+    def _dummy_step(self, rows: Sequence[WarmUpRow], num_decodes: int = 0) -> None:
+        """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
+        use, or to a spare one."""
+        self._compute(dummy_batch(rows, num_decodes, self.config.kv_cache_block_size, self.spare_block or 0))

@@ -45,7 +45,7 @@ class Sampler:
 
     def warm_up(self, vocab_size: int, device: torch.device) -> None:
         """Has the kernels compiled, where they run."""
-        if device.type != "cpu" and triton.takes("sampling"):
+        if triton.takes("sampling"):
             from engine.worker.device_sampler import warm_up
 
             warm_up(vocab_size, device)

@@ -6,29 +6,22 @@ import torch
 
 from engine.structured.masks import MaskedRow, packed
 from engine.worker.deferred_sampler import DeferredSampler
-from engine.worker.device import GPUDevice
 from engine.worker.sampler import Sampler
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.staging import Downloads, Uploads
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
-]
+from tests.gpu.places import ANYWHERE, Place
 
 VOCAB_SIZE = 3000
 
 
-@pytest.fixture
-def device() -> GPUDevice:
-    return GPUDevice(torch.device("cuda"))
-
-
-def test_what_is_copied_arrives_behind_the_work_before_it(device: GPUDevice) -> None:
+@ANYWHERE
+def test_what_is_copied_arrives_behind_the_work_before_it(place: Place) -> None:
+    device = place.seam()
     uploads, downloads = Uploads(device), Downloads(device)
+    size = 2000 if place.is_gpu else 20
     for step in range(20):
         left, right = uploads.send([np.arange(5000) + step, np.full(3, step, dtype=np.float32)])
-        slow = torch.randn(2000, 2000, device="cuda")
+        slow = torch.randn(size, size, device=place.device)
         for _ in range(5):
             slow = slow @ slow
         download = downloads.begin(left * 2 + right[0].long())
@@ -36,8 +29,10 @@ def test_what_is_copied_arrives_behind_the_work_before_it(device: GPUDevice) -> 
         downloads.give_back(download)
 
 
-def test_a_graph_replays_over_the_memory_it_was_captured_with(device: GPUDevice) -> None:
-    source, target = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+@ANYWHERE
+def test_a_graph_replays_over_the_memory_it_was_captured_with(place: Place) -> None:
+    device = place.seam()
+    source, target = (torch.zeros(8, device=place.device) for _ in range(2))
 
     def run() -> None:
         target.copy_(source * 2 + 1)
@@ -64,7 +59,8 @@ def rows_of(num_rows: int) -> SamplingRows:
             top_k[4:],
             top_p[4:],
             min_p[4:],
-            rng.uniform(size=num_rows - 4),
+            rng.integers(0, 2**63, num_rows - 4).astype(np.uint64),
+            np.arange(num_rows - 4),
             ((top_k < VOCAB_SIZE) | (top_p < 1.0) | (min_p > 0.0))[4:],
         ),
         repetition=changes,
@@ -76,19 +72,27 @@ def rows_of(num_rows: int) -> SamplingRows:
     )
 
 
-def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(device: GPUDevice) -> None:
+@ANYWHERE
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(place: Place, by_kernels: bool) -> None:
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=(32, VOCAB_SIZE)).astype(np.float32) * 3)
     rows = rows_of(32)
     expected = Sampler().sample(logits.clone(), rows)
+    if by_kernels:
+        if not place.is_gpu:
+            pytest.skip("tests/parity/test_triton_deferred.py compares them in the interpreter")
+        place.backend()
+    device = place.seam()
     uploads, downloads = Uploads(device), Downloads(device)
     sampler = DeferredSampler(uploads, downloads)
-    sampler.sample(logits.cuda(), rows).read(downloads)
-    on_device = logits.cuda()
-    torch.cuda.set_sync_debug_mode("error")
+    sampler.sample(logits.clone().to(place.device), rows).read(downloads)
+    on_device = logits.clone().to(place.device)
+    mode = torch.cuda.set_sync_debug_mode if place.is_gpu else lambda _: None
+    mode("error")
     try:
         pending = sampler.sample(on_device, rows)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        mode("default")
     found = pending.read(downloads)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.logprobs.keys() == expected.logprobs.keys()

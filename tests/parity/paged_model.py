@@ -56,13 +56,15 @@ class PagedModel:
         weight_bits: WeightBits = 16,
         backend: AttentionBackend | None = None,
         parallel: TensorParallel = SINGLE_RANK,
+        device: torch.device = CPU,
     ) -> None:
         config = read_checkpoint_config(path, model_impl)
         self.config = replace(config, max_model_len=max_model_len or config.max_model_len)
         self.model = load_model(
-            path, self.config, dtype=dtype, device=CPU, progress=False, parallel=parallel, weight_bits=weight_bits
+            path, self.config, dtype=dtype, device=device, progress=False, parallel=parallel, weight_bits=weight_bits
         )
-        self.backend = select_backend(CPU) if backend is None else backend
+        self.backend = select_backend(device) if backend is None else backend
+        self.device = device
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         caches = LayerCaches(
@@ -71,7 +73,7 @@ class PagedModel:
             block_size=block_size,
             num_slots=NUM_SLOTS,
             dtype=dtype,
-            device=CPU,
+            device=device,
             kv_dtype=kv_dtype,
         )
         self.cache = caches.allocate(num_blocks)
@@ -103,15 +105,15 @@ class PagedModel:
             num_decodes=num_decodes,
             slots=np.array([row.slot for row, _ in spans], dtype=np.int64),
         )
-        at = torch.from_numpy(np.concatenate(positions))
+        at = torch.from_numpy(np.concatenate(positions)).to(self.device)
         set_kv_cache_data(self.cache)
         context = Context(positions=at, is_prefill=num_decodes < len(spans), batch_size=len(spans))
-        lora = group_by_adapter(np.array([row.adapter for row, _ in spans]), np.array(counts), CPU)
+        lora = group_by_adapter(np.array([row.adapter for row, _ in spans]), np.array(counts), self.device)
         with torch.inference_mode(), forward_context(metadata, context, lora=lora):
-            hidden = self.model(torch.tensor(input_ids), at)
+            hidden = self.model(torch.tensor(input_ids, device=self.device), at)
         set_kv_cache_data({})
         with torch.inference_mode():
-            return list(self.model.compute_logits(hidden).split(counts))
+            return list(self.model.compute_logits(hidden).cpu().split(counts))
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """Of a whole prompt in one step. # [len(tokens), V]"""
@@ -166,20 +168,21 @@ def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, ...]:
 class Reference:
     """transformers' own model of a checkpoint."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> None:
+        self.device = device
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         """# [len(tokens), V]"""
         with torch.inference_mode():
-            return self.model(torch.tensor([tokens])).logits[0]
+            return self.model(torch.tensor([tokens], device=self.device)).logits[0].cpu()
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The likeliest continuation, EOS and all."""
         tokens, step, cache = list(prompt), list(prompt), None
         for _ in range(count):
             with torch.inference_mode():
-                output = self.model(torch.tensor([step]), past_key_values=cache, use_cache=True)
+                output = self.model(torch.tensor([step], device=self.device), past_key_values=cache, use_cache=True)
             cache, step = output.past_key_values, [int(output.logits[0, -1].argmax())]
             tokens += step
         return tokens[len(prompt) :]

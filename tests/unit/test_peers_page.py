@@ -9,9 +9,10 @@ from benchmarks.peers.checkpoints import QWEN3_06B, Checkpoint, words
 from benchmarks.peers.contestant import Command, Contestant
 from benchmarks.peers.load import Answer
 from benchmarks.peers.measure import Measurement
-from benchmarks.peers.page import kept_section, put, section
+from benchmarks.peers.page import SECTION, put, section
 from benchmarks.peers.results import Results, percentile
 from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.report import kept_section
 
 
 class Fake(Contestant):
@@ -106,13 +107,13 @@ def test_the_section_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     )
     put(page, first)
     assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{first}"
-    assert kept_section(page.read_text()) == first
+    assert kept_section(page.read_text(), SECTION) == first
     put(page, second)
     assert page.read_text() == f"# Benchmarks\n\n## Ours\n\n{second}"
 
 
 def test_a_page_without_the_section_keeps_nothing() -> None:
-    assert kept_section("# Benchmarks\n") == ""
+    assert kept_section("# Benchmarks\n", SECTION) == ""
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)

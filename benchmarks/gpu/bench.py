@@ -1,0 +1,220 @@
+"""`Bench`: the device that is measured: how long its work takes, and the most that it can do."""
+
+import functools
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from benchmarks.gpu.case import Values, Wrong
+from engine.worker.device import Device, GPUDevice, Graph, HostDevice
+from models.kernels import triton as kernels
+
+_FLUSH_BYTES = 1 << 29
+"""Written between two repetitions: more than any chip's caches hold."""
+_SECONDS_A_CASE = 0.25
+_T = TypeVar("_T")
+
+
+class Ceilings(NamedTuple):
+    """The most that the device was seen to do."""
+
+    bandwidth: float
+    """Bytes a second, read and written together."""
+    matrix_rate: float
+    """Floating-point operations a second of a bfloat16 product."""
+
+
+class DryDevice(HostDevice):
+    """A CPU that captures: a graph is the call itself, as in the dry run's model runners."""
+
+    has_graphs = True
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`."""
+        run()
+        return super().capture(run)
+
+
+class Bench:
+    """A GPU; or the CPU for a dry run, which shows that everything runs, on small problems in Triton's interpreter."""
+
+    def __init__(self, device: torch.device, *, is_quick: bool = False) -> None:
+        """Raises `RuntimeError` where the kernels do not compute on the device."""
+        self.is_quick, self.is_dry = is_quick, device.type == "cpu"
+        self.device = device if self.is_dry else torch.device(device.type, device.index or 0)
+        self.dtype = torch.float32 if self.is_dry else torch.bfloat16
+        if self.is_dry:
+            # The interpreter's products and conversions are mended there.
+            importlib.import_module("tests.parity.triton_interpreter")
+        else:
+            torch.cuda.set_device(self.device)
+        self.seam: Device = DryDevice() if self.is_dry else GPUDevice(self.device)
+        if (reason := kernels.start(self.device)) is not None:
+            raise RuntimeError(f"the kernels do not run: {reason}")
+        torch.manual_seed(0)
+
+    def size(self, real: _T, dry: _T) -> _T:
+        """Of a problem, which is small in a dry run."""
+        return dry if self.is_dry else real
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> torch.Tensor:
+        """Normal numbers: zeros would be computed faster than real data."""
+        return (torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)).mul_(scale)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.is_dry:
+            torch.cuda.synchronize(self.device)
+
+    def is_broken(self) -> bool:
+        """Whether the device answers no more in this process, as after an illegal access."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, with what torch keeps for reuse."""
+        if self.is_dry:
+            return 1 << 32
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def mark(self) -> "Mark":
+        """A place in what is enqueued, to measure from or to."""
+        return Mark(self.is_dry)
+
+    def seconds(self, run: Callable[[], object], *, in_graph: bool = True) -> float:
+        """Of the device's work in `run`, caches flushed before each repetition; the median.
+
+        From a captured graph unless told otherwise, so that the host's launches take no part.
+        """
+        run()
+        if self.is_dry:
+            begin = time.perf_counter()
+            run()
+            return time.perf_counter() - begin
+        with torch.inference_mode():
+            work = self._captured(run) if in_graph else run
+        took = self._repeat(work, 3)
+        count = int(min(max(_SECONDS_A_CASE / (statistics.median(took) + 3e-4), 10), 100))
+        return statistics.median(self._repeat(work, count))
+
+    def _repeat(self, work: Callable[[], object], count: int) -> list[float]:
+        pairs = []
+        for _ in range(count):
+            self._flushed.zero_()
+            begin = self.mark()
+            work()
+            pairs.append((begin, self.mark()))
+        self.synchronize()
+        return [begin.seconds_to(end) for begin, end in pairs]
+
+    def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    @functools.cached_property
+    def _flushed(self) -> torch.Tensor:
+        return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        """Measured once in each process: clocks differ from one to the next."""
+        return Ceilings(self.copied_bytes_per_second(4), self.product_rate(8192))
+
+    def copied_bytes_per_second(self, gib: int) -> float:
+        """Bytes read and written by a copy of so much."""
+        num_bytes = self.size(gib << 30, 1 << 20)
+        source = torch.empty(num_bytes // 4, device=self.device).normal_()
+        target = torch.empty_like(source)
+        return 2 * num_bytes / self.seconds(lambda: target.copy_(source), in_graph=False)
+
+    def product_rate(self, size: int) -> float:
+        """Operations a second of a product of two square matrices."""
+        size = self.size(size, 64)
+        left, right = (self.random(size, size) for _ in range(2))
+        return 2 * size**3 / self.seconds(lambda: left @ right, in_graph=False)
+
+    def bound(self, *, num_bytes: float = 0.0, operations: float = 0.0, rate: float = 1.0) -> float:
+        """Seconds that no version can be under: of moving bytes, or of products at `rate` times bfloat16's."""
+        ceilings = self.ceilings
+        return max(num_bytes / ceilings.bandwidth, operations / (rate * ceilings.matrix_rate))
+
+    def kernel(
+        self,
+        run: Callable[[], torch.Tensor],
+        expected: Callable[[], torch.Tensor] | None,
+        *,
+        num_bytes: float = 0.0,
+        operations: float = 0.0,
+        rate: float = 1.0,
+        tolerance: float = 1e-2,
+        beside: Mapping[str, Callable[[], object]] | None = None,
+    ) -> Values:
+        """Check a kernel against its reference, then time it against its bound and what is `beside` it.
+
+        `tolerance`: of the norm of the error against that of what is expected. Raises `Wrong` past it. None expected:
+        the caller checks.
+        """
+        with torch.inference_mode():
+            checked = {} if expected is None else self.checked(run(), expected(), tolerance)
+            bound, took = self.bound(num_bytes=num_bytes, operations=operations, rate=rate), self.seconds(run)
+            values: Values = {"us": took * 1e6, "bound, us": bound * 1e6, "of the bound": bound / took}
+            for name, other in (beside or {}).items():
+                try:
+                    values[f"{name}, us"] = self.seconds(other) * 1e6
+                except (RuntimeError, AttributeError, NotImplementedError) as error:
+                    values[f"{name}, us"] = first_line(error)
+            return {**values, **checked}
+
+    def checked(self, found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-2) -> Values:
+        """The error of a result, as a column. Raises `Wrong` where it is too large."""
+        error = relative_error(found, expected)
+        if not error <= tolerance:
+            raise Wrong(f"it is off by {error:.2g} of what is right, more than {tolerance:.2g}")
+        return {"error": f"{error:.1e}"}
+
+
+class Mark:
+    """An event of the device; a moment of the host in a dry run."""
+
+    def __init__(self, is_dry: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._moment = time.perf_counter()
+        if not is_dry:
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def seconds_to(self, end: "Mark") -> float:
+        """Both have been reached."""
+        if self._event is None or end._event is None:
+            return end._moment - self._moment
+        return float(self._event.elapsed_time(end._event)) / 1e3
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the error against that of what is expected; infinite where there is a NaN."""
+    wanted = expected.double()
+    error = float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return math.inf if math.isnan(error) else error
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in a table's cell."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0].replace("|", "/")
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,92 @@
+"""`findings_of`: a part's findings, measured by a process that may crash, hang or run out of its time."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+from benchmarks.gpu.case import Finding, Part
+from benchmarks.gpu.child import BROKEN, MARK
+
+_START = "start"
+"""Names the process's own start, before its first case."""
+
+
+def command_of(part: Part, device: str, *, is_quick: bool, skip: int) -> list[str]:
+    """That measures a part but its first `skip` cases."""
+    quick = ["--quick"] if is_quick else []
+    return [sys.executable, "-m", "benchmarks.gpu.child", part.name, "--device", device, *quick, "--skip", str(skip)]
+
+
+def findings_of(
+    part: Part, command: Callable[[int], Sequence[str]], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Finding]:
+    """As they come, for `seconds` at most. `command` is given how many cases are done.
+
+    A process that ends within a case is told of as that case's failure, and another one goes on behind it.
+    """
+    deadline, done, case = clock() + seconds, 0, _START
+    while True:
+        process = subprocess.Popen(command(done), stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        lines = _lines(process.stdout)
+        began_with, patience = done, 0.0
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=max(0.0, deadline - clock()))
+                except queue.Empty:
+                    yield Finding(part.name, case, error=f"not done within the part's {seconds:.0f} s")
+                    return
+                if line is None:
+                    # The end of its output comes just before its exit code.
+                    patience = 10.0
+                    break
+                told = json.loads(line)
+                if "begins" in told:
+                    case = told["begins"]
+                    continue
+                done, case = done + 1, _START
+                yield Finding(**told)
+        finally:
+            _end(process, patience)
+        if process.returncode == 0:
+            return
+        if process.returncode != BROKEN or case != _START:
+            yield Finding(part.name, case, error=f"its process ended with {_ending(process.returncode)}")
+            done += case != _START
+        if done == began_with:
+            return
+
+
+def _lines(stream: IO[str]) -> "queue.SimpleQueue[str | None]":
+    """The findings' lines of a stream, and None at its end."""
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in stream:
+            if line.startswith(MARK):
+                found.put(line.removeprefix(MARK))
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def _end(process: "subprocess.Popen[str]", patience: float) -> None:
+    """With all that it started, where it has not ended by itself by then."""
+    try:
+        process.wait(timeout=patience)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -1,0 +1,19 @@
+"""Nothing of one test's kernels is left for the next, and no memory."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from models.kernels import triton
+from tests.gpu.places import HAS_GPU
+
+
+@pytest.fixture(autouse=True)
+def _kernels_and_memory_end_with_their_test() -> Iterator[None]:
+    yield
+    triton.stop()
+    if HAS_GPU:
+        gc.collect()
+        torch.cuda.empty_cache()

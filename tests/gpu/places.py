@@ -1,0 +1,82 @@
+"""Where the tests of a GPU run: on the GPU of a machine that has one, and the cheapest of them in Triton's interpreter
+as well, so that what only a GPU's owner would run does not rot.
+
+A test takes the fixture `place`, and is parametrised by `ON_GPU`, or by `ANYWHERE`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import Config
+from engine.worker.device import Device, GPUDevice
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_launcher import StepLauncher
+from models.attention import select_backend
+from models.attention.base import AttentionBackend
+from models.attention.triton import TritonAttentionBackend
+from models.kernels import triton as kernels
+from models.model_config import read_checkpoint_config
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.triton_interpreter import INTERPRETED
+
+NUM_BLOCKS = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and whether it is a GPU."""
+
+    device: torch.device
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    def backend(self) -> AttentionBackend:
+        """Triton's, whose kernels compute for layers too."""
+        assert kernels.start(self.device) is None
+        return select_backend(self.device) if self.is_gpu else TritonAttentionBackend(self.device)
+
+    def seam(self) -> Device:
+        """Streams, events and graphs; stand-ins that are late in the interpreter."""
+        return GPUDevice(self.device) if self.is_gpu else GraphDevice()
+
+    def runner(self, checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> ModelRunner:
+        """A loaded model with a cache of `NUM_BLOCKS`, that captures no graphs unless it is told sizes."""
+        fields = {"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields}
+        sizes = fields.pop("cudagraph_capture_sizes", ())
+        fields["compilation_config"] = {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
+        config = Config(**fields)
+        assert config.num_kvcache_blocks is not None
+        runner = ModelRunner(
+            config, checkpoint, read_checkpoint_config(checkpoint, config.model_impl), self.device, dtype
+        )
+        runner.backend = self.backend()
+        runner.launcher = StepLauncher(runner, self.seam(), config.max_num_seqs)
+        runner.load()
+        runner.allocate_kv_cache(config.num_kvcache_blocks)
+        return runner
+
+
+HAS_GPU = torch.cuda.is_available()
+_GPU = pytest.param(
+    Place(torch.device("cuda", 0)),
+    id="gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no GPU that torch can use")],
+)
+_INTERPRETER = pytest.param(
+    Place(torch.device("cpu")),
+    id="interpreter",
+    marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here, for the GPU"),
+)
+_LONG_IN_INTERPRETER = pytest.param(
+    *_INTERPRETER.values, id="interpreter", marks=[*_INTERPRETER.marks, pytest.mark.slow]
+)
+ON_GPU = pytest.mark.parametrize("place", [_GPU])
+ANYWHERE = pytest.mark.parametrize("place", [_GPU, _INTERPRETER])
+ANYWHERE_LONG = pytest.mark.parametrize("place", [_GPU, _LONG_IN_INTERPRETER])
+"""In the interpreter in the long form of the tests only."""

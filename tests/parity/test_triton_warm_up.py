@@ -1,0 +1,114 @@
+"""What the warm-up runs is all that Triton compiles: a varied load afterwards needs no kernel that it has not met."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu.empty_kernel import empty_kernel
+from benchmarks.gpu.launches import Launches
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.worker import model_runner
+from engine.worker.step_launcher import StepLauncher
+from engine.worker.warm_up import warm_up_steps
+from models.attention.triton import TritonAttentionBackend
+from models.kernels.triton import configs
+from models.kernels.triton.configs import TARGETS
+from models.kernels.triton.configs_dense import launch_of
+from tests.parity.ahead import Ahead
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.test_worker_model_runner import VOCAB_SIZE, runner_for
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.parity.variants import Variant, deepseek, gpt_oss, qwen3_next
+
+__all__ = ["triton_kernels"]
+
+pytestmark = requires_interpreter
+
+INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
+LIMITS = {"max_num_batched_tokens": 160, "max_num_seqs": 20, "max_model_len": 256}
+
+
+def load() -> list[Sequence]:
+    """Prompts that are chunked, that share steps, and that follow each other, each sampled in its own way."""
+    rng = np.random.default_rng(1)
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=1, max_tokens=2, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=2, top_p=0.8, min_p=0.1, top_k=9, max_tokens=3, logprobs=3),
+        SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
+        SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
+    ]
+    lengths = [1, 17, 200, 3, 64, 33, 5, 2, 90]
+    return [
+        Sequence(rng.integers(0, VOCAB_SIZE, length).tolist(), 16, kinds[place % len(kinds)], id=place)
+        for place, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(params=["gfx942", "sm_90"])
+def fake_gpu(
+    request: pytest.FixtureRequest, triton_kernels: object, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Kernels are launched with the tiles of a GPU, and compute nothing: what they would have written is zeros."""
+    monkeypatch.setattr(configs, "INTERPRETER", TARGETS[request.param])
+    monkeypatch.setattr(type(empty_kernel), "run", lambda self, *arguments, **options: None)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    launch_of.cache_clear()
+    yield
+    launch_of.cache_clear()
+
+
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(None, id="qwen3"),
+        pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
+        pytest.param(INDEXED, id="deepseek"),
+        pytest.param(qwen3_next.VARIANTS[0], id="qwen3_next"),
+    ],
+)
+def test_after_the_warm_up_a_varied_load_compiles_nothing(
+    variant: Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    path = (
+        make_checkpoint(tmp_path, "qwen3")
+        if variant is None
+        else make_checkpoint(tmp_path, variant.family, **variant.overrides)
+    )
+    runner = runner_for(path, compilation_config={"cudagraph_capture_sizes": (2, 4)}, **LIMITS)
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(100)
+    with Launches() as warming:
+        runner.warm_up()
+    with Launches() as serving:
+        ahead = Ahead(runner)
+        ahead.device = device
+        runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+        ahead.run(load())
+    assert serving.signatures
+    new = [signature for signature in serving.signatures if signature not in warming.signatures]
+    assert not new, "\n".join(map(str, new))
+
+
+def test_the_warm_up_keeps_to_the_limits_of_a_step_and_meets_every_power_of_two() -> None:
+    steps = list(warm_up_steps(max_num_batched_tokens=100, max_num_seqs=9, max_model_len=64))
+    for rows, num_decodes in steps:
+        assert len(rows) <= 9
+        assert sum(row.tokens for row in rows) <= 100
+        assert all(row.tokens <= row.context <= 64 for row in rows)
+        assert all(row.tokens == 1 for row in rows[:num_decodes])
+    assert [sum(row.tokens for row in rows) for rows, decodes in steps if not decodes][:8] == [
+        1, 2, 4, 8, 16, 32, 64, 100,
+    ]  # fmt: skip
+    assert {len(rows) for rows, decodes in steps if decodes == len(rows)} == {1, 2, 4, 8, 9}
+    assert any(0 < decodes < len(rows) for rows, decodes in steps)
