@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from models.kernels.triton.moe_mxfp4_gemm import moe_mxfp4_gemm
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.case import Case, Values
 from benchmarks.gpu.quantized import random_mxfp4
 from models.kernels.cpu.structures import SILU
+from models.kernels.triton.grouped import block_of
 from models.kernels.triton.moe_combine import moe_combine
-from models.kernels.triton.moe_gemm import block_of, moe_gemm
+from models.kernels.triton.moe_four_bit_gemm import moe_four_bit_gemm
+from models.kernels.triton.moe_gemm import moe_gemm
 from models.kernels.triton.moe_route import moe_route
 from models.kernels.triton.moe_sort import moe_sort
 from models.kernels.triton.reference import moe_gemm as reference
@@ -124,7 +125,7 @@ def _mxfp4(bench: Bench, tokens: int) -> Values:
     rows = bench.random(tokens, mixture.hidden)
     weight = random_mxfp4(bench, mixture.experts, 2 * mixture.features, mixture.hidden)
     pairs = moe_sort(ids, mixture.experts, block_of(ids.numel(), mixture.experts))
-    found = moe_mxfp4_gemm(rows, weight, None, pairs, ids.numel(), gating=_GATING)
+    found = moe_four_bit_gemm(rows, weight, None, pairs, ids.numel(), gating=_GATING)
     few = max(1, _FEW // mixture.top_k // 2)
     dense = four_bit_weight(weight, bench.dtype)
     expected = reference.moe_gemm(rows[:few], dense, None, ids[:few], gating=_GATING)
@@ -132,7 +133,7 @@ def _mxfp4(bench: Bench, tokens: int) -> Values:
     checked = bench.checked(found[: len(expected)], expected)
     stored = weight.packed.nbytes + weight.scales.nbytes
     values = bench.kernel(
-        lambda: moe_mxfp4_gemm(rows, weight, None, pairs, ids.numel(), gating=_GATING),
+        lambda: moe_four_bit_gemm(rows, weight, None, pairs, ids.numel(), gating=_GATING),
         None,
         num_bytes=_bytes_of_chosen(ids, stored / mixture.experts) + rows.nbytes + found.nbytes,
         operations=4.0 * ids.numel() * mixture.hidden * mixture.features,

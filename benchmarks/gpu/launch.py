@@ -12,9 +12,11 @@ from benchmarks.gpu.case import Case, Values
 from benchmarks.gpu.empty_kernel import empty_kernel
 from benchmarks.gpu.launches import Launches
 from models.kernels.cpu.structures import SILU
-from models.kernels.triton.fp8_gemm import FP8Weight, fp8_linear
+from models.kernels.triton.fp8 import FP8Weight
+from models.kernels.triton.fp8_gemm import fp8_linear
 from models.kernels.triton.gated import gated
-from models.kernels.triton.moe_gemm import block_of, moe_gemm
+from models.kernels.triton.grouped import block_of
+from models.kernels.triton.moe_gemm import moe_gemm
 from models.kernels.triton.moe_sort import moe_sort
 from models.kernels.triton.rms_norm import ADD_NORM, rms_norm
 from models.kernels.triton.sampling import argmax
