@@ -4,148 +4,28 @@ Section fields are spelled flat outside Python (`--port`, `KAON_PORT`, `port:`),
 across sections; `server.settings` checks that when it builds the command line.
 """
 
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from engine.parallel_config import CLUSTER_KEY_ENV, ParallelConfig
+from engine.section import Section
+from engine.server_config import ServerConfig
+
+__all__ = [
+    "CLUSTER_KEY_ENV",
+    "EMBEDDED_MODEL_NAME",
+    "CompilationConfig",
+    "Config",
+    "ParallelConfig",
+    "QuantizationConfig",
+    "Section",
+    "ServerConfig",
+    "SpeculativeConfig",
+]
 
 EMBEDDED_MODEL_NAME = "kaon-demo"
-CLUSTER_KEY_ENV = "KAON_CLUSTER_KEY"
-"""The environment's name for the key that hosts know each other by: no setting, since flags can be seen by others."""
-_MAX_PORT = 65535
-
-
-class Section(BaseModel):
-    """Base of `Config` and its sections: immutable, no unknown fields, no coercion surprises."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class ParallelConfig(Section):
-    """How the model is spread over processes and devices."""
-
-    tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that each layer is shared out over: one a GPU, or a part of the CPU's cores each."""
-
-    data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Engine cores that each hold the whole model and a KV cache, and answer requests of their own."""
-
-    data_parallel_placement: Literal["prefix", "round_robin"] = "prefix"
-    """Which of them computes a request: the least busy, and the one that has its beginning cached; or each in turn."""
-
-    enable_expert_parallel: bool = False
-    """Spread the experts of mixtures over all ranks of all replicas, whole, in place of a part of each on every rank.
-
-    Replicas whose experts are spread compute in step."""
-
-    cpu_collectives: Literal["shared_memory", "gloo"] = "shared_memory"
-    """How ranks on the CPU add up: by the compiled operators in memory they share, or by torch, which is slower."""
-
-    rank_start_timeout: Annotated[float, Field(gt=0.0)] = 300.0
-    """Seconds that each rank may take longer than the first to load, and to meet the others."""
-
-    distributed_executor_backend: Literal["mp", "ray"] = "mp"
-    """Who starts the ranks: `mp` this host, and others as `nnodes` says; `ray` the Ray cluster that it belongs to."""
-
-    ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's strategy: few nodes if possible, many if possible, one node only, or a node for each rank."""
-
-    nnodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Hosts that the replicas, or the ranks of the only one, are shared out over.
-
-    Each is started with the same settings, but for `node_rank`."""
-
-    node_rank: Annotated[int, Field(ge=0, lt=64)] = 0
-    """Number of this host; 0 serves HTTP, the others run their ranks or replicas for it."""
-
-    master_addr: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address of host 0, by which the others reach it."""
-
-    master_port: Annotated[int, Field(ge=1, le=65533)] = 29500
-    """First port of host 0 that the others connect to: also the next two, or with replicas the r-th next for r."""
-
-    cluster_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of the key that the hosts know each other by, in place of `KAON_CLUSTER_KEY`; no key: loopback only."""
-
-    @model_validator(mode="after")
-    def _ranks_fit_hosts(self) -> Self:
-        if self.node_rank >= self.nnodes:
-            raise ValueError(
-                f"node_rank is {self.node_rank}, but there are {self.nnodes} hosts (nnodes); number them from 0"
-            )
-        if self.data_parallel_size == 1 and self.tensor_parallel_size % self.nnodes:
-            raise ValueError(
-                f"nnodes is {self.nnodes}, which does not divide the {self.tensor_parallel_size} ranks "
-                "(tensor_parallel_size); each host has as many ranks as the others"
-            )
-        if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
-            raise ValueError(
-                f"nnodes is {self.nnodes}, which does not divide the {self.data_parallel_size} replicas "
-                "(data_parallel_size); each host has as many as the others, and all ranks of those it has"
-            )
-        if self.in_lockstep and self.has_remote_replicas:
-            where = "distributed_executor_backend is ray" if self.nnodes == 1 else f"nnodes is {self.nnodes}"
-            raise ValueError(
-                f"{where}, but with enable_expert_parallel the {self.data_parallel_size} replicas "
-                "(data_parallel_size) exchange tokens, which they do on one host in this release; spread the experts "
-                "over ranks (tensor_parallel_size)"
-            )
-        if self.has_remote_replicas and self.master_port + self.data_parallel_size - 1 > _MAX_PORT:
-            raise ValueError(
-                f"master_port is {self.master_port}, but each of {self.data_parallel_size} replicas "
-                f"(data_parallel_size) has a port behind it; set it to at most "
-                f"{_MAX_PORT + 1 - self.data_parallel_size}"
-            )
-        if self.distributed_executor_backend == "ray" and self.nnodes > 1:
-            raise ValueError(
-                f"nnodes is {self.nnodes}, but distributed_executor_backend is ray, which knows its hosts itself; "
-                "leave nnodes out"
-            )
-        return self
-
-    @field_validator("master_addr")
-    @classmethod
-    def _is_one_address(cls, master_addr: str) -> str:
-        try:
-            is_any = ip_address(master_addr).is_unspecified
-        except ValueError:
-            is_any = False  # A name.
-            try:
-                master_addr.encode("idna")
-            except UnicodeError as error:
-                raise ValueError(f"master_addr is {master_addr}, which is no host's name: {error}") from error
-        if is_any:
-            raise ValueError(
-                f"master_addr is {master_addr}; name the one address by which the other hosts reach host 0"
-            )
-        return master_addr
-
-    @model_validator(mode="after")
-    def _experts_are_spread_over_several(self) -> Self:
-        if self.enable_expert_parallel and self.tensor_parallel_size * self.data_parallel_size == 1:
-            raise ValueError(
-                "enable_expert_parallel is set, but there is one rank to hold the experts; raise tensor_parallel_size "
-                "or data_parallel_size too"
-            )
-        return self
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether replicas compute in step: their layers exchange tokens."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1
-
-    @property
-    def has_remote_replicas(self) -> bool:
-        """Whether there are replicas that other hosts run; the ranks of each are on one host then."""
-        spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
-        return spans_hosts and self.data_parallel_size > 1
-
-    @property
-    def has_remote_ranks(self) -> bool:
-        """Whether there are ranks of the only replica that other hosts run."""
-        spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
-        return spans_hosts and self.data_parallel_size == 1
 
 
 class CompilationConfig(Section):
@@ -189,135 +69,6 @@ class QuantizationConfig(Section):
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
     """Type of cached keys, values and latents; `auto` is the model's, `fp8` halves bfloat16's memory, less exact."""
-
-
-class ServerConfig(Section):
-    """The HTTP face."""
-
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
-
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """TCP port to listen on; 0 lets the system choose one, which is printed."""
-
-    served_model_name: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Model names that the API accepts and lists; default: the MODEL argument, `kaon-demo` for the embedded one."""
-
-    allow_unknown_fields: bool = False
-    """Ignore request fields that the API does not know, instead of answering 400."""
-
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 10 * 2**20
-    """Largest request body accepted, in bytes; over it the answer is 413."""
-
-    max_stop_strings: Annotated[int, Field(ge=1)] = 4
-    """Most stop strings a request may name (OpenAI's limit is 4)."""
-
-    max_n: Annotated[int, Field(ge=1)] = 128
-    """Most choices (`n`) a request may ask for (OpenAI's limit is 128)."""
-
-    max_grammar_bytes: Annotated[int, Field(ge=1024)] = 256 * 2**10
-    """Largest JSON schema, regular expression or grammar of a request, in bytes."""
-
-    max_stored_responses: Annotated[int, Field(ge=0)] = 1024
-    """Most responses (`/v1/responses`) kept in memory; the least recently used makes room; 0 keeps none."""
-
-    max_stored_response_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
-    """Most bytes that they keep, conversations included."""
-
-    max_queued_requests: Annotated[int, Field(ge=1)] | None = None
-    """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`,
-    of each replica."""
-
-    max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most prompt tokens that they have together; default: as many as the KV caches of all replicas hold."""
-
-    max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
-    """Most requests of one API key that are served at a time, over which the answer is 429; default: no limit."""
-
-    request_timeout: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds that a request may take, waiting included, before it is ended; default: no limit."""
-
-    stream_buffer_bytes: Annotated[int, Field(ge=1024)] = 2**20
-    """Bytes of a stream, about, that are held for a client that reads slowly."""
-
-    slow_readers: Literal["pause", "end"] = "pause"
-    """What becomes of a request whose client leaves more unread: `pause` until it has read, or `end` with an error."""
-
-    api_key: tuple[SecretStr, ...] = ()
-    """Keys that requests must bring one of (`Authorization: Bearer ...`); with none, no request needs any.
-
-    The environment or `api_key_file` are better places for them than a command line."""
-
-    api_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of further keys, one a line; empty lines, and what follows #, are left out."""
-
-    keyless_paths: tuple[Annotated[str, Field(pattern="^/")], ...] = (
-        "/livez",
-        "/readyz",
-        "/health",
-        "/ping",
-        "/docs",
-        "/openapi.json",
-    )
-    """Paths that need no key where all others do: probes, and the description of the API."""
-
-    allowed_origins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any."""
-
-    allowed_methods: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
-    """Methods that those pages may use."""
-
-    allowed_headers: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
-    """Headers that those pages may send."""
-
-    allow_credentials: bool = False
-    """Let those pages send cookies and HTTP authentication of the browser's own."""
-
-    ssl_certfile: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of the server's certificate and its chain; turns https on."""
-
-    ssl_keyfile: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of the certificate's private key; default: it is in `ssl_certfile`."""
-
-    ssl_ca_certs: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of authorities; each client must then show a certificate that one of them signed."""
-
-    drain_timeout: Annotated[float, Field(ge=0.0)] = 30.0
-    """Seconds that live requests have to end once the server is told to; what is left then ends with an error."""
-
-    root_path: str = ""
-    """Prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
-
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """Jinja file to use in place of the checkpoint's chat template."""
-
-    trust_request_chat_template: bool = False
-    """Let requests bring chat templates of their own (`chat_template`), rendered in a process that can be killed."""
-
-    tool_call_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """How the model writes tool calls: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
-
-    reasoning_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """How the model writes reasoning: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
-
-    access_log: Literal["text", "json", "none"] = "text"
-    """How each request is logged when it has ended; probes and scrapes only at `log_level` debug."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is logged."""
-
-    @field_validator("root_path")
-    @classmethod
-    def _root_path_is_a_prefix(cls, value: str) -> str:
-        if value and (not value.startswith("/") or value.endswith("/")):
-            raise ValueError(f"root_path is {value}; it must begin with / and not end with it")
-        return value
-
-    @model_validator(mode="after")
-    def _credentials_go_to_named_origins(self) -> Self:
-        if self.allow_credentials and "*" in self.allowed_origins:
-            raise ValueError("allow_credentials is true, but allowed_origins is *; name the origins one by one")
-        return self
 
 
 class Config(Section):
