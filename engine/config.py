@@ -31,8 +31,8 @@ EMBEDDED_MODEL_NAME = "kaon-demo"
 class CompilationConfig(Section):
     """How the model's forward pass is compiled or captured."""
 
-    compilation_level: Literal[0] = 0
-    """0 runs the model eagerly; this release has no other level."""
+    compilation_level: Literal[0, 3] = 0
+    """0 runs the model as it is; 3 has `torch.compile` compile its decoder layers between the calls of attention."""
 
     enforce_eager: bool = False
     """Never replay a GPU's decode steps from captured graphs."""

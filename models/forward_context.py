@@ -51,7 +51,9 @@ class AttentionMetaData:
     block_tables: torch.Tensor  # [B, max_blocks] int32
     slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
     num_decodes: int
-    """Leading rows of one token each."""
+    """Leading rows of `query_len` tokens each."""
+    query_len: int = 1
+    """One token, and as many drafts as are verified with it."""
     slots: torch.Tensor | None = None  # [B] int64, each row's place in the layers' `StateCache`
     step: "Step | None" = None
     """The same as the CPU's operators read it, where they run."""
@@ -97,6 +99,12 @@ class LoRATokens(NamedTuple):
     tokens: slice | torch.Tensor  # [n] int64, their places among the step's
 
 
+class LoRARows(NamedTuple):
+    """Which adapter each token of a captured graph uses: another at each replay."""
+
+    adapters: torch.Tensor  # [T] int64, 0: none
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Everything about the current step that is not an activation."""
@@ -107,7 +115,7 @@ class ForwardContext:
     spec_decode_metadata: SpecDecodeMetadata | None = None
     kv_cache_data: dict[str, LayerCache] = field(default_factory=dict)
     """By layer name, `model.layers.N.self_attn`."""
-    lora: tuple[LoRATokens, ...] | None = None
+    lora: tuple[LoRATokens, ...] | LoRARows | None = None
     """The tokens by adapter; None where no token of the step uses one."""
 
 
@@ -126,7 +134,7 @@ def set_forward_context(
     context: Context,
     dp_metadata: DPMetadata | None = None,
     spec_decode_metadata: SpecDecodeMetadata | None = None,
-    lora: tuple[LoRATokens, ...] | None = None,
+    lora: tuple[LoRATokens, ...] | LoRARows | None = None,
 ) -> None:
     """Begin a step."""
     global _current
@@ -152,7 +160,7 @@ def forward_context(
     context: Context,
     dp_metadata: DPMetadata | None = None,
     spec_decode_metadata: SpecDecodeMetadata | None = None,
-    lora: tuple[LoRATokens, ...] | None = None,
+    lora: tuple[LoRATokens, ...] | LoRARows | None = None,
 ) -> Iterator[None]:
     """A step: the context is set inside, and gone afterwards whatever happens."""
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)

@@ -13,6 +13,10 @@ class CollectiveAborted(RuntimeError):
 class Collectives(Protocol):
     """Communication among the ranks of one tensor-parallel group. All ranks make the same calls in the same order."""
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether a graph of the device's captures them, where it has graphs."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
 
@@ -64,6 +68,11 @@ class TensorParallel:
             raise ValueError(f"tensor-parallel rank is {self.rank}; it must be between 0 and {self.size - 1}")
         if self.size > 1 and self.collectives is None:
             raise ValueError(f"tensor-parallel size is {self.size}, but the ranks have no collectives to join them")
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph captures what the ranks exchange in a pass."""
+        return self.collectives is None or self.collectives.are_captured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.collectives is None else self.collectives.all_reduce(x)

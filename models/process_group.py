@@ -82,6 +82,11 @@ class ProcessGroupCollectives:
     def abort(self) -> None:
         """Nothing, as above."""
 
+    @property
+    def are_captured(self) -> bool:
+        """See `Collectives`: NCCL's and RCCL's are kernels like others, Gloo's are calls of the host."""
+        return self._device.type != "cpu"
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
         if self._fast_sum is not None and (summed := self._fast_sum(x)) is not None:

@@ -33,6 +33,8 @@ class Device(Protocol):
     torch_device: torch.device
     has_graphs: bool
     """Whether replaying work saves time over enqueueing it anew."""
+    is_host: bool
+    """Whether it reads the host's memory, and at once: nothing need be copied."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device copies from and to by itself. # [num_bytes] uint8"""
@@ -52,6 +54,7 @@ class HostDevice:
 
     torch_device = torch.device("cpu")
     has_graphs = False
+    is_host = True
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See `Device`."""
@@ -74,6 +77,7 @@ class GPUDevice:
     """A device of `torch.cuda`."""
 
     has_graphs = True
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -98,7 +102,8 @@ class GPUDevice:
         run()
         torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 

@@ -1,4 +1,4 @@
-"""`GraphRunner`: replays the model's pass of a decode batch from captured graphs. Owned by the model runner.
+"""`GraphRunner`: replays the model's pass of a batch of decodes from captured graphs. Owned by the model runner.
 
 A graph is captured over fixed buffers for each of some batch sizes, largest first, and a batch is padded to the next.
 Serving starts eagerly; `capture_next` captures one size at a time behind live traffic.
@@ -7,25 +7,47 @@ Serving starts eagerly; `capture_next` captures one size at a time behind live t
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.worker.device import Device, Graph
+from engine.worker.device_batch import DeviceInputs
 from engine.worker.input_batch import StepInputs
 from models.attention.base import AttentionBackend
-from models.forward_context import AttentionMetaData, Context, forward_context
+from models.forward_context import AttentionMetaData, Context, LoRARows, forward_context
 
+_Integer = TypeVar("_Integer", bound=np.integer[Any])
 _log = logging.getLogger(__name__)
 
 _STEPS_BETWEEN = 32
 """Steps between two captures while there is work: a capture takes as long as a few of them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphShape:
+    """What the rows of all of a runner's graphs are."""
+
+    block_size: int
+    max_blocks: int
+    """Of the longest sequence."""
+    spare_block: int
+    """Which no sequence uses: rows that pad a batch write there."""
+    spare_slot: int
+    """Their place in block tables and in the layers' states."""
+    query_len: int = 1
+    """Tokens of a row: one, and as many drafts as are verified with it."""
+    has_adapters: bool = False
+    """Whether rows may use LoRA adapters."""
+    have_states: bool = False
+    """Whether layers keep states by slot."""
+
+
 class GraphRunner:
-    """Graphs of one model on one device, which share a pool of memory."""
+    """Graphs of one model on one device, which share a pool of memory; one runner a number of tokens in a row."""
 
     def __init__(
         self,
@@ -33,26 +55,26 @@ class GraphRunner:
         backend: AttentionBackend,
         forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         sizes: Sequence[int],
-        *,
-        block_size: int,
-        max_blocks: int,
-        spare_block: int,
+        shape: GraphShape,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
-        `max_blocks`: of the longest sequence. Rows that pad a batch write to `spare_block`, which is no sequence's.
+        `sizes`: rows. `agree`: whether all the ranks that replay graphs together say yes.
         """
         self._device, self._backend, self._forward = device, backend, forward
+        self._shape, self._agree = shape, agree
         self._sizes = sorted(set(sizes))
         self._pending = list(self._sizes)
         self._captured: dict[int, Graph] = {}
-        self._block_size, self._spare_block = block_size, spare_block
         self._steps_left = 0
-        self._input_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device.torch_device)
-        self._positions = torch.zeros_like(self._input_ids)
+        most = self._sizes[-1] * shape.query_len
+        # Token ids, positions, and adapters where there are any.
+        num_columns = 3 if shape.has_adapters else 2
+        self._tokens = list(torch.zeros(num_columns, most, dtype=torch.int64, device=device.torch_device))
         self._hidden: torch.Tensor | None = None
         """What all graphs write their rows to; as wide as the model, which the first capture shows."""
-        backend.init_capture(self._sizes[-1], max_blocks)
+        backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -60,48 +82,60 @@ class GraphRunner:
         return sorted(self._captured)
 
     def size_for(self, inputs: StepInputs) -> int:
-        """Rows of the graph that replays a step; 0 where it runs eagerly: prompts, adapters, no graph yet."""
-        num_rows = len(inputs.query_lens)
-        if inputs.num_decodes < num_rows or len(inputs.positions) > num_rows or inputs.adapters is not None:
+        """Rows of the graph that replays a step; 0 where it runs eagerly: prompts, other rows, no graph yet."""
+        num_rows, length = len(inputs.query_lens), self._shape.query_len
+        if inputs.query_len != length or inputs.num_decodes < num_rows or len(inputs.positions) > num_rows * length:
+            return 0
+        if inputs.adapters is not None and not self._shape.has_adapters:
             return 0
         fitting = (size for size in self._sizes if size >= num_rows and size in self._captured)
         return next(fitting, 0)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """As attention is to see a step of `size` rows: what is missing are nobody's, of one token. 0: as is."""
+        """A step as a graph of `size` rows is to see it: those that are missing are nobody's. 0: as it is."""
         missing = size - len(inputs.query_lens)
         if missing <= 0:
             return inputs
-        spare = self._spare_block
-        tables = np.full((size, inputs.block_tables.shape[1]), spare, dtype=np.int32)
-        tables[: size - missing] = inputs.block_tables
+        shape = self._shape
+        spare, length, num_rows = shape.spare_block, shape.query_len, size - missing
+        tables = None
+        if inputs.block_tables is not None:
+            tables = np.full((size, inputs.num_blocks), spare, dtype=np.int32)
+            tables[:num_rows] = inputs.block_tables
+        unread = inputs.unread_rows
+        if len(unread) == num_rows * length:
+            # Nobody's last token is where all others are: they are taken in one go.
+            unread = np.arange(size * length)
         return replace(
             inputs,
-            query_lens=_extended(inputs.query_lens, missing, 1),
-            seq_lens=_extended(inputs.seq_lens, missing, 1),
-            slot_mapping=_extended(inputs.slot_mapping, missing, spare * self._block_size),
+            input_ids=_extended(inputs.input_ids, missing * length, 0),
+            positions=_extended(inputs.positions, missing * length, 0),
+            query_lens=_extended(inputs.query_lens, missing, length),
+            seq_lens=_extended(inputs.seq_lens, missing, length),
+            slot_mapping=_extended(inputs.slot_mapping, missing * length, spare * shape.block_size),
             block_tables=tables,
             num_decodes=size,
+            slots=_extended(inputs.slots, missing, shape.spare_slot),
+            unread_rows=unread,
+            adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
         )
 
-    def run(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, size: int
-    ) -> torch.Tensor:
-        """Replay a step of N rows, whose metadata is of the padded one. # 2 x [N] int64 -> [N, H]
+    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
+        """Replay a padded step, of which so many tokens are somebody's. # -> [num_tokens, H]
 
         The next replay overwrites what is returned.
         """
-        num_rows = len(input_ids)
-        self._input_ids[:num_rows].copy_(input_ids)
-        self._positions[:num_rows].copy_(positions)
-        self._input_ids[num_rows:size].zero_()
-        self._positions[num_rows:size].zero_()
-        self._backend.prepare_for_replay(metadata, size)
-        self._captured[size].replay()
+        given = [step.input_ids, step.positions]
+        if self._shape.has_adapters:
+            assert step.adapters is not None
+            given.append(step.adapters)
+        torch._foreach_copy_([tokens[: len(step.input_ids)] for tokens in self._tokens], given)
+        self._backend.prepare_for_replay(step.metadata, step.graph_size)
+        self._captured[step.graph_size].replay()
         assert self._hidden is not None
-        return self._hidden[:num_rows]
+        return self._hidden[:num_tokens]
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         """Capture a further size once in a while, behind live traffic."""
         if self._pending:
             self._steps_left -= 1
@@ -109,25 +143,31 @@ class GraphRunner:
                 self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the largest size that is not captured; whether there are more. What fails leaves steps eager."""
+        """Capture the largest size that is not captured; whether there are more. What fails leaves steps eager.
+
+        Ranks that compute together capture at the same time: what they exchange is run once before it is captured.
+        """
         if not self._pending:
             return False
         size = self._pending.pop()
         self._steps_left = _STEPS_BETWEEN
-        metadata = self._backend.prepare_for_capture(size)
+        metadata = self._backend.prepare_for_capture(size, self._shape.query_len)
         if metadata is None:
             _log.info("Decodes run eagerly: the attention backend %s captures no graphs", self._backend.name)
             self._pending.clear()
             return False
         start = time.perf_counter()
+        graph = None
         try:
             with torch.inference_mode():
-                self._captured[size] = self._capture(size, metadata)
+                graph = self._capture(size, metadata)
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            # A smaller one would fail the same way, or leave no memory for steps.
             _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
+        if not self._agree(graph is not None) or graph is None:
+            # A smaller one would fail the same way, or leave no memory for steps.
             self._pending.clear()
             return False
+        self._captured[size] = graph
         _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
         if not self._pending:
             _log.info("Decodes replay %d graphs, of %d to %d rows", len(self._captured), *self._ends)
@@ -138,27 +178,32 @@ class GraphRunner:
         return self.captured_sizes[0], self.captured_sizes[-1]
 
     def _capture(self, size: int, metadata: AttentionMetaData) -> Graph:
-        input_ids, positions = self._input_ids[:size], self._positions[:size]
+        shape = self._shape
+        num_tokens = size * shape.query_len
+        input_ids, positions, *adapters = (tokens[:num_tokens] for tokens in self._tokens)
         context = Context(positions=positions, is_prefill=False, batch_size=size, graph_bs=size)
+        lora = LoRARows(adapters[0]) if adapters else None
 
         def run() -> None:
-            with torch.inference_mode(), forward_context(metadata, context):
+            with torch.inference_mode(), forward_context(metadata, context, lora=lora):
                 hidden = self._forward(input_ids, positions)
                 if self._hidden is None:
-                    self._hidden = hidden.new_zeros(self._sizes[-1], hidden.shape[1])
-                self._hidden[:size].copy_(hidden)
+                    self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
+                self._hidden[:num_tokens].copy_(hidden)
 
         # The pass is run once before it is captured: its rows must be nobody's.
-        ones = np.ones(size, dtype=np.int64)
+        lengths = np.full(size, shape.query_len, dtype=np.int64)
         nobodys = self._backend.build_metadata(
-            query_lens=ones,
-            seq_lens=ones,
-            block_tables=np.full((size, 1), self._spare_block, dtype=np.int32),
-            slot_mapping=self._spare_block * self._block_size * ones,
+            query_lens=lengths,
+            seq_lens=lengths,
+            block_tables=np.full((size, 1), shape.spare_block, dtype=np.int32),
+            slot_mapping=np.full(num_tokens, shape.spare_block * shape.block_size),
             num_decodes=size,
+            slots=np.full(size, shape.spare_slot) if shape.have_states else None,
+            query_len=shape.query_len,
         )
-        self._input_ids.zero_()
-        self._positions.zero_()
+        for tokens in self._tokens:
+            tokens.zero_()
         self._backend.prepare_for_replay(nobodys, size)
         return self._device.capture(run)
 
@@ -170,5 +215,5 @@ def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
     return sorted({min(size, max_num_seqs) for size in wanted})
 
 
-def _extended(values: npt.NDArray[np.int64], count: int, value: int) -> npt.NDArray[np.int64]:
-    return np.concatenate((values, np.full(count, value, dtype=np.int64)))
+def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDArray[_Integer]:
+    return np.concatenate((values, np.full(count, value, dtype=values.dtype)))

@@ -6,11 +6,10 @@ they sampled were appended here.
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from engine.batch import AppendedBlocks, PromptSpan
 from engine.sequence import Sequence
@@ -47,8 +46,11 @@ class StepInputs:
     slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
     query_lens: npt.NDArray[np.int64]  # [B], tokens computed
     seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
-    block_tables: npt.NDArray[np.int32]  # [B, blocks of the longest row]
+    block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the device keeps them
+    num_blocks: int
+    """Of the longest row."""
     num_decodes: int
+    """Leading rows of `query_len` tokens each."""
     slots: npt.NDArray[np.int64]  # [B]
     sampled_rows: npt.NDArray[np.int64]  # [S], those whose last known token is computed in this step
     sampled_slots: npt.NDArray[np.int64]  # [S]
@@ -56,6 +58,8 @@ class StepInputs:
     unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
     sampling: SamplingRows
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
+    query_len: int = 1
+    """One token, and as many drafts as are verified with it."""
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
@@ -63,12 +67,27 @@ class StepInputs:
         return self.seq_lens[self.sampled_rows]
 
 
-class DeviceInputs(NamedTuple):
-    """What of a step's arrays the model runner itself needs on the device. Not what attention does."""
+class TableChanges:
+    """Entries of the block table that a copy of it does not have yet."""
 
-    input_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
-    last_tokens: torch.Tensor  # [S] int64
+    def __init__(self, table: npt.NDArray[np.int32]) -> None:
+        self._flat = table.reshape(-1)
+        self._width = table.shape[1]
+        self._places: list[int] = []
+
+    def note(self, slot: int, start: int, count: int) -> None:
+        """So many entries of a row were written."""
+        first = slot * self._width + start
+        self._places.extend(range(first, first + count))
+
+    def entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Their places in the flat table, of which one may come twice, and what is there now. # 2 x [changes]"""
+        places = np.array(self._places, dtype=np.int64)
+        return places, self._flat[places]
+
+    def forget(self) -> None:
+        """The copy has them."""
+        self._places.clear()
 
 
 class InputBatch:
@@ -78,8 +97,19 @@ class InputBatch:
     when it refuses so much.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        seed: int,
+        device_has_tables: bool = False,
+    ) -> None:
+        """`device_has_tables`: steps bring no block tables, and `table_changes` what there is to tell the device."""
         self.block_size = block_size
+        self._device_has_tables = device_has_tables
         try:
             # A token is sampled behind a prompt that fills the context too, and then dropped.
             self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -89,17 +119,25 @@ class InputBatch:
                 f"the system refused memory for the tokens of max_num_seqs {max_num_seqs} sequences of max_model_len "
                 f"{max_model_len} ({error}); lower one of the two"
             ) from error
+        self.table_changes = TableChanges(self._block_table)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
         """Of them: the last one may have been sampled and not be known here yet."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
+    @property
+    def max_blocks(self) -> int:
+        """Of the longest sequence."""
+        return self._block_table.shape[1]
+
     def apply(self, batch: StepRows) -> None:
         """Take in what a step changes. Rows that gained blocks go first: a slot may change hands within a step."""
         for gained in batch.appended_blocks:
             end = gained.start + len(gained.block_ids)
             self._block_table[gained.slot, gained.start : end] = gained.block_ids
+            if self._device_has_tables:
+                self.table_changes.note(gained.slot, gained.start, len(gained.block_ids))
         for seq in batch.new_seqs:
             self._write(seq)
 
@@ -116,6 +154,7 @@ class InputBatch:
             token_slots = np.repeat(slots, query_lens)
             positions = np.arange(batch.total_tokens_num) + np.repeat(seq_lens - ends, query_lens)
         blocks, offsets = np.divmod(positions, self.block_size)
+        num_blocks = -(-int(seq_lens.max()) // self.block_size)
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)
         sampled_slots = slots[sampled]
@@ -127,7 +166,8 @@ class InputBatch:
             slot_mapping=self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets,
             query_lens=query_lens,
             seq_lens=seq_lens,
-            block_tables=self._block_table[:, : -(-int(seq_lens.max()) // self.block_size)][slots],
+            block_tables=None if self._device_has_tables else self._block_table[:, :num_blocks][slots],
+            num_blocks=num_blocks,
             num_decodes=batch.total_seqs_num_decode,
             slots=slots,
             sampled_rows=sampled,
@@ -178,6 +218,8 @@ class InputBatch:
         self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
         self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
         self._block_table[slot, : len(seq.block_table)] = seq.block_table
+        if self._device_has_tables:
+            self.table_changes.note(slot, 0, len(seq.block_table))
         if seq.adapter and self._adapters is None:
             self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
         if self._adapters is not None:

@@ -19,9 +19,11 @@ from engine.config import Config
 from engine.messages import TokenLogprobs
 from engine.step_limits import StepOutOfMemory
 from engine.worker.committed import CommittedBlocks
+from engine.worker.compiled_model import compile_model, compiling
 from engine.worker.device import device_of
-from engine.worker.graph_runner import GraphRunner, capture_sizes
-from engine.worker.input_batch import DeviceInputs, InputBatch, StepInputs, StepRows
+from engine.worker.device_batch import DeviceInputs, Place
+from engine.worker.graph_runner import GraphRunner
+from engine.worker.input_batch import InputBatch, StepInputs, StepRows
 from engine.worker.kv_memory import TorchDeviceMemory, at_start, in_step
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import (
@@ -32,7 +34,10 @@ from engine.worker.memory import (
     gpu_budget,
     kv_cache_size,
 )
+from engine.worker.model_graphs import make_graphs, why_no_graphs
 from engine.worker.prompt_logprobs import read_prompt_logprobs
+from engine.worker.recorded_pass import record_pass
+from engine.worker.resident_tables import ResidentTables
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.sampler import Sampler
 from engine.worker.step_launcher import LaunchedStep, StepLauncher
@@ -41,19 +46,18 @@ from models.attention import select_backend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
-from models.forward_context import AttentionMetaData, Context, DPMetadata, forward_context, set_kv_cache_data
+from models.forward_context import Context, DPMetadata, forward_context, set_kv_cache_data
 from models.kernels import triton
 from models.kernels.cpu import runtime
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.library import Library
-from models.kernels.cpu.program import NotRecordable, Program, record
+from models.kernels.cpu.program import NotRecordable, Program
 from models.layers.parameter import WeightBits
 from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
-from models.upload import upload
 
 _log = logging.getLogger(__name__)
 _WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
@@ -75,8 +79,8 @@ class ModelRunner:
     """Of the cache, which no sequence uses: dummy steps between those of sequences write there."""
     graphs: GraphRunner | None = None
     """Where decode steps are replayed."""
-    _graph_size = 0
-    """Rows of the graph that replays the running step; 0: it runs eagerly."""
+    tables: ResidentTables | None = None
+    """Block tables on the device, where the attention backend reads them there."""
     _step_seconds = 0.0
     """Of the last one."""
     _num_slots = 0
@@ -115,6 +119,7 @@ class ModelRunner:
             block_size=config.kv_cache_block_size,
             vocab_size=model_config.vocab_size,
             seed=config.seed,
+            device_has_tables=self.backend.reads_tables_on_device,
         )
 
     @functools.cached_property
@@ -127,6 +132,8 @@ class ModelRunner:
         with at_start("the model", "serve a smaller or a quantised one"):
             self.model = self.read_weights(progress=progress)
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
+        has_operators = self.operators is not None
+        compile_model(self._compilation_level, self.model, self.model_config, has_operators=has_operators)
         self.caches = LayerCaches(
             self.model.kv_cache_layers(),
             self.backend,
@@ -185,14 +192,32 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
         """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
         on_host = self.device.type == "cpu"
-        has_graphs = self._replays_graphs and num_blocks > 1
+        why_eager = why_no_graphs(self.config, self.launcher.device, self.parallel, self.model)
+        # A cache of one block is the profiling step's.
+        has_graphs = why_eager is None and num_blocks > 1
         self.spare_block = num_blocks if has_graphs or self._is_in_lockstep else None
-        self._num_slots = self.config.max_num_seqs if num_slots is None else num_slots
-        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), self._num_slots)
+        self._num_slots = spare_slot = self.config.max_num_seqs if num_slots is None else num_slots
+        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), spare_slot + has_graphs)
         set_kv_cache_data(caches)
         self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
-        self.graphs = self._graph_runner(spare_block=num_blocks) if has_graphs else None
-        # A cache of one block is the profiling step's.
+        if self.backend.reads_tables_on_device:
+            self.tables = None  # Not both at a time.
+            self.tables = ResidentTables(spare_slot, self.input_batch.max_blocks, num_blocks, self.device)
+        self.graphs = None
+        if has_graphs:
+            self.graphs = make_graphs(
+                self.config,
+                self.launcher.device,
+                self.parallel,
+                self.model,
+                self.backend,
+                self.caches,
+                max_model_len=self.max_model_len,
+                spare_block=num_blocks,
+                spare_slot=spare_slot,
+            )
+        elif why_eager and num_blocks > 1:
+            _log.info("Decodes run eagerly: %s", why_eager)
         self.program = None
         self.greedy_head = None
         if self.operators is not None and num_blocks > 1:
@@ -203,30 +228,6 @@ class ModelRunner:
             if isinstance(self.model_config, ModelConfig):
                 hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
                 self.greedy_head = GreedyHead.of(self.operators, self._own_logits, hidden_size, max_rows)
-
-    @property
-    def _replays_graphs(self) -> bool:
-        # Adapters choose among weights by token, a recurrent state has no spare row, and what replicas exchange is of
-        # another size at each step.
-        return not (
-            not self.launcher.device.has_graphs
-            or self.config.compilation_config.enforce_eager
-            or self.config.lora
-            or self.caches.have_states
-            or self.parallel.size > 1
-            or self._is_in_lockstep
-        )
-
-    def _graph_runner(self, spare_block: int) -> GraphRunner:
-        return GraphRunner(
-            self.launcher.device,
-            self.backend,
-            self.model,
-            capture_sizes(self.config.compilation_config.cudagraph_capture_sizes, self.config.max_num_seqs),
-            block_size=self.config.kv_cache_block_size,
-            max_blocks=-(-self.max_model_len // self.config.kv_cache_block_size),
-            spare_block=spare_block,
-        )
 
     def _activation_bytes(self) -> int:
         """What the largest step may commit beside weights and cache, as far as it is known before one has run."""
@@ -241,6 +242,10 @@ class ModelRunner:
             set_kv_cache_data({})
 
     @property
+    def _compilation_level(self) -> int:
+        return self.config.compilation_config.compilation_level
+
+    @property
     def _num_ranks(self) -> int:
         """Of all replicas here: those that share the host's memory."""
         return self.parallel.size * self.replicas_here
@@ -251,25 +256,18 @@ class ModelRunner:
         return self.parallel.experts is not None and self.parallel.experts.exchange is not None
 
     def _record(self, operators: Library) -> Program:
-        """The pass as one call. What it needs for the largest step takes memory as far as steps have used it."""
+        """The pass as one call. Raises `NotRecordable`."""
         if self._is_in_lockstep:
             raise NotRecordable("tokens go to experts of other replicas in each layer")
-        num_tokens = self.config.max_num_batched_tokens
-        none = np.zeros(0, dtype=np.int64)
-        metadata = self.backend.build_metadata(
-            query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
-        )
-
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            with forward_context(metadata, Context(positions=positions, is_prefill=False, batch_size=0)):
-                return self.model(input_ids, positions)
-
-        return record(operators, forward, num_tokens)
+        return record_pass(operators, self.model, self.backend, self.config.max_num_batched_tokens)
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
         a GPU all that makes Triton compile what requests will need."""
         self._dummy_step([WarmUpRow(1, 1)])
+        if self._compilation_level:
+            # What is compiled for one token is of its own.
+            self._dummy_step([WarmUpRow(2, 2)])
         if triton.active():
             self._compile_kernels()
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
@@ -297,9 +295,13 @@ class ModelRunner:
         with in_step():
             output = self._compute(batch)
         self._step_seconds = time.perf_counter() - start
-        if self.graphs is not None:
-            self.graphs.after_step()
+        self._after_step()
         return output
+
+    def _after_step(self) -> None:
+        # Of several ranks, each counts as a step begins.
+        if self.graphs is not None and self.parallel.size == 1:
+            self.graphs.count_step()
 
     def dummy_prefill(self) -> None:
         """A step over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
@@ -307,7 +309,8 @@ class ModelRunner:
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
-        if self.graphs is not None and self.graphs.capture_next():
+        # Other ranks hear of steps only.
+        if self.graphs is not None and self.parallel.size == 1 and self.graphs.capture_next():
             return True
         return self.committed.at_rest()
 
@@ -318,79 +321,58 @@ class ModelRunner:
         with in_step():
             step = self.launcher.launch(batch)
         self._step_seconds = time.perf_counter() - start
-        if self.graphs is not None:
-            self.graphs.after_step()
+        self._after_step()
         return step
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         with torch.inference_mode():
-            inputs, metadata = self.prepare_model(batch)
-            logits, prompt_logprobs = self.run_model(inputs, metadata, batch.prompt_spans)
+            inputs, on_device = self.prepare_model(batch)
+            logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
             output = self.postprocess(batch, inputs, logits)
             output.prompt_logprobs = prompt_logprobs
             return output
 
-    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
-        """Bring the rows up to date, and build the step's arrays and the attention backend's metadata."""
+    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
+        """Bring the rows up to date, and build the step's arrays, here and on the device."""
         self.input_batch.apply(batch)
         return self._step_inputs(batch)
 
-    def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
+    def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
         inputs = self.input_batch.step_inputs(batch)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)
-        self._graph_size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
-        shown = inputs if self.graphs is None else self.graphs.pad(inputs, self._graph_size)
-        metadata = self.backend.build_metadata(
-            query_lens=shown.query_lens,
-            seq_lens=shown.seq_lens,
-            block_tables=shown.block_tables,
-            slot_mapping=shown.slot_mapping,
-            num_decodes=shown.num_decodes,
-            slots=inputs.slots if self.caches.have_states else None,
-        )
-        return inputs, metadata
+        size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
+        shown = inputs if self.graphs is None else self.graphs.pad(inputs, size)
+        place = Place(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
+        return inputs, self.launcher.batch.assemble(shown, self.input_batch.table_changes, place, size)
 
     def run_model(
-        self,
-        inputs: StepInputs,
-        metadata: AttentionMetaData,
-        prompt_spans: list[PromptSpan],
-        on_device: DeviceInputs | None = None,
+        self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]
     ) -> tuple[torch.Tensor | SampledTokens, dict[int, list[TokenLogprobs]] | None]:
         """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
 
         The tokens themselves, where each row takes the likeliest and the model's head tells it without logits.
-        `on_device`: the step's tokens where the device has them already.
         """
-        input_ids, positions, last_tokens = on_device or self._send(inputs)
         num_rows = len(inputs.query_lens)
         context = Context(
-            positions=positions,
+            positions=on_device.positions,
             is_prefill=inputs.num_decodes < num_rows,
             batch_size=num_rows,
-            graph_bs=self._graph_size,
+            graph_bs=on_device.graph_size,
         )
         lora = None
-        if inputs.adapters is not None:
+        if inputs.adapters is not None and not on_device.graph_size:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
         dp_metadata = DPMetadata(self.tokens_across_dp) if self.tokens_across_dp else None
-        with forward_context(metadata, context, dp_metadata, lora=lora):
-            hidden = self._hidden_states(input_ids, positions, metadata, has_adapters=lora is not None)  # [T, H]
+        with forward_context(on_device.metadata, context, dp_metadata, lora=lora):
+            hidden = self._hidden_states(inputs, on_device)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
-            if len(last_tokens) < len(hidden):
-                hidden = hidden[last_tokens]
+            if len(on_device.last_tokens) < len(hidden):
+                hidden = hidden[on_device.last_tokens]
             return self._choices(hidden, inputs), prompt_logprobs
-
-    def _send(self, inputs: StepInputs) -> DeviceInputs:
-        """A GPU is still busy when the later ones are needed: all go before its pass, and none is waited for."""
-        arrays = (inputs.input_ids, inputs.positions, inputs.last_tokens)
-        if self.device.type == "cpu":
-            return DeviceInputs(*map(torch.from_numpy, arrays))
-        return DeviceInputs(*upload(arrays, self.device))
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
         """By sequence. # hidden [T, H]"""
@@ -416,16 +398,14 @@ class ModelRunner:
         """Remember what the step's rows sampled, for the next step."""
         self.input_batch.append(inputs.sampled_slots, token_ids)
 
-    def _hidden_states(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
-    ) -> torch.Tensor:
-        """# 2 x [T] int64 -> [T, H]"""
-        if self.graphs is not None and self._graph_size:
-            return self.graphs.run(input_ids, positions, metadata, self._graph_size)
-        if self.program is None or has_adapters or len(input_ids) > self.program.max_tokens:
-            return self.model(input_ids, positions)
-        assert isinstance(metadata, NativeMetaData)
-        return self.program.run(input_ids, positions, metadata.step)
+    def _hidden_states(self, inputs: StepInputs, step: DeviceInputs) -> torch.Tensor:
+        """# [T, H]"""
+        if self.graphs is not None and step.graph_size:
+            return self.graphs.run(step, len(inputs.input_ids))
+        if self.program is None or inputs.adapters is not None or len(step.input_ids) > self.program.max_tokens:
+            return self.model(step.input_ids, step.positions)
+        assert isinstance(step.metadata, NativeMetaData)
+        return self.program.run(step.input_ids, step.positions, step.metadata.step)
 
     def postprocess(
         self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | SampledTokens
@@ -471,4 +451,6 @@ class ModelRunner:
     def _dummy_step(self, rows: Sequence[WarmUpRow], num_decodes: int = 0) -> None:
         """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
         use, or to a spare one."""
-        self._compute(dummy_batch(rows, num_decodes, self.config.kv_cache_block_size, self.spare_block or 0))
+        batch = dummy_batch(rows, num_decodes, self.config.kv_cache_block_size, self.spare_block or 0)
+        with compiling(self._compilation_level):
+            self._compute(batch)

@@ -8,6 +8,7 @@ import torch
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
+from engine.worker.device_batch import DeviceInputs
 from engine.worker.input_batch import StepInputs, StepRows
 from engine.worker.model_runner import ModelRunner
 from engine.worker.prompt_logprobs import compute_prompt_logits
@@ -15,7 +16,6 @@ from engine.worker.rank_logits import best_of_part, likeliest_of_ranks
 from engine.worker.rank_steps import RankSteps
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.step_message import StepMessage, rank_batch
-from models.forward_context import AttentionMetaData
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.layers.embedding import ParallelLMHead
 from models.llama import LlamaForCausalLM
@@ -34,12 +34,15 @@ class ShardRunner(ModelRunner):
     _sampled_slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     """Of the last step that was followed."""
 
-    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, AttentionMetaData]:
+    def prepare_model(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
         """See `ModelRunner`; on rank 0 the others are told as soon as the rows are known."""
         self.input_batch.apply(batch)
         if isinstance(batch, ScheduledBatch) and self.other_ranks is not None:
             self._moves_no_logits = self.input_batch.are_greedy(batch.slots)
             self.other_ranks.begin(batch, is_greedy=self._moves_no_logits, tokens_across_dp=self.tokens_across_dp)
+        if self.graphs is not None and not (isinstance(batch, ScheduledBatch) and batch.is_dummy_run):
+            # All ranks count what rank 0 tells of, whatever becomes of it: they capture the same at the same time.
+            self.graphs.count_step()
         return self._step_inputs(batch)
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
@@ -69,15 +72,13 @@ class ShardRunner(ModelRunner):
         self._moves_no_logits = message.is_greedy
         self.tokens_across_dp = message.tokens_across_dp
         with torch.inference_mode():
-            inputs, metadata = self.prepare_model(batch)
+            inputs, on_device = self.prepare_model(batch)
             # What a step that fails here samples on rank 0 is never sent.
             self._sampled_slots = inputs.sampled_slots
-            self.run_model(inputs, metadata, batch.prompt_spans)
+            self.run_model(inputs, on_device, batch.prompt_spans)
 
-    def _hidden_states(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData, *, has_adapters: bool
-    ) -> torch.Tensor:
-        hidden = super()._hidden_states(input_ids, positions, metadata, has_adapters=has_adapters)
+    def _hidden_states(self, inputs: StepInputs, step: DeviceInputs) -> torch.Tensor:
+        hidden = super()._hidden_states(inputs, step)
         if isinstance(self.parallel.collectives, SharedMemoryCollectives):
             self.parallel.collectives.check()
         return hidden

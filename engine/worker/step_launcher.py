@@ -11,12 +11,12 @@ from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.worker.deferred_sampler import DeferredSampler, PendingTokens
 from engine.worker.device import Device
-from engine.worker.input_batch import DeviceInputs, InputBatch, StepInputs
+from engine.worker.device_batch import DeviceBatch, DeviceInputs
+from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import in_step
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.sampling_columns import LATER, SamplingRows
 from engine.worker.staging import Downloads, Uploads
-from models.forward_context import AttentionMetaData
 
 
 class Stages(Protocol):
@@ -25,15 +25,10 @@ class Stages(Protocol):
     @property
     def input_batch(self) -> InputBatch: ...
 
-    def prepare_model(self, batch: ScheduledBatch, /) -> tuple[StepInputs, AttentionMetaData]: ...
+    def prepare_model(self, batch: ScheduledBatch, /) -> tuple[StepInputs, DeviceInputs]: ...
 
     def run_model(
-        self,
-        inputs: StepInputs,
-        metadata: AttentionMetaData,
-        prompt_spans: list[PromptSpan],
-        on_device: DeviceInputs | None = None,
-        /,
+        self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan], /
     ) -> tuple[torch.Tensor | SampledTokens, dict[int, list[TokenLogprobs]] | None]: ...
 
     def report(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens, /) -> ScheduledBatchOutput: ...
@@ -48,38 +43,18 @@ class StepLauncher:
         self.uploads = Uploads(device)
         self.downloads = Downloads(device)
         self.sampler = DeferredSampler(self.uploads, self.downloads)
-        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
-        """Of each slot, what it sampled last."""
+        self.batch = DeviceBatch(device, self.uploads, max_num_seqs)
 
     def launch(self, batch: ScheduledBatch) -> "LaunchedStep":
         """Have the device compute a step, and choose tokens unless that needs what is not read yet."""
         with torch.inference_mode():
-            inputs, metadata = self.stages.prepare_model(batch)
-            on_device, slots = self._send(inputs)
-            logits, prompt_logprobs = self.stages.run_model(inputs, metadata, batch.prompt_spans, on_device)
+            inputs, on_device = self.stages.prepare_model(batch)
+            logits, prompt_logprobs = self.stages.run_model(inputs, on_device, batch.prompt_spans)
         self.stages.input_batch.reserve(inputs.sampled_slots)
-        step = LaunchedStep(self, batch, inputs, slots, logits, prompt_logprobs)
+        step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
         if inputs.sampling is not LATER:
             step.choose(inputs.sampling)
         return step
-
-    def _send(self, inputs: StepInputs) -> tuple[DeviceInputs, torch.Tensor]:
-        """The step's tokens, those nobody has read included, and the slots that sample, on the device."""
-        # Unread tokens are decodes', and a decode's row is its token's place among the step's.
-        assert not len(inputs.unread_rows) or inputs.unread_rows[-1] < inputs.num_decodes
-        ids, positions, last_tokens, slots, unread, unread_slots = self.uploads.send(
-            [
-                inputs.input_ids,
-                inputs.positions,
-                inputs.last_tokens,
-                inputs.sampled_slots,
-                inputs.unread_rows,
-                inputs.slots[inputs.unread_rows],
-            ]
-        )
-        if len(unread):
-            ids[unread] = self.last_tokens[unread_slots]
-        return DeviceInputs(ids, positions, last_tokens), slots
 
 
 class LaunchedStep:
@@ -114,7 +89,7 @@ class LaunchedStep:
                 self._pending = launcher.sampler.chosen(self._logits)
             else:
                 self._pending = launcher.sampler.sample(self._logits, rows)
-            launcher.last_tokens[self._slots] = self._pending.token_ids
+            launcher.batch.last_tokens.index_copy_(0, self._slots, self._pending.token_ids)
         # They may be most of what a step takes.
         del self._logits
 

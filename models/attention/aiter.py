@@ -28,7 +28,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
     ) -> None:
         if not (aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)):
             return super()._attend(q, out, cache, metadata, options, sinks)
-        decodes = metadata.num_decodes if aiter.decodes_apart() else 0
+        decodes = metadata.num_decodes if aiter.decodes_apart() and metadata.query_len == 1 else 0
         if decodes:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
         if decodes < len(q):
@@ -48,7 +48,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
         """# [B, Hq, D] each"""
         rows = len(q)
         lengths, tables = metadata.seq_lens[:rows], metadata.block_tables[:rows]
-        if aiter.takes("decode") and q.dtype in _TYPES and takes_paged(options, sinks):
+        if metadata.query_len == 1 and aiter.takes("decode") and q.dtype in _TYPES and takes_paged(options, sinks):
             keys = _most_keys(metadata, slice(0, rows), cache.k_cache.shape[2])
             paged(q, out, cache, Rows(metadata.cu_seqlens_q[: rows + 1], lengths, tables, 1, keys), options)
         else:

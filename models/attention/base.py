@@ -11,6 +11,7 @@ import torch
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
 from models.kernels.cpu.latent_ops import PackedHeads
 from models.layers.norm import HeadNorms, RMSNorm
+from models.upload import Send
 
 Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a step's positions, of `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
@@ -56,6 +57,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    reads_tables_on_device: bool
+    """Whether `build_metadata` takes block tables that lie on the device."""
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's K, and of its V."""
@@ -65,16 +68,19 @@ class AttentionBackend(Protocol):
         *,
         query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
         seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32] | torch.Tensor,
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        query_len: int = 1,
+        send: Send | None = None,
     ) -> AttentionMetaData:
-        """Everything that a step's layers share. B rows, `num_decodes` of one token first, then spans; T tokens.
+        """Everything that a step's layers share. B rows, `num_decodes` of `query_len` first, then spans; T tokens.
 
         `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
         [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
-        `slots` [B]: each row's place in the layers' states, where they keep any.
+        `slots` [B]: each row's place in the layers' states, where they keep any. `send` brings the arrays to the
+        device; without it each call makes a copy of its own. Nothing is enqueued that reads them.
         """
 
     def forward(
@@ -129,10 +135,16 @@ class AttentionBackend(Protocol):
         Positions are in no order, -1 where fewer are seen. None where no sequence is longer than `top_k`.
         """
 
-    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
-        """Allocate the buffers of decode graphs of up to `max_batch_size` rows of `max_blocks` blocks."""
+    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
+        """Allocate the buffers of graphs of up to `max_batch_size` rows of `query_len` tokens and `max_blocks`."""
 
-    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+    def captured_tables(self, batch_size: int, query_len: int = 1) -> torch.Tensor | None:
+        """Where a graph of `batch_size` rows reads its block tables, if they may be written there at once.
+
+        # [batch_size, max_blocks] int32
+        """
+
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
         """Metadata over those buffers for a graph of `batch_size` rows; None where the device has no graphs."""
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:

@@ -17,6 +17,7 @@ from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, Prefil
 from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
 from models.layers.norm import HeadNorms
 from models.layers.rotary import rotate
+from models.upload import Send
 
 
 class CPUAttentionBackend:
@@ -27,6 +28,7 @@ class CPUAttentionBackend:
     """
 
     name = "cpu"
+    reads_tables_on_device = False
     _metadata_type: type[CPUAttentionMetaData] = CPUAttentionMetaData
 
     def __init__(self) -> None:
@@ -42,12 +44,15 @@ class CPUAttentionBackend:
         *,
         query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
         seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32] | torch.Tensor,
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        query_len: int = 1,
+        send: Send | None = None,
     ) -> CPUAttentionMetaData:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend`. Rows of several tokens are spans here, whatever they are elsewhere."""
+        assert isinstance(block_tables, np.ndarray), "tables are read on the host"
         queries = np.asarray(query_lens, dtype=np.int64)
         contexts = np.asarray(seq_lens, dtype=np.int64)
         return self._metadata_type(
@@ -56,7 +61,8 @@ class CPUAttentionBackend:
             seq_lens=torch.from_numpy(contexts.astype(np.int32)),
             block_tables=torch.from_numpy(block_tables),
             slot_mapping=torch.from_numpy(slot_mapping),
-            num_decodes=num_decodes,
+            num_decodes=num_decodes if query_len == 1 else 0,
+            query_len=query_len,
             slots=None if slots is None else torch.from_numpy(slots),
             query_lens=queries,
             context_lens=contexts,
@@ -129,10 +135,13 @@ class CPUAttentionBackend:
         assert isinstance(metadata, CPUAttentionMetaData)
         return index_top_k(q, weights, k, cache, metadata, top_k, self._pages)
 
-    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
         """Nothing: the CPU has no graphs."""
 
-    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+    def captured_tables(self, batch_size: int, query_len: int = 1) -> None:
+        """None: the CPU has no graphs."""
+
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
         """None: the CPU has no graphs."""
         return None
 

@@ -1,6 +1,7 @@
 """What the GPUs' attention backends share: where a step's metadata is made, and the memory of captured graphs."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -12,15 +13,18 @@ from models.attention.triton_capture import CaptureBuffers
 from models.attention.triton_metadata import HostLengths, TritonMetaData
 from models.forward_context import AttentionMetaData
 from models.kernels.triton.pieces import list_pieces
-from models.upload import upload
+from models.upload import Send, upload
 
 
 class GPUAttentionBackend:
     """All of an `AttentionBackend` but the arithmetic."""
 
+    reads_tables_on_device = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._capture: CaptureBuffers | None = None
+        self._captures: dict[int, CaptureBuffers] = {}
+        """By the tokens of a row."""
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, kv_heads, block_size, head_dim]: what a program reads of a block lies together."""
@@ -31,10 +35,12 @@ class GPUAttentionBackend:
         *,
         query_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
         seq_lens: Sequence[int] | npt.NDArray[np.integer[Any]],
-        block_tables: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32] | torch.Tensor,
         slot_mapping: npt.NDArray[np.int64],
         num_decodes: int,
         slots: npt.NDArray[np.int64] | None = None,
+        query_len: int = 1,
+        send: Send | None = None,
     ) -> TritonMetaData:
         """See `AttentionBackend`."""
         lengths = HostLengths(np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64))
@@ -44,14 +50,18 @@ class GPUAttentionBackend:
         arrays: list[npt.NDArray[Any]] = [
             starts,
             lengths.contexts.astype(np.int32),
-            block_tables,
             slot_mapping,
             items,
             np.array([len(items)], dtype=np.int32),
         ]
         if slots is not None:
             arrays.append(slots)
-        query_starts, contexts, tables, mapping, pieces, num_items, *rest = upload(arrays, self._device)
+        if isinstance(block_tables, np.ndarray):
+            arrays.append(block_tables)
+        query_starts, contexts, mapping, pieces, num_items, *rest = (send or partial(upload, device=self._device))(
+            arrays
+        )
+        tables = rest.pop() if isinstance(block_tables, np.ndarray) else block_tables
         return TritonMetaData(
             backend=cast(AttentionBackend, self),
             cu_seqlens_q=query_starts,
@@ -59,23 +69,27 @@ class GPUAttentionBackend:
             block_tables=tables,
             slot_mapping=mapping,
             num_decodes=num_decodes,
+            query_len=query_len,
             slots=rest[0] if rest else None,
             items=pieces,
             num_items=num_items,
             lengths=lengths,
         )
 
-    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
         """See `AttentionBackend`."""
-        self._capture = CaptureBuffers(max_batch_size, max_blocks, self._device)
+        self._captures[query_len] = CaptureBuffers(max_batch_size, max_blocks, query_len, self._device)
 
-    def prepare_for_capture(self, batch_size: int) -> TritonMetaData | None:
+    def captured_tables(self, batch_size: int, query_len: int = 1) -> torch.Tensor | None:
+        """See `AttentionBackend`."""
+        return self._captures[query_len].tables(batch_size)
+
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> TritonMetaData | None:
         """See `AttentionBackend`. Its rows are empty: a first run writes to no block."""
-        assert self._capture is not None, "`init_capture` comes first"
-        return self._capture.metadata(cast(AttentionBackend, self), batch_size)
+        assert query_len in self._captures, "`init_capture` comes first"
+        return self._captures[query_len].metadata(cast(AttentionBackend, self), batch_size)
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
         """See `AttentionBackend`."""
-        assert self._capture is not None
         assert isinstance(metadata, TritonMetaData)
-        self._capture.fill(metadata, batch_size)
+        self._captures[metadata.query_len].fill(metadata, batch_size)

@@ -59,7 +59,7 @@ class TorchAttentionBackend(GPUAttentionBackend):
         """Raises `ValueError`: latents need Triton on a GPU."""
         raise _needs_triton()
 
-    def prepare_for_capture(self, batch_size: int) -> None:
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> None:
         """None: nothing is captured."""
 
 

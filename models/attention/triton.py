@@ -61,7 +61,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         """To what is stored. # [T, Hq, D] each"""
-        if decodes := metadata.num_decodes:
+        if decodes := metadata.num_decodes * metadata.query_len:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
         if decodes < len(q):
             tiles = metadata.tiles(tokens_of_tile(q, cache.k_cache.shape[1]))
@@ -77,11 +77,12 @@ class TritonAttentionBackend(GPUAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        """# [B, Hq, D] each"""
-        rows, heads, head_dim = q.shape
+        """# [B * query_len, Hq, D] each"""
+        _, heads, head_dim = q.shape
+        rows, members = metadata.num_decodes, metadata.query_len * heads
         pieces = metadata.pieces(cache.k_cache.shape[2])
-        partial = torch.empty(rows, pieces, heads, head_dim, dtype=torch.float32, device=q.device)
-        weights = torch.empty(rows, pieces, heads, dtype=torch.float32, device=q.device)
+        partial = torch.empty(rows, pieces, members, head_dim, dtype=torch.float32, device=q.device)
+        weights = torch.empty(rows, pieces, members, dtype=torch.float32, device=q.device)
         lengths = metadata.seq_lens[:rows]
         attention_decode(
             q,
@@ -93,9 +94,10 @@ class TritonAttentionBackend(GPUAttentionBackend):
             lengths,
             metadata.block_tables,
             options,
+            query_len=metadata.query_len,
             max_programs=self._max_programs,
         )
-        attention_merge(partial, weights, out, lengths, options.v_scale, sinks)
+        attention_merge(partial, weights, out, lengths, options.v_scale, sinks, query_len=metadata.query_len)
 
     def latent_attention(
         self,

@@ -17,16 +17,20 @@ NO_SLOT = -1
 class CaptureBuffers:
     """One set for graphs of all sizes: a smaller one reads the beginning of what a larger one reads."""
 
-    def __init__(self, max_batch_size: int, max_blocks: int, device: torch.device) -> None:
-        """For up to `max_batch_size` rows of `max_blocks` blocks."""
-        rows = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
-        self._query_starts = rows
+    def __init__(self, max_batch_size: int, max_blocks: int, query_len: int, device: torch.device) -> None:
+        """For up to `max_batch_size` rows of `query_len` tokens and `max_blocks` blocks."""
+        self._query_len = query_len
+        self._query_starts = query_len * torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
-        self._slot_mapping = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full((max_batch_size * query_len,), NO_SLOT, dtype=torch.int64, device=device)
         self._slots = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
         self._items = torch.zeros(max_batch_size * MAX_PIECES, dtype=torch.int32, device=device)
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def tables(self, batch_size: int) -> torch.Tensor:
+        """Of the first `batch_size` rows. A step whose tables were written there brings none. # [rows, max_blocks]"""
+        return self._block_tables[:batch_size]
 
     def metadata(self, backend: "AttentionBackend", batch_size: int) -> TritonMetaData:
         """Over the first `batch_size` rows."""
@@ -35,8 +39,9 @@ class CaptureBuffers:
             cu_seqlens_q=self._query_starts[: batch_size + 1],
             seq_lens=self._seq_lens[:batch_size],
             block_tables=self._block_tables[:batch_size],
-            slot_mapping=self._slot_mapping[:batch_size],
+            slot_mapping=self._slot_mapping[: batch_size * self._query_len],
             num_decodes=batch_size,
+            query_len=self._query_len,
             slots=self._slots[:batch_size],
             items=self._items[: batch_size * MAX_PIECES],
             num_items=self._num_items,
@@ -50,14 +55,17 @@ class CaptureBuffers:
         assert rows <= batch_size <= len(self._seq_lens), f"{rows} rows in a graph of {batch_size}"
         if rows < batch_size:
             self._seq_lens[rows:batch_size] = 0
-            self._slot_mapping[rows:batch_size] = NO_SLOT
+            self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
             self._slots[rows:batch_size] = NO_SLOT
-        # One launch for what is of one type and dense.
+        # One launch for all that is of one type and dense.
         torch._foreach_copy_(
             [self._seq_lens[:rows], self._items[: len(step.items)], self._num_items],
             [step.seq_lens, step.items, step.num_items],
         )
-        self._slot_mapping[:rows].copy_(step.slot_mapping)
-        self._block_tables[:rows, :width].copy_(step.block_tables)
+        wide, filled = [self._slot_mapping[: rows * self._query_len]], [step.slot_mapping]
         if step.slots is not None:
-            self._slots[:rows].copy_(step.slots)
+            wide.append(self._slots[:rows])
+            filled.append(step.slots)
+        torch._foreach_copy_(wide, filled)
+        if step.block_tables.data_ptr() != self._block_tables.data_ptr():
+            self._block_tables[:rows, :width].copy_(step.block_tables)

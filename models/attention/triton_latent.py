@@ -175,7 +175,13 @@ def _tokens(metadata: TritonMetaData, block_size: int) -> _Tokens:
     """In a captured graph every row may be as long as its block table."""
     if metadata.lengths is None:
         rows = torch.arange(metadata.num_decodes, dtype=torch.int32, device=metadata.seq_lens.device)
-        return _Tokens(rows, metadata.seq_lens, metadata.block_tables.shape[1] * block_size)
+        seen, count = metadata.seq_lens, metadata.query_len
+        if count > 1:
+            behind = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=seen.device)
+            # A row of nobody's stays empty.
+            seen = (seen[:, None] - behind).clamp_(min=0).flatten()
+            rows = rows.repeat_interleave(count, output_size=len(seen))
+        return _Tokens(rows, seen, metadata.block_tables.shape[1] * block_size)
     if "tokens" not in metadata.plans:
         queries, contexts = metadata.lengths.queries, metadata.lengths.contexts
         of_rows = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
@@ -191,7 +197,7 @@ def _plan(
     metadata: TritonMetaData, tokens: _Tokens, kv_b: torch.Tensor, rope: int, nope: int, top_k: int | None
 ) -> _Plan:
     if metadata.lengths is None:
-        return _Plan([(slice(0, metadata.num_decodes), tokens.longest)], [], are_carried=False)
+        return _Plan([(slice(0, len(tokens.rows)), tokens.longest)], [], are_carried=False)
     key = ("latents", tuple(kv_b.shape), top_k)
     if key not in metadata.plans:
         metadata.plans[key] = _make_plan(metadata, kv_b, rope, nope, top_k)
@@ -203,11 +209,12 @@ def _make_plan(metadata: TritonMetaData, kv_b: torch.Tensor, rope: int, nope: in
     assert metadata.lengths is not None
     decodes = metadata.num_decodes
     queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
-    absorbed = [(slice(0, decodes), max(contexts[:decodes]))] if decodes else []
+    num_decoded = decodes * metadata.query_len
+    absorbed = [(slice(0, num_decoded), max(contexts[:decodes]))] if decodes else []
     heads, width, rank = kv_b.shape
     most = max(1, MAX_EXPANDED_ELEMENTS // (heads * width))
     pieces: list[list[tuple[int, Piece, int]]] = []  # by launch: row, piece, position of its first key
-    room, first = 0, decodes
+    room, first = 0, num_decoded
     for row in range(decodes, len(queries)):
         count, length = queries[row], contexts[row]
         is_sparse = top_k is not None and length > top_k

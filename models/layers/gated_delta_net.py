@@ -208,6 +208,8 @@ class _Convolution(nn.Module):
 def _spans(metadata: AttentionMetaData) -> list[tuple[int, slice, bool]]:
     """Slot and tokens of each row behind the decodes, and whether it begins its sequence."""
     assert metadata.slots is not None
+    if metadata.num_decodes == len(metadata.slots):
+        return []  # Nothing is read back, which a captured graph could not.
     ends = metadata.cu_seqlens_q.tolist()
     rows = range(metadata.num_decodes, len(metadata.slots))
     slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.base import VectorCacheSpec
-from models.forward_context import VectorCache, get_forward_context
+from models.forward_context import LoRARows, VectorCache, get_forward_context
 from models.kernels.cpu.latent_ops import PackedHeads
 from models.layers.indexer import LightningIndexer
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -123,7 +123,9 @@ class MLAAttention(nn.Module):
 
         attended = attend(self.kv_b_proj.weight, self.packed_heads)
         # An adapter of what expands the latents holds for all that its tokens see: they attend once more, with it.
-        for adapter, tokens in context.lora or ():
+        groups = None if lora is None else context.lora
+        assert not isinstance(groups, LoRARows), "no graph captures adapters of what expands latents"
+        for adapter, tokens in groups or ():
             if lora is not None and (delta := lora.delta(adapter)) is not None:
                 attended[tokens] = attend(self.kv_b_proj.weight + delta, None)[tokens]
         return attended

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from models.forward_context import get_forward_context
+from models.forward_context import LoRARows, get_forward_context
 from models.layers.parameter import require_shape
 
 
@@ -39,6 +39,14 @@ class _Adapter(NamedTuple):
     ups: tuple[_Up, ...]
 
 
+class _Together(NamedTuple):
+    """All adapters as one product, of which a token takes its own adapter's ranks."""
+
+    a: torch.Tensor  # [ranks of all adapters, the rank's in_features]
+    b: torch.Tensor  # [the rank's features, ranks of all adapters]
+    adapters: torch.Tensor  # [ranks of all adapters] int64, whose each is
+
+
 class LinearLoRA:
     """Adds to a layer's output what each token's adapter has for it.
 
@@ -55,6 +63,7 @@ class LinearLoRA:
         self._parts = parts
         self._dtype = dtype
         self._adapters: dict[int, _Adapter] = {}
+        self._together: _Together | None = None
 
     def add(
         self, adapter: int, shard: str | int | None, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int
@@ -100,6 +109,9 @@ class LinearLoRA:
             return
         if len(x) != len(step.context.positions):
             raise RuntimeError(f"a layer with adapters got {len(x)} of a step's {len(step.context.positions)} tokens")
+        if isinstance(groups, LoRARows):
+            self._apply_by_row(output, x, groups.adapters)
+            return
         for number, tokens in groups:
             adapter = self._adapters.get(number)
             if adapter is None:
@@ -111,3 +123,28 @@ class LinearLoRA:
                     part[tokens].addmm_(down[:, ranks], b.T)
                 else:
                     part.index_add_(0, tokens, down[:, ranks] @ b.T)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all adapters together."""
+        return sum(len(adapter.a) for adapter in self._adapters.values())
+
+    def _apply_by_row(self, output: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
+        """As `apply`, where the host does not know which token uses which adapter. # adapters [tokens] int64"""
+        if self._together is None:
+            self._together = self._join()
+        a, b, owners = self._together
+        down = (x @ a.T).masked_fill_(adapters[:, None] != owners, 0.0)  # [tokens, ranks]
+        output.addmm_(down, b.T)
+
+    def _join(self) -> _Together:
+        first = next(iter(self._adapters.values())).a
+        b = first.new_zeros(sum(part.local for part in self._parts.values()), self.num_ranks)
+        column = 0
+        for adapter in self._adapters.values():
+            for up, row, ranks in adapter.ups:
+                b[row : row + len(up), column + ranks.start : column + ranks.stop] = up
+            column += len(adapter.a)
+        owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
+        a = torch.cat([adapter.a for adapter in self._adapters.values()])
+        return _Together(a, b, torch.tensor(owners, device=first.device))

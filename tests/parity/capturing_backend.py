@@ -13,20 +13,20 @@ class CapturingBackend(CPUAttentionBackend):
     def __init__(self) -> None:
         super().__init__()
         self.most = (0, 0)
-        self.held: dict[int, CPUAttentionMetaData] = {}
+        self.held: dict[tuple[int, int], CPUAttentionMetaData] = {}
 
-    def init_capture(self, max_batch_size: int, max_blocks: int) -> None:
+    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
         """See `AttentionBackend`."""
         self.most = max_batch_size, max_blocks
 
-    def prepare_for_capture(self, batch_size: int) -> AttentionMetaData | None:
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
         """See `AttentionBackend`. What it gives holds no step before `prepare_for_replay`."""
-        self.held[batch_size] = object.__new__(CPUAttentionMetaData)
-        return self.held[batch_size]
+        held = self.held[batch_size, query_len] = object.__new__(CPUAttentionMetaData)
+        return held
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
         """See `AttentionBackend`."""
         assert len(metadata.seq_lens) == batch_size
-        assert metadata.num_decodes == batch_size
+        assert metadata.num_decodes == (batch_size if metadata.query_len == 1 else 0)
         for field in fields(metadata):
-            setattr(self.held[batch_size], field.name, getattr(metadata, field.name))
+            setattr(self.held[batch_size, metadata.query_len], field.name, getattr(metadata, field.name))

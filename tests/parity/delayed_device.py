@@ -13,8 +13,11 @@ class DelayedDevice(HostDevice):
     What is copied from pinned memory must still be there at that time, as the device may not have read it before.
     """
 
+    is_host = False
+
     def __init__(self) -> None:
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, torch.Tensor] = {}
+        """By address; kept, so that nothing else comes to lie there."""
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         """Copies that have not happened yet: source or target in pinned memory, what was copied, and which way."""
         self._num_done = 0
@@ -22,7 +25,7 @@ class DelayedDevice(HostDevice):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See `Device`."""
         memory = torch.full((num_bytes,), GARBAGE, dtype=torch.uint8)
-        self._pinned.add(memory.untyped_storage().data_ptr())
+        self._pinned[memory.untyped_storage().data_ptr()] = memory
         return memory
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -155,7 +155,7 @@ def test_a_capture_that_fails_leaves_steps_eager(
 def test_a_backend_without_graphs_is_asked_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def none(self: CapturingBackend, batch_size: int) -> AttentionMetaData | None:
+    def none(self: CapturingBackend, batch_size: int, query_len: int) -> AttentionMetaData | None:
         asked.append(batch_size)
         return None
 

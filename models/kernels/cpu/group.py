@@ -45,6 +45,11 @@ class SharedMemoryCollectives:
         if self._group.has_left:
             raise CollectiveAborted("another rank has left this step")
 
+    @property
+    def are_captured(self) -> bool:
+        """See `Collectives`."""
+        return False
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives`."""
         if x.dtype is torch.bfloat16 and runtime.active():

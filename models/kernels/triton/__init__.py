@@ -50,7 +50,12 @@ def active() -> bool:
 
 
 def runs(*tensors: torch.Tensor, operator: str = "") -> bool:
-    """Whether the kernels compute an operator of tensors such as these: on their device, rows without gaps."""
+    """Whether the kernels compute an operator of tensors such as these: on their device, rows without gaps.
+
+    Not inside what torch compiles: it fuses such operators with what is around them.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return takes(operator) and all(
         tensor.device.type == _device_type and (tensor.dim() == 0 or tensor.stride(-1) == 1) for tensor in tensors
     )

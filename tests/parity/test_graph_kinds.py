@@ -1,0 +1,262 @@
+"""Graphs of steps other than plain decodes on one rank: recurrent states, adapters, several ranks, rows of drafts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.worker import graph_runner, model_runner
+from engine.worker.device_batch import DeviceInputs, Place
+from engine.worker.graph_runner import GraphRunner, GraphShape
+from engine.worker.input_batch import StepInputs
+from engine.worker.model_runner import ModelRunner
+from engine.worker.shard_runner import ShardRunner
+from engine.worker.step_launcher import StepLauncher
+from engine.worker.step_message import decode_step, encode_step
+from models.attention.base import AttentionBackend
+from models.forward_context import Context, StateCache, forward_context
+from models.lora import captured
+from models.model_config import read_checkpoint_config
+from models.parallel import TensorParallel
+from tests.parity.adapters import make_adapter, read_weights
+from tests.parity.ahead import answers, waiting
+from tests.parity.capturing_backend import CapturingBackend
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
+from tests.parity.variants.qwen3_next import VARIANTS as QWEN3_NEXT
+
+__all__ = ["checkpoint"]
+
+
+@pytest.fixture(autouse=True)
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
+
+
+def captured_all(runner: ModelRunner) -> GraphDevice:
+    """Give a runner a device with graphs, and have it capture all sizes; it must want to."""
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is not None
+    while runner.graphs.capture_next():
+        pass
+    assert runner.graphs.captured_sizes == [2, 4]
+    return device
+
+
+def sequences(adapters: tuple[int, ...] = (0, 0, 0), max_tokens: tuple[int, ...] = (5, 9, 13)) -> list[Sequence]:
+    """Greedy ones of other lengths, which end one after the other."""
+    made = []
+    for i, (adapter, count) in enumerate(zip(adapters, max_tokens, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1)
+        made.append(Sequence(prompt(5 + 9 * i, seed=i, vocab_size=160), 16, params, id=i, adapter=adapter))
+    return made
+
+
+SIZES = {"cudagraph_capture_sizes": (2, 4)}
+
+
+def test_rows_with_recurrent_states_leave_the_states_of_others_alone(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family, **QWEN3_NEXT[0].overrides)
+    fields: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 5}
+    expected = answers(waiting(runner_for(path, **fields), sequences()))
+    runner = runner_for(path, compilation_config=SIZES, **fields)
+    caches: list[StateCache] = []
+    keep = runner.caches.allocate
+
+    def kept(*args: Any) -> Any:
+        made = keep(*args)
+        caches.extend(cache for cache in made.values() if isinstance(cache, StateCache))
+        return made
+
+    runner.caches.allocate = kept  # type: ignore[method-assign]
+    device = captured_all(runner)
+    states = [tensor for cache in caches for tensor in cache.tensors]
+    assert {len(state) for state in states} == {6}, "a slot to spare"
+    assert not any(state[:5].any() for state in states), "the pass before a capture writes to nobody's state"
+    assert any(state[5].any() for state in states)
+    assert answers(waiting(runner, sequences())) == expected
+    assert device.num_replayed == 12
+    # Slots are given out in ascending order: three rows never touch the last two of sequences.
+    assert not any(state[3:5].any() for state in states)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, str]]:
+    """A checkpoint, and flags of two adapters for it, of other ranks and other layers."""
+    directory = tmp_path_factory.mktemp("adapted")
+    path = make_checkpoint(directory / "base", vocab_size=160)
+    base = read_weights(path)
+    make_adapter(directory / "wide", base, rank=8, alpha=9, leaves={"q_proj", "v_proj", "down_proj", "o_proj"}, seed=1)
+    make_adapter(directory / "narrow", base, rank=2, alpha=9, leaves={"q_proj", "k_proj"}, use_rslora=True, seed=2)
+    return path, (f"wide={directory / 'wide'}", f"narrow={directory / 'narrow'}")
+
+
+@pytest.mark.parametrize("adapters", [(1, 0, 2), (2, 2, 1), (0, 0, 0)])
+def test_each_row_has_its_own_adapter(adapted: tuple[Path, tuple[str, str]], adapters: tuple[int, ...]) -> None:
+    path, flags = adapted
+    expected = answers(waiting(runner_for(path, lora=flags), sequences(adapters)))
+    plain = answers(waiting(runner_for(path), sequences()))
+    assert (expected == plain) == (not any(adapters)), "the adapters change nothing here"
+    runner = runner_for(path, lora=flags, compilation_config=SIZES)
+    device = captured_all(runner)
+    assert answers(waiting(runner, sequences(adapters))) == expected
+    assert device.num_replayed == 12
+
+
+def test_adapters_of_many_ranks_leave_decodes_eager_and_say_so(
+    adapted: tuple[Path, tuple[str, str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(captured, "MAX_RANKS", 19)
+    caplog.set_level("INFO")
+    runner = runner_for(adapted[0], lora=adapted[1], compilation_config=SIZES)
+    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is None
+    assert "Decodes run eagerly: the adapters have 20 ranks together, and a graph takes 19" in caplog.messages
+
+
+class Twins:
+    """Collectives of two ranks that compute the same; the other may fail to capture."""
+
+    def __init__(self, *, are_captured: bool = True, other_fails: bool = False) -> None:
+        self.are_captured, self._other_fails = are_captured, other_fails
+        self.num_sums = 0
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_sums += 1
+        return x if x.numel() == 1 and self._other_fails else x + x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x), -1)
+
+
+def shard(path: Path, collectives: Twins, rank: int = 0) -> ShardRunner:
+    base = runner_for(path, compilation_config=SIZES)
+    parallel = TensorParallel(rank, 2, collectives)
+    config = read_checkpoint_config(path, "auto")
+    runner = ShardRunner(base.config, path, config, torch.device("cpu"), torch.float32, parallel)
+    runner.load()
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    return runner
+
+
+def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> None:
+    collectives = Twins()
+    runner = shard(checkpoint, collectives)
+    expected = answers(waiting(runner, sequences()))
+    sums = collectives.num_sums
+    device = captured_all(runner)
+    # A capture of a size is a pass here, of two sums a layer and the embedding's; then all agree.
+    assert collectives.num_sums - sums == 2 * (5 + 1)
+    assert answers(waiting(runner, sequences())) == expected
+    assert device.num_replayed == 12
+
+
+@pytest.mark.parametrize("other_fails", [False, True])
+def test_ranks_capture_by_counted_steps_and_give_up_together(
+    checkpoint: Path, other_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 2)
+    ranks = [shard(checkpoint, Twins(other_fails=other_fails), rank) for rank in range(2)]
+    graphs = []
+    for runner in ranks:
+        runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+        runner.allocate_kv_cache(NUM_BLOCKS)
+        assert runner.graphs is not None
+        graphs.append(runner.graphs)
+        runner.prepare_ahead()
+        assert runner.graphs.captured_sizes == [], "an idle rank captures nothing by itself"
+    scheduler = Scheduler(ranks[0].config)
+    scheduler.extend(sequences())
+    sampled: list[int] = []
+    seen = []
+    while (scheduled := scheduler.schedule()) is not None:
+        batch, in_step = scheduled
+        output = ranks[0].forward(batch)
+        ranks[1].follow(decode_step(encode_step(batch, 1, sampled, is_greedy=False)))
+        sampled = [token for tokens in output.token_ids.values() for token in tokens]
+        scheduler.postprocess(list(in_step.values()), output)
+        assert graphs[0].captured_sizes == graphs[1].captured_sizes
+        seen.append(graphs[0].captured_sizes)
+    assert seen[-1] == ([] if other_fails else [2, 4])
+    assert not any(each.capture_next() for each in graphs)
+
+
+def test_what_ranks_exchange_through_the_host_is_in_no_graph(checkpoint: Path) -> None:
+    runner = shard(checkpoint, Twins(are_captured=False))
+    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is None
+
+
+@pytest.mark.parametrize("backend", [CapturingBackend, CapturedTorchBackend])
+def test_rows_of_a_token_and_its_drafts_are_replayed(
+    checkpoint: Path, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows of three tokens behind contexts of other lengths, in a graph of four, then two rows in the same."""
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: backend())
+    runner = runner_for(checkpoint)
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS + 1)
+    # Slots 0 to 2, and their blocks, stay written.
+    waiting(runner, sequences(max_tokens=(1, 1, 1)))
+    shape = GraphShape(block_size=16, max_blocks=16, spare_block=NUM_BLOCKS, spare_slot=64, query_len=3)
+    graphs = GraphRunner(device, runner.backend, runner.model, (4,), shape)
+    assert not graphs.capture_next()
+    for rows in ([0, 1, 2], [2, 1]):
+        inputs = drafts(runner, np.array(rows), length=3)
+        eager = assembled(runner, replace(inputs, num_decodes=0, query_len=1), 0)
+        with torch.inference_mode(), forward_context(eager.metadata, Context(eager.positions, True, len(rows))):
+            expected = runner.model(eager.input_ids, eager.positions)
+        assert graphs.size_for(inputs) == 4
+        assert graphs.size_for(replace(inputs, num_decodes=0)) == 0
+        assert graphs.size_for(replace(inputs, query_len=1)) == 0
+        found = graphs.run(assembled(runner, graphs.pad(inputs, 4), 4), len(inputs.input_ids))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert device.num_replayed == 2
+
+
+def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], length: int) -> StepInputs:
+    """As a proposer of drafts would have a step: the last tokens of each row, and as many contexts."""
+    batch = runner.input_batch
+    seq_lens = np.array([5 + 9 * slot for slot in slots.tolist()])
+    positions = (seq_lens[:, None] - length + np.arange(length)).ravel()
+    token_slots = np.repeat(slots, length)
+    tables = batch._block_table
+    none = np.zeros(0, dtype=np.int64)
+    return StepInputs(
+        input_ids=np.arange(len(positions)) + 3,
+        positions=positions,
+        slot_mapping=tables[token_slots, positions // 16] * np.int64(16) + positions % 16,
+        query_lens=np.full(len(slots), length),
+        seq_lens=seq_lens,
+        block_tables=None if runner.tables is not None else tables[slots, :2],
+        num_blocks=2,
+        num_decodes=len(slots),
+        slots=slots,
+        sampled_rows=none,
+        sampled_slots=none,
+        last_tokens=none,
+        unread_rows=none,
+        sampling=batch._sampling.rows(none, none, batch._tokens),
+        adapters=None,
+        query_len=length,
+    )
+
+
+def assembled(runner: ModelRunner, inputs: StepInputs, size: int) -> DeviceInputs:
+    place = Place(runner.backend, runner.tables, have_states=False, graphs_take_adapters=False)
+    return runner.launcher.batch.assemble(inputs, runner.input_batch.table_changes, place, size)
