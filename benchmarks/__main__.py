@@ -13,6 +13,7 @@ from benchmarks import (
     experts,
     front_end,
     loading,
+    lockstep,
     parallel,
     quantization,
     recovery,
@@ -28,7 +29,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 def main() -> None:
     sections = [f"# Benchmarks\n\nWritten by `make bench`. Single figures drift with the machine.\n\n{machine()}\n"]
-    engines = (startup, recovery, loading, experts, quantization, engine_loop, parallel, data_parallel)
+    engines = (startup, recovery, loading, experts, quantization, engine_loop, parallel, lockstep, data_parallel)
     for benchmark in (*engines, front_end, structured):
         sections.append(benchmark.run().markdown())
         sys.stdout.write(sections[-1] + "\n")

@@ -61,14 +61,13 @@ class CoreManager:
         self._hosts = _other_hosts(config)
         places = deal_out(size, 1) if self._hosts is None else self._hosts.places
         available = available_host_memory() // places[0].places if size > 1 else None
-        self._meeting = Meeting(size) if config.parallel_config.in_lockstep else None
-        new_seat = None if self._meeting is None else self._meeting.seat
+        self._meeting = _meeting(config)
         self._replicas: list[Replica] = []
         try:
             for number in range(size):
                 place = places[number].place, places[number].places
                 self._replicas.append(
-                    Replica(config, self, self._inbox.append, number, available, new_seat, place, self._hosts)
+                    Replica(config, self, self._inbox.append, number, available, self._meeting, place, self._hosts)
                 )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
@@ -292,6 +291,12 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
     from engine.core_hosts import CoreHosts
 
     return CoreHosts.of(config)
+
+
+def _meeting(config: Config) -> Meeting | None:
+    """Where the replicas compute in lockstep."""
+    parallel = config.parallel_config
+    return Meeting(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:

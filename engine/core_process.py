@@ -146,10 +146,11 @@ class CoreProcess:
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         # The name is for people who read `ps`; -P and the path make it the parent's own code, whatever the directory.
+        seat = self.launch.seat
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
-            pass_fds=(self._record_descriptor,),
+            pass_fds=(self._record_descriptor, *(() if seat is None else seat.memory)),
             env={**os.environ, "PYTHONPATH": path},
             process_group=0,
         )

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from engine.tokenizer import Tokenizer
     from engine.worker.async_proc import AsyncIOProcManager
+    from engine.worker.build import World
     from engine.worker.memory import KVCacheSize
     from engine.worker.model_runner import ModelRunner
     from models.checkpoint_config import CheckpointConfig
-    from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
     blocks_at_first: int | None = None
     """Of a KV cache that grows with its use; None: all."""
-    world: "ReplicaWorld | None" = None
+    world: "World | None" = None
     """Of the replicas that compute in lockstep."""
 
 

@@ -8,7 +8,7 @@ has any, all sleep, and who is given work wakes the others.
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 from engine.batch import ScheduledBatch
@@ -17,6 +17,7 @@ from engine.core_io import Incoming, InputQueue, OutputQueue, Wake
 from engine.engine_core import EngineCore, Runner
 from engine.replica_links import PEER_END_SECONDS, PeerGoneError
 from engine.sequence import Sequence
+from models.errors import ReplicaLeft
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,21 @@ class Peers(Protocol):
     def wait_gone(self, timeout: float) -> int | None: ...
 
 
+class World(Protocol):
+    """What joins the first ranks of all replicas; see `ReplicaWorld` and `SharedMemoryExchange`."""
+
+    def agree(self, own: int) -> tuple[int, ...]:
+        """Wait for all replicas; what each of them says. Raises `ReplicaLeft` or another `RuntimeError`."""
+
+    def leave(self) -> bool:
+        """Come to nothing any more; whether the others, wherever they wait for this one, hear so: `ReplicaLeft`."""
+
+
 class Lockstep:
     """Rounds in which all replicas say what they compute next. All say the same number of times."""
 
-    def __init__(self, agree: Callable[[int], tuple[int, ...]], peers: Peers) -> None:
-        """`agree` waits for all replicas, and returns what each of them said."""
-        self._agree, self.peers = agree, peers
+    def __init__(self, world: World, peers: Peers) -> None:
+        self._world, self.peers = world, peers
         self.round = 0
         """Number of the next one."""
         self.is_asleep = False
@@ -67,7 +77,7 @@ class Lockstep:
         """
         if self.is_asleep and not is_woken:
             self.peers.ring(self.round)
-        said = self._agree(num_tokens)
+        said = self._world.agree(num_tokens)
         self.round += 1  # What rings for the last one, also behind it, wakes nobody from here on.
         self.is_asleep = not any(said)
         if _LEAVES in said:
@@ -82,6 +92,18 @@ class Lockstep:
             # One that is gone needs not be told.
             with contextlib.suppress(ReplicasLeave, RuntimeError):
                 self.meet(_LEAVES, is_woken=is_woken)
+
+    def abandon(self, error: BaseException) -> None:
+        """Have the others end, since this one fails. Raises `PeerGoneError` where the error is another's doing."""
+        if isinstance(error, ReplicaLeft):
+            raise PeerGoneError(error.replica) from error
+        if self._world.leave():
+            # They follow this one into its end, and must not seem to have gone first.
+            self.peers.part()
+            return
+        gone = self.peers.wait_gone(PEER_END_SECONDS)
+        if gone is not None:
+            raise PeerGoneError(gone) from error
 
 
 class DPEngineCoreProc(EngineCore):
@@ -183,7 +205,5 @@ class DPEngineCoreProc(EngineCore):
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
         """The other replicas cannot be met again. Raises `PeerGoneError` where that is another's doing."""
-        gone = self._lockstep.peers.wait_gone(PEER_END_SECONDS)
-        if gone is not None:
-            raise PeerGoneError(gone) from error
+        self._lockstep.abandon(error)
         raise RuntimeError(f"a step failed that all replicas compute together: {error}") from error

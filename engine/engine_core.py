@@ -447,7 +447,7 @@ def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links
     from engine.dp_engine_core import DPEngineCoreProc, Lockstep
 
     assert loaded.world is not None
-    return DPEngineCoreProc(loaded.config, runner, *queues, Lockstep(loaded.world.agree, links), **options)
+    return DPEngineCoreProc(loaded.config, runner, *queues, Lockstep(loaded.world, links), **options)
 
 
 if __name__ == "__main__":

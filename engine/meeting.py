@@ -12,6 +12,8 @@ import weakref
 
 import msgspec
 
+from engine.arrivals import Arrivals
+
 
 class Seat(msgspec.Struct, frozen=True):
     """A replica among those that compute in lockstep."""
@@ -20,33 +22,54 @@ class Seat(msgspec.Struct, frozen=True):
     num_replicas: int
     directory: str
     """Private to the user; gone, if these replicas will not meet."""
+    memory: tuple[int, ...] = ()
+    """By rank, a descriptor of what it shares with those of its place in the other replicas: see `Arrivals`."""
 
 
 class Meeting:
     """Gives out seats. That of a core that has ended stays empty, and the others of its round end by themselves."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self, num_replicas: int, num_ranks: int = 1) -> None:
+        """`num_ranks`: of each replica."""
+        self._num_replicas, self._num_ranks = num_replicas, num_ranks
         self._directories: list[str] = []
+        self._memory: list[int] = []
         self._seated: set[int] = set()
-        self._remove = weakref.finalize(self, _remove, self._directories)
+        self._remove = weakref.finalize(self, _remove, self._directories, self._memory)
 
     def seat(self, replica: int) -> Seat:
-        """For a core that is about to be started. Raises `OSError` where no directory can be made."""
+        """For a core that is about to be started, with descriptors that it is to inherit.
+
+        Raises `OSError` where no directory can be made.
+        """
         if not self._directories or replica in self._seated:
             # Who still waits for the one that has ended sees by this that it will not come.
-            _remove(self._directories)
+            _remove(self._directories, self._memory)
             self._seated.clear()
             self._directories.append(tempfile.mkdtemp(prefix="kaon-"))
+            self._memory += [Arrivals.create(self._num_replicas) for _ in range(self._num_ranks)]
         self._seated.add(replica)
-        return Seat(replica, self._num_replicas, self._directories[-1])
+        return Seat(replica, self._num_replicas, self._directories[-1], tuple(self._memory))
+
+    def is_held_up(self, replica: int) -> bool:
+        """Whether it waits for others and none for it; or for its own end, as another of its round has ended."""
+        if replica not in self._seated:
+            return True
+        late: set[int] = set()
+        for descriptor in self._memory:
+            arrivals = Arrivals(descriptor, self._num_replicas)
+            late |= arrivals.late()
+            arrivals.close()
+        return bool(late) and replica not in late
 
     def close(self) -> None:
         """There will be no more cores."""
         self._remove()
 
 
-def _remove(directories: list[str]) -> None:
+def _remove(directories: list[str], memory: list[int]) -> None:
+    while memory:
+        os.close(memory.pop())
     while directories:
         directory = directories.pop()
         # At once, whoever is making a file in it.

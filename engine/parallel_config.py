@@ -30,7 +30,7 @@ class ParallelConfig(Section):
     Replicas whose experts are spread compute in step."""
 
     cpu_collectives: Literal["shared_memory", "gloo"] = "shared_memory"
-    """How ranks on the CPU add up: by the compiled operators in memory they share, or by torch, which is slower."""
+    """How ranks on the CPU add up, and replicas exchange tokens: in memory they share, or by torch, slower."""
 
     rank_start_timeout: Annotated[float, Field(gt=0.0)] = 300.0
     """Seconds that each rank may take longer than the first to load, and to meet the others."""

@@ -16,7 +16,7 @@ from engine.core_handle import CoreHandle
 from engine.core_link import CoreLink, core_name
 from engine.core_process import CoreProcess
 from engine.journal import Entry, Journal
-from engine.meeting import Seat
+from engine.meeting import Meeting
 from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
 from engine.supervisor import Supervisor
 
@@ -49,15 +49,15 @@ class Replica:
         deliver: Callable[[StepOutputs], object],
         number: int = 0,
         available_bytes: int | None = None,
-        new_seat: Callable[[int], Seat] | None = None,
+        meeting: Meeting | None = None,
         place: tuple[int, int] = (0, 1),
         hosts: "CoreHosts | None" = None,
     ) -> None:
         """Start its core and return at once; see `Supervisor`. `deliver` is called with the outputs of every step.
 
         `available_bytes`: of the host's memory, for the weights of the first core, which loads beside the others'.
-        `new_seat` gives each core its own, by number, among replicas that compute in lockstep. `place` among the
-        replicas of its host, and how many these are; `hosts`: where it may be another's.
+        `meeting`: of the replicas that compute in lockstep. `place` among the replicas of its host, and how many these
+        are; `hosts`: where it may be another's.
         """
         self.number = number
         self.ready: Ready | None = None
@@ -72,7 +72,7 @@ class Replica:
         self._available_bytes = available_bytes
         # This process will keep off those that the core makes its own; the next core is to have them again.
         self._cpus = os.sched_getaffinity(0)
-        self._new_seat = new_seat
+        self._meeting = meeting
         self._place = place
         self._hosts = hosts if hosts is not None and hosts.runs(number) else None
         self.supervisor = Supervisor(config, self, core_name(config, number))
@@ -142,7 +142,7 @@ class Replica:
             core = self._hosts.core(self.number, name, config.num_kvcache_blocks)
         else:
             available_bytes, self._available_bytes = self._available_bytes, None
-            seat = None if self._new_seat is None else self._new_seat(self.number)
+            seat = None if self._meeting is None else self._meeting.seat(self.number)
             core = CoreProcess(config, self.number, self._cpus, available_bytes, seat, self._place)
         return CoreLink(core, context, name)
 
@@ -155,6 +155,11 @@ class Replica:
     def has_work(self) -> bool:
         """Whether the core owes anything."""
         return any(replica.journal.has_work for replica in self.in_lockstep)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the core waits for those of other replicas, and none for it."""
+        return self._meeting is not None and self._meeting.is_held_up(self.number)
 
     def on_step(self, step: StepOutputs) -> None:
         """Write down what the core tells of a step, and deliver it."""

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from select import POLLIN, poll
@@ -59,7 +60,10 @@ class ReplicaLinks:
         deadline = time.monotonic() + timeout
         directory = Path(self.seat.directory)
         own = directory / str(self.seat.replica)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            callers: list[socket.socket] = []
+            stack.callback(_close_all, callers)
             try:
                 # Nobody finds it before it listens.
                 listener.bind(f"{own}.new")
@@ -68,7 +72,6 @@ class ReplicaLinks:
             except OSError as error:
                 self._raise_if_over(directory)
                 raise MeetingError(f"the replicas cannot meet in {directory}: {error}") from error
-            listener.settimeout(_LOOK_SECONDS)
             while missing := set(range(self.seat.num_replicas)) - {self.seat.replica} - self._peers.keys():
                 self._raise_if_over(directory)
                 if time.monotonic() >= deadline:
@@ -81,8 +84,7 @@ class ReplicaLinks:
                     if replica < self.seat.replica:
                         self._call(replica, directory / str(replica))
                 if max(missing) > self.seat.replica:
-                    with contextlib.suppress(TimeoutError):
-                        self._answer(listener.accept()[0])
+                    self._hear(listener, callers)
                 else:
                     time.sleep(_LOOK_SECONDS)
         with contextlib.suppress(FileNotFoundError):
@@ -120,11 +122,27 @@ class ReplicaLinks:
             return
         self._peers[replica] = peer
 
+    def _hear(self, listener: socket.socket, callers: list[socket.socket]) -> None:
+        """Wait a while for one that calls, or that has called before and now says who it is."""
+        poller = poll()
+        for each in (listener, *callers):
+            poller.register(each, POLLIN)
+        readable = {descriptor for descriptor, _ in poller.poll(1e3 * _LOOK_SECONDS)}
+        for caller in [each for each in callers if each.fileno() in readable]:
+            callers.remove(caller)
+            self._answer(caller)
+        if listener.fileno() in readable:
+            callers.append(listener.accept()[0])
+
     def _answer(self, peer: socket.socket) -> None:
-        peer.settimeout(None)
-        packet = peer.recv(_NUMBER.size)
-        if packet:
-            self._peers[_NUMBER.unpack(packet)[0]] = peer
+        """Take in what it says. One that is gone already, or is none of those that are to come, is left alone."""
+        try:
+            packet = peer.recv(_NUMBER.size)
+        except ConnectionResetError:
+            packet = b""
+        replica = _NUMBER.unpack(packet)[0] if len(packet) == _NUMBER.size else -1
+        if self.seat.replica < replica < self.seat.num_replicas and replica not in self._peers:
+            self._peers[replica] = peer
         else:
             peer.close()
 
@@ -152,3 +170,8 @@ class ReplicaLinks:
                 if not self._parts.wait(_PART_SECONDS):
                     self._gone.put(replica)
                     self._on_gone(replica)
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()

@@ -37,6 +37,10 @@ class Keeper(Protocol):
     def has_work(self) -> bool:
         """Whether the core owes anything."""
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the core waits for others with which it computes in lockstep, and none for it."""
+
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
         """Start a core. Raises `ValueError`, `OSError` when it cannot be started."""
 
@@ -230,6 +234,9 @@ class Supervisor:
         """Kill a core that has stalled, once it has written what its threads do."""
         link = self._links[0]
         more = 2 * self._first_start_seconds if self._starts_again else 0.0
+        if self._keeper.is_held_up:
+            # The one that it waits for is killed first, and is suspected alone; this one follows it into its end.
+            more += self._config.stall_timeout
         self._stalled = self._watchdog.why_stalled(link.stopped_process, more)
         if self._stalled is None:
             return

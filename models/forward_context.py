@@ -82,6 +82,10 @@ class DPMetadata:
     def max_tokens_across_dp(self) -> int:
         return max(self.num_tokens_across_dp)
 
+    def is_dummy(self, replica: int) -> bool:
+        """Whether what a replica computes is nobody's."""
+        return not self.num_tokens_across_dp[replica]
+
 
 @dataclass(slots=True)
 class SpecDecodeMetadata:

@@ -1,9 +1,13 @@
 """`TensorParallel`: which shard of each layer a rank holds, and how the ranks' partial results become one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
+
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
 
 
 class CollectiveAborted(RuntimeError):
@@ -27,11 +31,30 @@ class Collectives(Protocol):
 class Exchange(Protocol):
     """Communication among the ranks that have the same place in their replicas. All make the same calls in order."""
 
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """To each replica so many of the rows, in the order of replicas; what they sent here, in that order.
+    def across(
+        self,
+        asked: range,
+        local: range,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        compute: Compute,
+        num_tokens_across_dp: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the `asked` experts of all replicas make of this rank's tokens, and where each pair's row is.
 
-        # [sum of sent, ...] -> [sum of received, ...]
+        # [tokens, size], [tokens, top_k] int64 -> [rows, size], [tokens, top_k] int64
+
+        `local`: those of `asked` that this rank computes. Rows of pairs that are not asked are 0, and all of them
+        where the tokens are a dummy's, which count as 0 among those of all replicas (`num_tokens_across_dp`). Each row
+        is computed whole, by one expert: what a token gets does not depend on who else sent any.
         """
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory that replicas share, this one's part that the largest step commits."""
+
+    def check(self) -> None:
+        """Raise what `across` would have raised, had it not been a part of a recorded step."""
 
 
 @dataclass(frozen=True, slots=True)

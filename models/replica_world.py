@@ -1,14 +1,17 @@
 """`ReplicaWorld`: the ranks of all replicas that share experts out, joined by torch.distributed; NCCL or Gloo."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from models.layers.token_exchange import AllToAllExchange
 
-class ReplicaWorld:
+
+class ReplicaWorld(AllToAllExchange):
     """This rank's end of it, and an `Exchange`. A collective that one rank leaves out holds the others up."""
 
     tensor_group: dist.ProcessGroup
@@ -19,9 +22,21 @@ class ReplicaWorld:
     """The first rank of each replica, on the host."""
 
     def __init__(
-        self, replica: int, num_replicas: int, rank: int, size: int, device: torch.device, store: Path, timeout: float
+        self,
+        replica: int,
+        num_replicas: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: Path,
+        timeout: float,
+        note_arrival: Callable[[], object] | None = None,
     ) -> None:
-        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective."""
+        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
+
+        `note_arrival` is called before each, so that it is known who waits for whom.
+        """
+        self._note_arrival = note_arrival
         self._replica, self._num_replicas, self._rank, self._size = replica, num_replicas, rank, size
         self._device, self._store, self._timeout = device, store, timedelta(seconds=timeout)
 
@@ -49,14 +64,32 @@ class ReplicaWorld:
         self._heads = dist.new_group(columns[0], timeout=self._timeout, backend="gloo")
 
     def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """See `Exchange`."""
+        """See `AllToAllExchange`."""
+        self._arrive()
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._column)
         return arrived
 
     def agree(self, own: int) -> tuple[int, ...]:
         """What each replica says, by number; called by their first ranks alone."""
+        self._arrive()
         said = torch.zeros(self._num_replicas, dtype=torch.int64)
         said[self._replica] = own
         dist.all_reduce(said, group=self._heads)
         return tuple(said.tolist())
+
+    def leave(self) -> bool:
+        """False: the others learn of this one's end by their connections alone."""
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """0: nothing is kept."""
+        return 0
+
+    def check(self) -> None:
+        """Nothing: each exchange that fails raises."""
+
+    def _arrive(self) -> None:
+        if self._note_arrival is not None:
+            self._note_arrival()

@@ -33,9 +33,8 @@ from engine.worker.rank_steps import RankSteps
 from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:
-    from engine.worker.build import RankGroup
+    from engine.worker.build import RankGroup, World
     from engine.worker.shard_runner import ShardRunner
-    from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class AsyncIOProcManager:
         cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
         return cpus, sum(each.num_parameters for each in loaded)
 
-    def join(self, group: "RankGroup", world: "ReplicaWorld | None" = None) -> None:
+    def join(self, group: "RankGroup", world: "World | None" = None) -> None:
         """Have all ranks meet, this one too, and those of all replicas. Raises `RankError` where they do not."""
         self._group = group
         self._send_all(Join())

@@ -6,11 +6,13 @@ Called by the engine core's start-up, and by the processes of further ranks.
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from engine.arrivals import Arrivals
 from engine.config import Config
 from engine.meeting import Seat
 from engine.worker.memory import GIB, MAX_CPU_BYTES
@@ -25,6 +27,7 @@ from models.config_fields import Fields
 from models.kernels import backends
 from models.kernels.aiter.sizes import Sizes, sizes_of
 from models.kernels.cpu import library
+from models.kernels.cpu.exchange import SharedMemoryExchange
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.meeting import Meeting
 from models.model_config import ModelConfig, read_checkpoint_config
@@ -34,6 +37,9 @@ from models.quantization import parse_quantization
 from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
+
+World: TypeAlias = ReplicaWorld | SharedMemoryExchange
+"""The ranks of all replicas that compute in lockstep, or those of one place."""
 _ROUNDINGS = ("int8", "int4")
 """Values of `quantization` that say what to do, not what the checkpoint must be."""
 
@@ -58,7 +64,7 @@ class BuiltRunner(NamedTuple):
     """CPUs that other processes keep off."""
     group: RankGroup | None
     """Of the ranks, where there are several; to be joined."""
-    world: ReplicaWorld | None
+    world: World | None
     """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
 
 
@@ -120,22 +126,30 @@ def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
     return share.place * size + rank, share.places * size
 
 
-def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> ReplicaWorld:
-    """The ranks of all replicas that compute in lockstep."""
+def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> World:
+    """What joins the replicas that compute in lockstep: memory that they share, or torch.distributed."""
     rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
+    operators = library.load_library()
+    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and bool(seat.memory)
+    if device.type == "cpu" and operators is not None and shares_memory:
+        most_tokens = config.max_num_batched_tokens
+        return SharedMemoryExchange(operators, seat.replica, seat.num_replicas, seat.memory[rank], most_tokens)
     # A replica that hangs is found by who watches it, not by those that wait for it.
     timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
     store = Path(seat.directory) / "ranks"
-    return ReplicaWorld(seat.replica, seat.num_replicas, rank, size, device, store, timeout)
+    arrivals = Arrivals(seat.memory[rank], seat.num_replicas) if seat.memory else None
+    note_arrival = partial(arrivals.note, seat.replica) if arrivals is not None else None
+    return ReplicaWorld(seat.replica, seat.num_replicas, rank, size, device, store, timeout, note_arrival)
 
 
-def _collectives(config: Config, shard: Shard, device: torch.device, world: ReplicaWorld | None) -> RankGroup:
+def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankGroup:
     """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
     operators = library.load_library()
     shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and shard.memory is not None
     if device.type == "cpu" and operators is not None and shares_memory:
         assert shard.memory is not None
         return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
+    assert not isinstance(world, SharedMemoryExchange), "ranks share memory where replicas do"
     meeting = Meeting(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
     return ProcessGroupCollectives(shard.rank, shard.size, device, meeting, world)
 

@@ -52,7 +52,8 @@ class LocalRanks:
                     share.place,
                     share.places,
                 )
-                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory)))
+                shared = () if seat is None else seat.memory
+                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory, *shared)))
 
     def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
         """See `RankPlaces`."""

@@ -57,7 +57,7 @@ from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.lora.weights import load_adapters
 from models.model_config import ModelConfig
-from models.parallel import SINGLE_RANK, TensorParallel
+from models.parallel import SINGLE_RANK, Exchange, TensorParallel
 
 _log = logging.getLogger(__name__)
 _WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
@@ -235,7 +235,7 @@ class ModelRunner:
             return 0
         set_kv_cache_data(self.caches.allocate(1, 1))
         try:
-            return self._record(self.operators).num_bytes
+            return self._record(self.operators).num_bytes + (self._exchange.num_bytes if self._exchange else 0)
         except NotRecordable:
             return 0
         finally:
@@ -253,13 +253,23 @@ class ModelRunner:
     @property
     def _is_in_lockstep(self) -> bool:
         """Whether each pass is one of other replicas too."""
-        return self.parallel.experts is not None and self.parallel.experts.exchange is not None
+        return self._exchange is not None
+
+    @property
+    def _exchange(self) -> Exchange | None:
+        return None if self.parallel.experts is None else self.parallel.experts.exchange
+
+    def _dp_metadata(self, num_tokens: int) -> DPMetadata | None:
+        """What each replica computes in a pass in which this one computes so many, dummies included."""
+        if self.parallel.experts is None or self._exchange is None:
+            return None
+        # Before the first step all replicas compute the same, to measure and to warm up.
+        return DPMetadata(self.tokens_across_dp or (num_tokens,) * self.parallel.experts.num_replicas)
 
     def _record(self, operators: Library) -> Program:
         """The pass as one call. Raises `NotRecordable`."""
-        if self._is_in_lockstep:
-            raise NotRecordable("tokens go to experts of other replicas in each layer")
-        return record_pass(operators, self.model, self.backend, self.config.max_num_batched_tokens)
+        num_tokens = self.config.max_num_batched_tokens
+        return record_pass(operators, self.model, self.backend, num_tokens, self._dp_metadata(num_tokens))
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
@@ -304,8 +314,27 @@ class ModelRunner:
             self.graphs.count_step()
 
     def dummy_prefill(self) -> None:
-        """A step over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
-        self._dummy_step([WarmUpRow(1, 1)])
+        """A pass over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
+        context, token = self._dummy
+        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, self._dp_metadata(1)):
+            self._hidden_states(token, 1, has_adapters=False)
+
+    @functools.cached_property
+    def _dummy(self) -> tuple[Context, DeviceInputs]:
+        """A prompt of one token, in the spare block, which samples nothing."""
+        assert self.spare_block is not None
+        one, block = np.ones(1, np.int64), np.array([self.spare_block])
+        metadata = self.backend.build_metadata(
+            query_lens=one,
+            seq_lens=one,
+            block_tables=block.astype(np.int32)[None],
+            slot_mapping=block * self.config.kv_cache_block_size,
+            num_decodes=0,
+            slots=np.zeros(1, np.int64) if self.caches.have_states else None,
+        )
+        positions, token = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
+        none = token[:0]
+        return Context(positions, is_prefill=True, batch_size=1), DeviceInputs(token, positions, none, none, metadata)
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
@@ -364,9 +393,9 @@ class ModelRunner:
         lora = None
         if inputs.adapters is not None and not on_device.graph_size:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
-        dp_metadata = DPMetadata(self.tokens_across_dp) if self.tokens_across_dp else None
-        with forward_context(on_device.metadata, context, dp_metadata, lora=lora):
-            hidden = self._hidden_states(inputs, on_device)  # [T, H]
+        num_tokens, has_adapters = len(inputs.input_ids), inputs.adapters is not None
+        with forward_context(on_device.metadata, context, self._dp_metadata(num_tokens), lora=lora):
+            hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
@@ -398,14 +427,19 @@ class ModelRunner:
         """Remember what the step's rows sampled, for the next step."""
         self.input_batch.append(inputs.sampled_slots, token_ids)
 
-    def _hidden_states(self, inputs: StepInputs, step: DeviceInputs) -> torch.Tensor:
-        """# [T, H]"""
+    def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
+        """Of the step's tokens but for those that pad it. # [num_tokens, H]"""
         if self.graphs is not None and step.graph_size:
-            return self.graphs.run(step, len(inputs.input_ids))
-        if self.program is None or inputs.adapters is not None or len(step.input_ids) > self.program.max_tokens:
+            return self.graphs.run(step, num_tokens)
+        if self.program is None or has_adapters or num_tokens > self.program.max_tokens:
             return self.model(step.input_ids, step.positions)
         assert isinstance(step.metadata, NativeMetaData)
-        return self.program.run(step.input_ids, step.positions, step.metadata.step)
+        experts, dp_metadata = self.parallel.experts, self._dp_metadata(num_tokens)
+        step.metadata.step.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
+        hidden = self.program.run(step.input_ids, step.positions, step.metadata.step)
+        if self._exchange is not None:
+            self._exchange.check()
+        return hidden
 
     def postprocess(
         self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | SampledTokens

@@ -5,12 +5,18 @@ import torch
 
 from models.attention.base import AttentionBackend
 from models.base import CausalLM
-from models.forward_context import Context, forward_context
+from models.forward_context import Context, DPMetadata, forward_context
 from models.kernels.cpu.library import Library
 from models.kernels.cpu.program import Program, record
 
 
-def record_pass(operators: Library, model: CausalLM, backend: AttentionBackend, num_tokens: int) -> Program:
+def record_pass(
+    operators: Library,
+    model: CausalLM,
+    backend: AttentionBackend,
+    num_tokens: int,
+    dp_metadata: DPMetadata | None,
+) -> Program:
     """Of up to so many tokens. What it needs for the largest step takes memory as far as steps have used it.
 
     Raises `NotRecordable`.
@@ -21,7 +27,8 @@ def record_pass(operators: Library, model: CausalLM, backend: AttentionBackend, 
     )
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        with forward_context(metadata, Context(positions=positions, is_prefill=False, batch_size=0)):
+        context = Context(positions=positions, is_prefill=False, batch_size=0)
+        with forward_context(metadata, context, dp_metadata):
             return model(input_ids, positions)
 
     return record(operators, forward, num_tokens)

@@ -16,6 +16,7 @@ from engine.worker.rank_logits import best_of_part, likeliest_of_ranks
 from engine.worker.rank_steps import RankSteps
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.step_message import StepMessage, rank_batch
+from engine.worker.warm_up import WarmUpRow
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.layers.embedding import ParallelLMHead
 from models.llama import LlamaForCausalLM
@@ -62,6 +63,10 @@ class ShardRunner(ModelRunner):
         if self.other_ranks is not None:
             self.other_ranks.end(token_ids.tolist())
 
+    def dummy_prefill(self) -> None:
+        """See `ModelRunner`; a step as any, of which the other ranks are told."""
+        self._dummy_step([WarmUpRow(1, 1)])
+
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 tells of."""
         self.committed.after_step(self._step_seconds)
@@ -77,8 +82,8 @@ class ShardRunner(ModelRunner):
             self._sampled_slots = inputs.sampled_slots
             self.run_model(inputs, on_device, batch.prompt_spans)
 
-    def _hidden_states(self, inputs: StepInputs, step: DeviceInputs) -> torch.Tensor:
-        hidden = super()._hidden_states(inputs, step)
+    def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
+        hidden = super()._hidden_states(step, num_tokens, has_adapters=has_adapters)
         if isinstance(self.parallel.collectives, SharedMemoryCollectives):
             self.parallel.collectives.check()
         return hidden

@@ -1,15 +1,8 @@
-"""Which experts a rank holds, and how tokens reach those of other replicas. Used by `FusedMoE`."""
+"""`ExpertShare`: which experts a rank holds, and which it sees to for its replica. Used by `FusedMoE`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import torch
 
 from models.parallel import Exchange, TensorParallel
-
-Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(rows [n, size], counts [local experts], places [n])`: `rows[places]`, sorted by expert, through the experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +38,3 @@ class ExpertShare:
             range(first_local, first_local + num_local),
             experts.exchange,
         )
-
-    def across(
-        self, hidden: torch.Tensor, ids: torch.Tensor, compute: Compute, *, is_dummy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the asked experts of all replicas make of this rank's tokens, and where each pair's row is.
-
-        # [tokens, size], [tokens, top_k] int64 -> [tokens * top_k, size], [tokens, top_k] int64
-
-        Rows of pairs that other ranks see to are 0, and all of them where the tokens are dummies (`is_dummy`), for
-        which no expert of another replica works. Each row is computed whole, by one expert, and comes back to where it
-        was sent from: what a token gets does not depend on who else sent any.
-        """
-        assert self.exchange is not None
-        num_tokens, top_k = ids.shape
-        num_local = len(self.local)
-        num_replicas = len(self.asked) // num_local
-        elsewhere = len(self.asked)
-        numbers = (ids - self.asked.start).flatten()
-        if is_dummy:
-            numbers = torch.full_like(numbers, elsewhere)
-        numbers = torch.where((numbers >= 0) & (numbers < elsewhere), numbers, elsewhere)
-        order = numbers.argsort(stable=True)
-        counts = numbers.bincount(minlength=elsewhere + 1)[:elsewhere].view(num_replicas, num_local)
-        one_each = [1] * num_replicas
-        # [replicas, local experts], what each replica asks of the experts here
-        asked_here = self.exchange.all_to_all(counts, one_each, one_each)
-        sent, received = counts.sum(1).tolist(), asked_here.sum(1).tolist()
-        num_sent = sum(sent)
-        arrived = self.exchange.all_to_all(hidden[order[:num_sent] // top_k], sent, received)
-        # They come by replica, and of each by expert.
-        experts = torch.arange(num_local, device=ids.device).repeat(num_replicas)
-        by_expert = experts.repeat_interleave(asked_here.flatten()).argsort(stable=True)
-        results = torch.empty_like(arrived)
-        if len(arrived):
-            results[by_expert] = compute(arrived, asked_here.sum(0), by_expert)
-        products = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
-        products[:num_sent] = self.exchange.all_to_all(results, received, sent)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=ids.device)
-        return products, places.view(num_tokens, top_k)

@@ -204,10 +204,13 @@ class FusedMoE(nn.Module):
 
     def _across_replicas(self, routed: Routed) -> torch.Tensor:
         """`forward` where other replicas have some of the experts, and ask those that are here."""
-        assert self.parallel.experts is not None
         dp_metadata = get_forward_context().dp_metadata
-        is_dummy = dp_metadata is not None and not dp_metadata.num_tokens_across_dp[self.parallel.experts.replica]
-        products, places = self.share.across(routed.hidden, routed.ids, self._products, is_dummy=is_dummy)
+        assert dp_metadata is not None, "replicas that exchange tokens agree on how many each has"
+        asked, local, exchange = self.share.asked, self.share.local, self.share.exchange
+        assert exchange is not None
+        products, places = exchange.across(
+            asked, local, routed.hidden, routed.ids, self._products, dp_metadata.num_tokens_across_dp
+        )
         if self._is_packed:
             return self._combined(products, places, routed)
         return self._added_up(products[places], routed)

@@ -1,6 +1,6 @@
 """An engine core in lockstep with faults that the tests choose.
 
-`FAULTY_REPLICA` is `REPLICA:FAULT`, or `raise:TOKEN` where none can compute that token.
+`FAULTY_REPLICA` is `REPLICA:FAULT`, or `raise:TOKEN` or `hang:TOKEN` where none can compute that token.
 """
 
 import os
@@ -24,16 +24,19 @@ def _fail(self: ModelRunner) -> None:
 _run_model = ModelRunner.run_model
 
 
-def _raise_on_token(self: ModelRunner, inputs: Any, *arguments: Any) -> Any:
-    if int(os.environ["FAULTY_REPLICA"].rpartition(":")[2]) in inputs.input_ids:
+def _fail_on_token(self: ModelRunner, inputs: Any, *arguments: Any) -> Any:
+    fault, _, token = os.environ["FAULTY_REPLICA"].partition(":")
+    if int(token) in inputs.input_ids:
+        if fault == "hang":
+            time.sleep(3600)
         raise ZeroDivisionError("division by cucumber")
     return _run_model(self, inputs, *arguments)
 
 
 def main() -> None:
     number, _, fault = os.environ["FAULTY_REPLICA"].partition(":")
-    if number == "raise":
-        ModelRunner.run_model = _raise_on_token  # type: ignore[method-assign]
+    if number in ("raise", "hang"):
+        ModelRunner.run_model = _fail_on_token  # type: ignore[method-assign]
     elif sys.argv[1] == f"kaon-engine-{number}":
         if fault == "absent":
             ReplicaLinks.meet = _stay_away  # type: ignore[method-assign]

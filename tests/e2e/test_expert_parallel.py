@@ -23,14 +23,16 @@ from tests.parity.variants import all_variants
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+_IN_PARTS: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 16}
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(50, seed=5), prompt(9, seed=4), prompt(2, seed=3)]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small mixture of experts."""
+    """A small mixture of experts, of a size that the compiled operators take."""
     variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
-    overrides = {**variant.overrides, "max_position_embeddings": 512}
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size"), 64)
+    overrides = {**variant.overrides, **sizes, "max_position_embeddings": 512}
     return make_checkpoint(tmp_path_factory.mktemp("moe"), variant.family, **overrides)
 
 
@@ -74,20 +76,38 @@ def alone(checkpoint: Path) -> Iterator[LLMEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_request_gets_the_tokens_of_one_rank_whoever_else_is_served(
-    checkpoint: Path, alone: LLMEngine, size: int
+@pytest.fixture(scope="module")
+def two(checkpoint: Path) -> Iterator[LLMEngine]:
+    """Two replicas, for tests that leave them alive. Steps are of few tokens, so that prompts come in parts."""
+    with engine_of(checkpoint, 2, **_IN_PARTS) as engine:
+        yield engine
+
+
+def check_tokens(engine: LLMEngine, expected: list[list[int]]) -> None:
+    """One replica idle; both busy, prompts beside decodes."""
+    for index in range(2):
+        assert tokens(engine, PROMPTS[index : index + 1]) == expected[index : index + 1]
+    assert tokens(engine, PROMPTS) == expected
+    # While some decode, others begin.
+    ids = engine.add_request(PROMPTS[:1], LONG)
+    assert tokens(engine, PROMPTS) == expected
+    assert engine.collect(ids)[0]["token_ids"][: GREEDY.max_tokens] == expected[0]
+
+
+def test_a_request_gets_the_tokens_of_one_rank_whoever_else_is_served(alone: LLMEngine, two: LLMEngine) -> None:
+    check_tokens(two, tokens(alone, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("size", "collectives"),
+    [(1, "gloo"), *(pytest.param(2, each, marks=pytest.mark.slow) for each in ("shared_memory", "gloo"))],
+)
+def test_so_it_does_by_gloo_and_over_several_ranks(
+    checkpoint: Path, alone: LLMEngine, size: int, collectives: str
 ) -> None:
-    """One replica idle; both busy, prompts beside decodes; steps of few tokens, so that prompts come in parts."""
-    expected = tokens(alone, PROMPTS)
-    with engine_of(checkpoint, 2, size=size, scheduling_policy="mixed", max_num_batched_tokens=16) as engine:
-        for index in range(2):
-            assert tokens(engine, PROMPTS[index : index + 1]) == expected[index : index + 1]
-        assert tokens(engine, PROMPTS) == expected
-        # While some decode, others begin.
-        ids = engine.add_request(PROMPTS[:1], LONG)
-        assert tokens(engine, PROMPTS) == expected
-        assert engine.collect(ids)[0]["token_ids"][: GREEDY.max_tokens] == expected[0]
+    parallel = {"cpu_collectives": collectives}
+    with engine_of(checkpoint, 2, size=size, parallel=parallel, **_IN_PARTS) as engine:
+        check_tokens(engine, tokens(alone, PROMPTS))
 
 
 def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> None:
@@ -98,21 +118,19 @@ def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> N
         assert tokens(engine, PROMPTS) == expected
 
 
-def test_dummies_of_an_idle_replica_leave_its_prefix_cache_alone(checkpoint: Path, alone: LLMEngine) -> None:
+def test_dummies_of_an_idle_replica_leave_its_prefix_cache_alone(alone: LLMEngine, two: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1])
-    with engine_of(checkpoint, 2) as engine:
-        for _ in range(4):  # In turn: each replica has cached the prompt, and computed dummies behind that.
-            assert tokens(engine, PROMPTS[:1]) == expected
+    for _ in range(4):  # In turn: each replica has cached the prompt, and computed dummies behind that.
+        assert tokens(two, PROMPTS[:1]) == expected
 
 
-def test_idle_replicas_use_no_processor(checkpoint: Path) -> None:
-    with engine_of(checkpoint, 2) as engine:
-        tokens(engine, PROMPTS)
-        processes = [psutil.Process(pid) for pid in engine._core.pids]
-        time.sleep(2.0)  # Past what an idle core does once.
-        before = [sum(each.cpu_times()[:2]) for each in processes]
-        time.sleep(2.0)
-        spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
+def test_idle_replicas_use_no_processor(two: LLMEngine) -> None:
+    tokens(two, PROMPTS)
+    processes = [psutil.Process(pid) for pid in two._core.pids]
+    time.sleep(2.0)  # Past what an idle core does once.
+    before = [sum(each.cpu_times()[:2]) for each in processes]
+    time.sleep(2.0)
+    spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
     assert max(spent) < 0.1
 
 
@@ -172,16 +190,22 @@ def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(checkpoint: Pa
         assert not set(before) & set(engine._core.pids)
 
 
-@pytest.mark.parametrize("place", [0, len(PROMPTS)])
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("raise", 0), *(pytest.param(fault, len(PROMPTS), marks=pytest.mark.slow) for fault in ("raise", "hang"))],
+)
 def test_a_request_that_no_step_can_compute_ends_alone(
-    checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch, place: int
+    checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch, fault: str, place: int
 ) -> None:
-    """Its replica dies of it twice, and takes the other along, whose requests nobody blames: not even new ones."""
+    """Its replica dies of it twice, and takes the other along, whose requests nobody blames: not even new ones.
+
+    Nor where it hangs, and the other with it, which waits for it in the middle of a pass.
+    """
     expected = tokens(alone, PROMPTS)
-    raising = (set(range(3, 300)) - {token for tokens in (*PROMPTS, *expected) for token in tokens}).pop()
-    run_faulty(monkeypatch, f"raise:{raising}")
-    with engine_of(checkpoint, 2) as engine:
-        ids = engine.add_request([*PROMPTS[:place], [5, raising, 6], *PROMPTS[place:]], GREEDY)
+    guilty_token = (set(range(3, 300)) - {token for tokens in (*PROMPTS, *expected) for token in tokens}).pop()
+    run_faulty(monkeypatch, f"{fault}:{guilty_token}")
+    with engine_of(checkpoint, 2, stall_timeout=3.0 if fault == "hang" else 60.0) as engine:
+        ids = engine.add_request([*PROMPTS[:place], [5, guilty_token, 6], *PROMPTS[place:]], GREEDY)
         results = engine.collect(ids)
         guilty = results.pop(place)
         assert [result["token_ids"] for result in results] == expected

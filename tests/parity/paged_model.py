@@ -12,6 +12,7 @@ from models.attention import select_backend
 from models.attention.base import AttentionBackend
 from models.forward_context import (
     Context,
+    DPMetadata,
     KVCacheTensor,
     LayerCache,
     StateCache,
@@ -24,6 +25,7 @@ from models.loader import load_model
 from models.lora.tokens import group_by_adapter
 from models.model_config import ModelImpl, read_checkpoint_config
 from models.parallel import SINGLE_RANK, TensorParallel
+from tests.parity.thread_ranks import ThreadExchange
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 8
@@ -65,6 +67,7 @@ class PagedModel:
         )
         self.backend = select_backend(device) if backend is None else backend
         self.device = device
+        self.exchange = parallel.experts.exchange if parallel.experts else None
         self.block_size = block_size
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         caches = LayerCaches(
@@ -108,8 +111,9 @@ class PagedModel:
         at = torch.from_numpy(np.concatenate(positions)).to(self.device)
         set_kv_cache_data(self.cache)
         context = Context(positions=at, is_prefill=num_decodes < len(spans), batch_size=len(spans))
+        dp_metadata = DPMetadata(self.exchange.agree(len(at))) if isinstance(self.exchange, ThreadExchange) else None
         lora = group_by_adapter(np.array([row.adapter for row, _ in spans]), np.array(counts), self.device)
-        with torch.inference_mode(), forward_context(metadata, context, lora=lora):
+        with torch.inference_mode(), forward_context(metadata, context, dp_metadata, lora=lora):
             hidden = self.model(torch.tensor(input_ids, device=self.device), at)
         set_kv_cache_data({})
         with torch.inference_mode():

@@ -34,15 +34,11 @@ def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     built = tmp_path / "operators.so"
     runtime = compile_with("libasan.so", built, CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
     environment = {**os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.parity.cpu_fuzz", built, str(rounds)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    for fuzz in (["tests.parity.cpu_fuzz", built, str(rounds)], ["tests.parity.exchange_fuzz", str(rounds), built]):
+        run = subprocess.run(
+            [sys.executable, "-m", *fuzz], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert run.returncode == 0, run.stderr[-4000:]
 
 
 @pytest.mark.parametrize("programs", [250, pytest.param(1000, marks=pytest.mark.slow)])

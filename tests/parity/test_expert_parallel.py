@@ -1,10 +1,15 @@
 """Experts spread over ranks and replicas compute what one rank does."""
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -16,6 +21,8 @@ from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.warm_up import WarmUpRow
 from models.errors import CheckpointError
 from models.forward_context import DPMetadata, ForwardContext
+from models.kernels.cpu.exchange import SharedMemoryExchange
+from models.kernels.cpu.library import load_library
 from models.kernels.cpu.program import Program
 from models.layers import moe
 from models.layers.moe import FusedMoE
@@ -23,7 +30,7 @@ from models.layers.parameter import fill_rows, pack_products, packed_of
 from models.layers.routing import softmax_top_k
 from models.loader import load_model
 from models.model_config import ModelConfig, read_checkpoint_config
-from models.parallel import ExpertParallel, TensorParallel
+from models.parallel import Exchange, ExpertParallel, TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
 from tests.parity.test_cpu_models import _fields
@@ -37,11 +44,59 @@ from tests.parity.variants import all_variants
 __all__ = ["operators"]
 
 
-def spread(num_ranks: int, num_replicas: int, make: Callable[[TensorParallel], Any]) -> list[list[Any]]:
-    """What `make` makes for each rank of each replica; what ranks add up is left in parts."""
+WAIT_SECONDS = 60
+MOST_TOKENS = 12
+AtOnce: TypeAlias = Callable[[list[Callable[[], torch.Tensor]]], list[torch.Tensor]]
+
+
+@contextmanager
+def open_memory() -> Iterator[int]:
+    descriptor = os.memfd_create("test")
+    yield descriptor
+    os.close(descriptor)
+
+
+@contextmanager
+def memory_of(num_ranks: int, num_replicas: int) -> Iterator[list[list[SharedMemoryExchange]]]:
+    """Exchanges through shared memory, by rank and replica."""
+    library = load_library()
+    assert library is not None
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_memory()) for _ in range(num_ranks)]
+        yield [
+            [
+                SharedMemoryExchange(library, replica, num_replicas, file, MOST_TOKENS)
+                for replica in range(num_replicas)
+            ]
+            for file in files
+        ]
+
+
+def spread(
+    num_ranks: int,
+    num_replicas: int,
+    make: Callable[[TensorParallel], Any],
+    exchanges: Sequence[Sequence[Exchange]] | None = None,
+) -> list[list[Any]]:
+    """What `make` makes for each rank of each replica; what ranks add up is left in parts.
+
+    `exchanges`: by rank and replica; None: those of threads that take turns.
+    """
     places = thread_ranks(num_ranks, num_replicas, spread_experts=True)
     parts = PartialResults() if num_ranks > 1 else None
-    return [[make(replace(place, collectives=parts)) for place in ranks] for ranks in places]
+
+    def made(rank: int, replica: int) -> Any:
+        place = replace(places[replica][rank], collectives=parts)
+        if exchanges is not None:
+            place = replace(place, experts=ExpertParallel(replica, num_replicas, exchanges[rank][replica]))
+        return make(place)
+
+    return [[made(rank, replica) for rank in range(num_ranks)] for replica in range(num_replicas)]
+
+
+def side_by_side(calls: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [each.result(WAIT_SECONDS) for each in [threads.submit(call) for call in calls]]
 
 
 @pytest.fixture(autouse=True)
@@ -68,24 +123,54 @@ def test_ranks_with_whole_experts_add_up_to_the_whole_layer(size: int, stacked: 
     torch.testing.assert_close(sum(rank(*inputs) for rank in ranks), whole(*inputs))
 
 
+def check_layers(
+    whole: Whole, replicas: list[list[FusedMoE]], step: ForwardContext, counts: tuple[int, ...], call: AtOnce
+) -> None:
+    """Each replica's tokens get what the whole layer gives them. 0 in `counts`: a dummy, which gets a number."""
+    step.dp_metadata = DPMetadata(counts)
+    inputs = [routed(max(1, count)) for count in counts]
+    outputs = iter(
+        call(
+            [
+                partial(rank, *mine)  # all ranks of a replica have its tokens
+                for ranks, mine in zip(replicas, inputs, strict=True)
+                for rank in ranks
+            ]
+        )
+    )
+    for ranks, count, mine in zip(replicas, counts, inputs, strict=True):
+        found = torch.stack([next(outputs) for _ in ranks]).sum(0)
+        assert found.isfinite().all()
+        if count:
+            torch.testing.assert_close(found, whole(*mine))
+
+
 @pytest.mark.parametrize(("size", "num_replicas"), [(1, 2), (1, 3), (2, 3), (3, 2)])
-def test_tokens_reach_the_experts_of_other_replicas_and_come_back(size: int, num_replicas: int) -> None:
+def test_tokens_reach_the_experts_of_other_replicas_and_come_back(
+    size: int, num_replicas: int, step: ForwardContext
+) -> None:
     """Each replica has as many tokens as it likes, or none that count."""
     whole = Whole(bias=True)
     replicas = spread(size, num_replicas, lambda parallel: layer(whole, parallel, stacked=False))
-    inputs = [routed(count) for count in (7, 1, 12)[:num_replicas]]
-    calls = [
-        lambda rank=rank, mine=mine: rank(*mine)  # type: ignore[misc]
-        for ranks, mine in zip(replicas, inputs, strict=True)
-        for rank in ranks
-    ]
-    outputs = at_once(calls)
-    for replica, mine in enumerate(inputs):
-        found = torch.stack(outputs[replica * size : (replica + 1) * size]).sum(0)
-        torch.testing.assert_close(found, whole(*mine))
+    for counts in ((7, 1, 12), (1, 0, 3), (0, 5, 0)):
+        check_layers(whole, replicas, step, counts[:num_replicas], at_once)
 
 
-def test_what_is_beside_the_experts_is_added_once() -> None:
+@needs_operators
+@pytest.mark.parametrize(("size", "num_replicas"), [(1, 2), (1, 3), (2, 3)])
+def test_tokens_reach_them_through_memory_that_replicas_share(
+    size: int, num_replicas: int, step: ForwardContext
+) -> None:
+    """In float32, where torch multiplies. `tests.parity.exchange_fuzz` has the operators."""
+    whole, replicas = Whole(bias=True), []
+    with memory_of(size, num_replicas) as exchanges:
+        replicas = spread(size, num_replicas, lambda parallel: layer(whole, parallel, stacked=False), exchanges)
+        for counts in ((7, 1, 12), (1, 0, 3), (0, 5, 0), (0, 0, 0), (12, 12, 12)):
+            check_layers(whole, replicas, step, counts[:num_replicas], side_by_side)
+
+
+def test_what_is_beside_the_experts_is_added_once(step: ForwardContext) -> None:
+    step.dp_metadata = DPMetadata((5, 5))
     whole, (hidden, weights, ids) = Whole(bias=True), routed(5)
     beside, gate = random(5, HIDDEN) + 1, random(5, 1)
     replicas = spread(1, 2, lambda parallel: layer(whole, parallel, stacked=True))
@@ -128,13 +213,14 @@ class TestByOperators:
     def inputs(self, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return bf16(count, 64, seed=seed), *softmax_top_k(bf16(count, 8, seed=seed + 1).float(), 3, renormalize=True)
 
-    def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self) -> None:
+    def test_a_token_gets_the_same_bits_from_experts_of_other_replicas(self, step: ForwardContext) -> None:
         """Whoever sends tokens beside it."""
         whole, replicas = self.parts(1, 2)
         mine, beside = self.inputs(9, 5), bf16(9, 64, seed=8)
         expected = whole(*mine, beside)
         for others in (1, 30):
             theirs = self.inputs(others, 11)
+            step.dp_metadata = DPMetadata((9, others))
             found, _ = at_once([partial(replicas[0][0], *mine, beside), partial(replicas[1][0], *theirs)])
             assert torch.equal(found, expected)
 
@@ -144,6 +230,46 @@ class TestByOperators:
         found = torch.stack([rank(*mine).float() for rank in ranks]).sum(0)
         expected = whole(*mine).float()
         assert (found - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+@needs_operators
+def test_processes_exchange_any_number_of_tokens_until_one_leaves() -> None:
+    """By the operators, beside one that has all experts: the same bits. Who waits for one that leaves is let go."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.parity.exchange_fuzz", "25"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+@needs_operators
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "DeepseekV2ForCausalLM"])
+def test_the_exchange_is_part_of_the_recorded_step(tmp_path: Path, architecture: str, step: ForwardContext) -> None:
+    """Which gives the bits of a rank that exchanges nothing. Here with itself alone."""
+    variant = next(each for each in all_variants() if each.architecture == architecture)
+    path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
+    config = Config(num_kvcache_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
+    model_config = read_checkpoint_config(path, config.model_impl)
+    library = load_library()
+    assert library is not None
+    found = []
+    step.dp_metadata = DPMetadata((1,))  # What operator by operator is told.
+    with open_memory() as memory:
+        exchange = SharedMemoryExchange(library, 0, 1, memory, config.max_num_batched_tokens)
+        for experts in (None, ExpertParallel(0, 1, exchange)):
+            runner = ModelRunner(config, path, model_config, CPU, torch.bfloat16, TensorParallel(experts=experts))
+            runner.load()
+            runner.allocate_kv_cache(8)
+            assert runner.program is not None
+            found += [states_of(runner, using) for using in (runner.program, None)]
+        runner.tokens_across_dp = (0,)
+        runner.dummy_prefill()
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @needs_operators

@@ -14,9 +14,9 @@ from models.parallel import SINGLE_RANK, ExpertParallel, TensorParallel
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family
 from tests.parity.paged_model import PagedModel, prompt
-from tests.parity.test_expert_parallel import Exchanges
 from tests.parity.test_model_sharding import ranks
 from tests.parity.test_quantization import FORMATS
+from tests.parity.thread_ranks import Meeting, ThreadExchange
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
 from tests.parity.variants import all_variants
 
@@ -166,7 +166,7 @@ def test_experts_of_gpt_oss_stay_as_they_are_stored(tmp_path: Path) -> None:
 def test_experts_that_replicas_share_out_become_dense_for_torch_asks_them(tmp_path: Path) -> None:
     family = family_of("GptOssForCausalLM")
     path = q.write_gpt_oss_pair(tmp_path, family, hidden_size=64, intermediate_size=64).quantised
-    parallel = TensorParallel(experts=ExpertParallel(1, 2, Exchanges(2).of(1)))
+    parallel = TensorParallel(experts=ExpertParallel(1, 2, ThreadExchange(Meeting(2), 1)))
     stacks = stacks_of(path, parallel)
     assert stacks
     assert all(stored_of(weight) is None and weight.isfinite().all() for weight in stacks)

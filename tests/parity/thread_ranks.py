@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from models import forward_context
+from models.layers.token_exchange import AllToAllExchange
 from models.parallel import ExpertParallel, TensorParallel
 
 Result = TypeVar("Result")
@@ -25,7 +26,7 @@ class Meeting:
         """This time and the time before: who is slow may still read it when others come again."""
         self._times = [0] * size
         self.rows_moved = 0
-        """Activations that went from one replica to another."""
+        """Tokens, or what was made of them, that went from one replica to another."""
 
     def bring(self, number: int, value: Any) -> list[Any]:
         """What all bring, by number."""
@@ -64,7 +65,7 @@ class ThreadCollectives:
         return torch.cat(parts, -1) if self._rank == 0 else x
 
 
-class ThreadExchange:
+class ThreadExchange(AllToAllExchange):
     """See `models.parallel.Exchange`."""
 
     def __init__(self, meeting: Meeting, replica: int) -> None:
@@ -72,10 +73,21 @@ class ThreadExchange:
 
     def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         parts = [theirs[self._replica] for theirs in self.meeting.bring(self._replica, rows.split(sent))]
-        if rows.dtype.is_floating_point:
-            self.meeting.rows_moved += sum(sent) - sent[self._replica]
+        self.meeting.rows_moved += sum(sent) - sent[self._replica]
         assert [len(part) for part in parts] == received
         return torch.cat(parts)
+
+    def agree(self, num_tokens: int) -> tuple[int, ...]:
+        """How many tokens each replica computes next."""
+        return tuple(self.meeting.bring(self._replica, num_tokens))
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`."""
+        return 0
+
+    def check(self) -> None:
+        """See `Exchange`: who waits in vain raises."""
 
 
 def thread_ranks(size: int, num_replicas: int = 1, *, spread_experts: bool = False) -> list[list[TensorParallel]]:

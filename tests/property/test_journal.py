@@ -104,7 +104,11 @@ class JournalMachine(RuleBasedStateMachine):
     def die(self, data: st.DataObject, killed: bool) -> None:
         in_step = data.draw(st.lists(st.sampled_from(sorted(self.core)), unique=True)) if self.core else []
         self.serving, self.core, self.leaving = False, {}, []
-        self.deliver(self.journal.core_died(in_step, killed=killed))
+        ended = self.journal.core_died(in_step, killed=killed)
+        if in_step:
+            # However often others died before: nobody ends for a step that was not its own.
+            assert {output.request_id for output in ended if output.is_poison} <= set(in_step)
+        self.deliver(ended)
 
     @rule()
     def start_again(self) -> None:
@@ -149,3 +153,15 @@ class JournalMachine(RuleBasedStateMachine):
 
 
 TestJournal = JournalMachine.TestCase
+
+
+def test_a_request_that_was_killed_with_cores_is_not_convicted_of_a_step_of_others() -> None:
+    """Kills take one more time to convict; a death that is none ends those alone that were in its step."""
+    journal = Journal()
+    journal.add([AddRequest(request_id, [1], _PARAMS) for request_id in (0, 1)])
+    for in_step, killed in (([0], True), ([0], True), ([1], False)):
+        journal.send(list(journal))
+        assert journal.core_died(in_step, killed=killed) == []
+    journal.send(list(journal))
+    ended = journal.core_died([0], killed=False)
+    assert [(output.request_id, output.is_poison) for output in ended] == [(0, True)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels.cpu import group_structures, library, structures
+from models.kernels.cpu import exchange_structures, group_structures, library, structures
 
 SOURCES = Path(library.__file__).parent
 _TYPES = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
@@ -41,7 +41,7 @@ def snake_case(name: str) -> str:
 
 @pytest.mark.parametrize(
     "mirror",
-    [structures.Step, group_structures.Group, *structures.Arguments.__subclasses__()],
+    [structures.Step, group_structures.Group, exchange_structures.Exchange, *structures.Arguments.__subclasses__()],
     ids=lambda each: each.__name__,
 )
 def test_a_structure_has_the_fields_of_its_c_original_in_order(mirror: type[ctypes.Structure]):

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +17,7 @@ from engine.messages import AbortRequests, Shutdown, StepOutputs, Stopped
 from engine.replica_links import PeerGoneError
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from models.errors import ReplicaLeft
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, StubRunner, ends, outputs_of
 
 WAIT_SECONDS = 20.0
@@ -44,10 +45,12 @@ class Replicas:
     def __init__(self) -> None:
         self._said = [0, 0]
         self._barrier = threading.Barrier(2, timeout=WAIT_SECONDS)
+        self.left: list[int] = []
+        self.parted: list[int] = []
         self.rings: list[tuple[int, int]] = []
         self.runners = [Runner(), Runner()]
         config = Config(num_kvcache_blocks=NUM_BLOCKS, max_num_seqs=8, eos_token_id=2)
-        self.locksteps = [Lockstep(self._agree_as(replica), self.Peers(self, replica)) for replica in range(2)]
+        self.locksteps = [Lockstep(self.World(self, replica), self.Peers(self, replica)) for replica in range(2)]
         self.cores = [
             DPEngineCoreProc(config, runner, SimpleQueue(), SimpleQueue(), lockstep)
             for runner, lockstep in zip(self.runners, self.locksteps, strict=True)
@@ -65,23 +68,34 @@ class Replicas:
             self._replicas.cores[1 - self._own].input_queue.put(Wake(number))
 
         def part(self) -> None:
-            pass
+            self._replicas.parted.append(self._own)
 
         def wait_gone(self, timeout: float) -> int | None:
             return self.gone
 
-    def _agree_as(self, replica: int) -> Callable[[int], tuple[int, ...]]:
-        def agree(own: int) -> tuple[int, ...]:
-            self._said[replica] = own
+    class World:
+        def __init__(self, replicas: "Replicas", own: int) -> None:
+            self._replicas, self._own = replicas, own
+            self.tells = False
+            """Whether the others hear of it when this one leaves."""
+            self.left_by: int | None = None
+
+        def agree(self, own: int) -> tuple[int, ...]:
+            said, barrier = self._replicas._said, self._replicas._barrier
+            if self.left_by is not None:
+                raise ReplicaLeft(self.left_by)
+            said[self._own] = own
             try:
-                self._barrier.wait()
-                said = tuple(self._said)
-                self._barrier.wait()
+                barrier.wait()
+                told = tuple(said)
+                barrier.wait()
             except threading.BrokenBarrierError as error:
                 raise RuntimeError("connection closed by peer") from error
-            return said
+            return told
 
-        return agree
+        def leave(self) -> bool:
+            self._replicas.left.append(self._own)
+            return self.tells
 
     def start(self) -> None:
         self.loops = [self.threads.submit(core.busy_loop) for core in self.cores]
@@ -224,6 +238,34 @@ def test_a_step_that_raises_ends_the_core_since_the_others_are_still_in_it(repli
     with pytest.raises(RuntimeError, match="a step failed that all replicas compute together: division by cucumber"):
         replicas.loops[0].result(WAIT_SECONDS)
     assert replicas.cores[0]._record.read() == [1]  # Who starts another core knows whom to try alone.
+
+
+def test_one_whose_step_raises_has_the_others_end_and_learns_nothing_of_their_ends(replicas: Replicas) -> None:
+    """They follow it; whoever seems to have gone first by then would take the blame off it."""
+
+    def fail(step: int, batch: ScheduledBatch) -> None:
+        raise ValueError("division by cucumber")
+
+    replicas.runners[0].on_step = fail
+    replicas.locksteps[0]._world.tells = True  # type: ignore[attr-defined]
+    replicas.locksteps[0].peers.gone = 1  # type: ignore[attr-defined]
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.add(0, 1)
+    with pytest.raises(RuntimeError, match="a step failed that all replicas compute together: division by cucumber"):
+        replicas.loops[0].result(WAIT_SECONDS)
+    assert replicas.left == [0]
+    assert replicas.parted == [0]
+
+
+def test_one_that_hears_that_another_has_left_follows_it(replicas: Replicas) -> None:
+    replicas.start()
+    replicas.wait_asleep()
+    replicas.locksteps[0]._world.left_by = 1  # type: ignore[attr-defined]
+    replicas.add(0, 1)
+    with pytest.raises(PeerGoneError, match="replica 1 is gone, with which this one computes in lockstep"):
+        replicas.loops[0].result(WAIT_SECONDS)
+    assert replicas.left == []
 
 
 def test_one_that_cannot_meet_another_that_is_gone_says_so(replicas: Replicas) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
+from engine.arrivals import Arrivals
 from engine.meeting import Meeting, Seat
 from engine.replica_links import MeetingError, ReplicaLinks
 
@@ -89,6 +91,45 @@ def test_one_that_does_not_come_is_named(meeting: Meeting) -> None:
         assert str(error) == f"replica 2 did not meet replica {replica} within rank_start_timeout 0.3 s"
         assert isinstance(error, MeetingError)
         assert not error.is_over
+
+
+@pytest.mark.parametrize("said", [None, b"", b"\x01", struct.pack("=q", 0), struct.pack("=q", 7)])
+def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(meeting: Meeting, said: bytes | None) -> None:
+    """It says nothing, ends, or says what no other replica would."""
+    first = Core(meeting.seat(0))
+    with ThreadPoolExecutor(3) as threads, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        meets = [threads.submit(first.links.meet, WAIT_SECONDS)]
+        wait_until((Path(first.links.seat.directory) / "0").exists)
+        stranger.connect(f"{first.links.seat.directory}/0")
+        if said is not None:
+            stranger.send(said) if said else stranger.shutdown(socket.SHUT_RDWR)
+        others = [Core(meeting.seat(replica)) for replica in (1, 2)]
+        meets += [threads.submit(core.links.meet, WAIT_SECONDS) for core in others]
+        for each in meets:
+            each.result(WAIT_SECONDS)
+    others[1].links.ring(3)
+    assert first.rings.get(timeout=WAIT_SECONDS) == 3
+
+
+def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None:
+    """At any of its ranks. One that is itself waited for is not, nor is any while all are at the same one."""
+    ranks = Meeting(3, 2)
+    seats = [ranks.seat(replica) for replica in range(3)]
+    columns = [Arrivals(descriptor, 3) for descriptor in seats[0].memory]
+    assert len(columns) == 2
+    assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
+    for replica in (0, 2):
+        columns[1].note(replica)
+    assert [ranks.is_held_up(replica) for replica in range(3)] == [True, False, True]
+    columns[0].note(1)
+    columns[0].note(2)
+    assert [ranks.is_held_up(replica) for replica in range(3)] == [False, False, True]
+    columns[0].note(0)
+    columns[1].note(1)
+    assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
+    ranks.seat(1)  # Its core has ended, and those of the others will.
+    assert [ranks.is_held_up(replica) for replica in range(3)] == [True, False, True]
+    ranks.close()
 
 
 def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(meeting: Meeting) -> None:

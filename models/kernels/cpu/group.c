@@ -6,17 +6,12 @@
  * none still reads. The number of a step's first collective is made of the step's, and in it nothing is moved: ranks
  * that left the last step early meet again there. */
 
-#include <sched.h>
-#include <time.h>
-
 #include "operators.h"
+#include "waiting.h"
 
 #define CHUNK (256 << 10) /* bytes of a place: in a core's second cache, with those of a few ranks */
 #define PAGE 4096
 #define BLOCK 512          /* elements that are summed at a time */
-#define SPINS 2000         /* about 100 microseconds */
-#define YIELDS 4000        /* a millisecond or more, as long as nobody else wants the core */
-#define NAP_NS 50000
 #define STEP_SHIFT 32
 
 struct shared {
@@ -50,12 +45,6 @@ EXPORTED void kaon_group_leave(struct group *group) {
     long long seen = atomic_load(left);
     while (seen < mark && !atomic_compare_exchange_weak(left, &seen, mark)) {}
     group->has_left = 1;
-}
-
-static void pause_for(int64_t round) {
-    if (round < SPINS) relax();
-    else if (round < SPINS + YIELDS) sched_yield();
-    else nanosleep(&(struct timespec){0, NAP_NS}, NULL);
 }
 
 /* Publish this rank's part, and wait for all others'. -1 where a rank has left the step. */

@@ -53,6 +53,7 @@ struct step {
     const int32_t *block_tables;   /* [B, max_blocks] */
     int64_t max_blocks;
     const int64_t *state_slots; /* [B] each row's place in the layers' states, or NULL */
+    int64_t is_dummy; /* whether its tokens are nobody's, so that no expert of another replica sees them */
 };
 
 /* One thread's part in an operator. */

@@ -59,6 +59,30 @@ class GroupFunctions:
     gather: Callable[[int, int, int, int, int | None], int]
 
 
+class ExchangeFunctions:
+    """Those of exchange.c. The first argument is the address of an `exchange_structures.Exchange`.
+
+    That of `tokens` is the address of a `ShareTokens`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        integer, pointer, failed = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+        for name, symbol, result, *arguments in (
+            ("agree", "agree", failed, pointer, integer, pointer),
+            ("leave", "leave", None, pointer),
+            ("tokens", "tokens", failed, pointer, integer, integer),
+            ("wait", "await", failed, pointer),
+        ):
+            function = getattr(library, f"kaon_exchange_{symbol}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    agree: Callable[[int, int, int], int]
+    leave: Callable[[int], None]
+    tokens: Callable[[int, int, bool], int]
+    wait: Callable[[int], int]
+
+
 class Library:
     """The operators on their own threads."""
 
@@ -78,6 +102,8 @@ class Library:
         self.isa: int = self._library.kaon_isa()
         self.group_functions = GroupFunctions(self._library)
         """What ranks on one host call between them."""
+        self.exchange_functions = ExchangeFunctions(self._library)
+        """What replicas on one host call between them."""
 
     def start(self, threads: int, isa: int = AMX) -> None:
         """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.

@@ -14,6 +14,7 @@ operator *const operators[OPERATORS] = {
     [DELTA_NET] = delta_net, [GATED_LINEAR] = gated_linear,
     [LARGEST] = largest, [DRAW] = draw,
     [ALL_REDUCE] = all_reduce,
+    [COPY_ROWS] = copy_rows, [SHARE_TOKENS] = share_tokens, [AWAIT_ANSWERS] = await_answers, [ON_STEP] = on_step,
 };
 
 static const int64_t bytes_of_arguments[OPERATORS] = {
@@ -45,6 +46,10 @@ static const int64_t bytes_of_arguments[OPERATORS] = {
     [LARGEST] = sizeof(struct largest),
     [DRAW] = sizeof(struct draw),
     [ALL_REDUCE] = sizeof(struct all_reduce),
+    [COPY_ROWS] = sizeof(struct copy_rows),
+    [SHARE_TOKENS] = sizeof(struct share_tokens),
+    [AWAIT_ANSWERS] = sizeof(struct await_answers),
+    [ON_STEP] = sizeof(struct on_step),
 };
 
 /* By which callers see that they mean the same arguments; 0 for an operator that is not there. */

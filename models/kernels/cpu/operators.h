@@ -25,6 +25,7 @@ enum {
     GATED_LINEAR,
     LARGEST, DRAW,
     ALL_REDUCE,
+    COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
     OPERATORS
 };
 
@@ -350,6 +351,53 @@ struct all_reduce {
     struct group *group;
 };
 
+/* A replica's place among those that share experts out; see exchange.c. */
+struct exchange {
+    char *memory;
+    int64_t replica, replicas;
+    int64_t meetings; /* so far */
+    int64_t left_by;  /* 1 + a replica that has left for good, and this one with it; 0: none */
+};
+
+/* Rows as they are, from one place to another. */
+struct copy_rows {
+    const char *from; /* [tokens] */
+    int64_t from_stride; /* bytes */
+    const int64_t *places; /* [tokens] rows of `to` that they become, or NULL: the first ones */
+    char *to;
+    int64_t row_bytes;
+};
+
+/* Which pairs of a token, of any replica, and an expert this replica is to compute, and where its own come back. */
+struct share_tokens {
+    struct exchange *exchange;
+    const int64_t *ids; /* [tokens, top_k] experts */
+    int64_t top_k;
+    int64_t *shared_ids; /* [replicas, most_tokens, top_k], of all */
+    int64_t most_tokens; /* of a replica */
+    int64_t first_asked, asked; /* experts that the replicas have together */
+    int64_t first_local, local; /* of them this one */
+    int64_t *next;   /* [local] room to count in */
+    int64_t *counts; /* [local] pairs by expert */
+    int64_t *tokens; /* [pairs] by expert: whose they are, of [replicas * most_tokens] */
+    int64_t *to;     /* [pairs] where their answers go, of [replicas, most_tokens * top_k + 1], the last ones 0 */
+    int64_t *places; /* [tokens, top_k] where those to this replica's own come */
+    struct step *pairs; /* the step of as many pairs */
+};
+
+/* Until all replicas have written theirs. */
+struct await_answers {
+    struct exchange *exchange;
+};
+
+/* An operator on another step than the program's. */
+struct on_step {
+    int64_t number;
+    const void *arguments;
+    const struct step *step;
+};
+
+operator copy_rows, share_tokens, await_answers, on_step;
 operator all_reduce;
 operator greedy_head, greedy_choice;
 operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;

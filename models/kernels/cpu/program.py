@@ -5,6 +5,7 @@ list of operators for any number of tokens: only the number changes, and what th
 down once, over memory for the largest step, and run from then on without Python between the operators.
 """
 
+import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 
 from models.host_memory import mapped_zeros
 from models.kernels.cpu import runtime
+from models.kernels.cpu.exchange_structures import OnStep
 from models.kernels.cpu.library import Library, Operations
 from models.kernels.cpu.structures import Arguments, Step
 
@@ -30,14 +32,16 @@ class NotRecordable(Exception):
 class Program:
     """The pass, for steps of up to `max_tokens` tokens."""
 
-    def __init__(self, library: Library, operations: Operations, output: torch.Tensor, kept: list[Any]) -> None:
+    def __init__(
+        self, library: Library, operations: Operations, output: torch.Tensor, kept: list[Any], num_bytes: int
+    ) -> None:
         self._library = library
         self._operations = operations
         self._output = output
         self._kept = kept
         self.max_tokens = len(output)
-        self.num_bytes = sum(len(each) for each in kept if isinstance(each, np.ndarray))
-        """Of the memory that a step of `max_tokens` commits."""
+        self.num_bytes = num_bytes
+        """Of the memory that a step of `max_tokens` commits, or this process's part of what several do together."""
 
     def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
@@ -56,8 +60,7 @@ def record(
         output = forward(places, places)
         with torch._C.DisableTorchFunctionSubclass():
             output = output.as_subclass(torch.Tensor)
-    kept = [*recorder.memory, *recorder.constants]
-    return Program(library, Operations(recorder.arguments), output, kept)
+    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes)
 
 
 def operators_of(
@@ -82,8 +85,21 @@ class _Recorder:
         self.max_tokens = max_tokens
         self.arguments: list[Arguments] = []
         self.memory: list[_Memory] = []
-        self.constants: list[torch.Tensor] = []
+        self.constants: list[Any] = []
         self._free: dict[int, list[_Memory]] = defaultdict(list)
+        self._inner: dict[tuple[int, int], _Recorder] = {}
+        """By their rows, and by how many share these."""
+
+    @property
+    def kept(self) -> list[Any]:
+        """What the operators point to."""
+        return [*self.memory, *self.constants, *(inner.kept for inner in self._inner.values())]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory, with this process's part of what several share."""
+        inner = sum(each.num_bytes // num_sharers for (_, num_sharers), each in self._inner.items())
+        return inner + sum(map(len, self.memory))
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """See `Runtime`."""
@@ -114,6 +130,19 @@ class _Recorder:
         del step  # Each run has its own.
         self.arguments.append(arguments)
         self.constants.extend(tensor for tensor in kept if tensor is not None and not isinstance(tensor, _Rows))
+
+    @contextmanager
+    def on(self, step: Step, most_rows: int, num_sharers: int) -> Iterator[int]:
+        """See `Runtime`."""
+        # One of them for all layers, whose memory they use in turn.
+        inner = self._inner.setdefault((most_rows, num_sharers), _Recorder(most_rows))
+        before = len(inner.arguments)
+        with _sent_to(inner):
+            yield most_rows
+        for arguments in inner.arguments[before:]:
+            self.arguments.append(OnStep(arguments.kind, ctypes.addressof(arguments), ctypes.addressof(step)))
+        self.constants += inner.arguments[before:]
+        self.constants.append(step)
 
 
 _LOOKS = frozenset(

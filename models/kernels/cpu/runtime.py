@@ -1,5 +1,6 @@
 """Where the operators go: run at once, or written down while `program.record` listens."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -24,6 +25,12 @@ class Runtime(Protocol):
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         """Run an operator, or see that it is. `kept` is the memory that its arguments point to."""
 
+    def on(self, step: Step, most_rows: int, num_sharers: int) -> AbstractContextManager[int]:
+        """Inside, operators run on another step, which those before have filled in; gives its rows, or `most_rows`.
+
+        Such rows are `most_rows` at most, in all of `num_sharers` processes of this host together.
+        """
+
 
 class _Immediate:
     """Runs each operator when it is called."""
@@ -44,6 +51,10 @@ class _Immediate:
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
         del kept
         self._library.run(Operations((arguments,)), step)
+
+    def on(self, step: Step, most_rows: int, num_sharers: int) -> AbstractContextManager[int]:
+        del most_rows, num_sharers
+        return nullcontext(step.num_tokens)
 
 
 _runtime: Runtime | None = None

@@ -35,6 +35,7 @@ class Step(ctypes.Structure):
         ("block_tables", _POINTER),
         ("max_blocks", _INTEGER),
         ("state_slots", _POINTER),
+        ("is_dummy", _INTEGER),
     ]
     kept: tuple[object, ...] = ()
     """What the pointers point to."""

@@ -1,0 +1,206 @@
+"""`SharedMemoryExchange`: how replicas of one host reach each other's experts on the CPU; see exchange.c.
+
+Used by `FusedMoE`, by which it becomes a part of the recorded step, and by the loop of replicas in lockstep.
+"""
+
+import ctypes
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from models.errors import ReplicaLeft
+from models.host_memory import mapped_zeros
+from models.kernels.cpu import runtime
+from models.kernels.cpu.exchange_structures import AwaitAnswers, CopyRows, Exchange, ShareTokens
+from models.kernels.cpu.library import Library
+from models.kernels.cpu.structures import Step
+from models.parallel import Compute
+
+_LINE = 64
+"""Bytes of a cache line: of what one replica says at a meeting."""
+
+
+class _Shape(NamedTuple):
+    """Of layers that use the same memory, one after the other."""
+
+    size: int
+    dtype: torch.dtype
+    top_k: int
+    asked: range
+    local: range
+
+
+class _Room(NamedTuple):
+    """Memory for layers of one shape."""
+
+    rows: torch.Tensor  # [replicas * most_tokens, size], shared
+    ids: torch.Tensor  # [replicas * most_tokens, top_k] int64, shared
+    answers: torch.Tensor  # [replicas * (most_tokens * top_k + 1), size], shared; the last row of each replica is 0
+    counts: torch.Tensor  # [2, local experts] int64: pairs, and room to count in
+    tokens: torch.Tensor  # [pairs] int64, the row that each pair takes
+    to: torch.Tensor  # [pairs] int64, the answer that it becomes
+
+
+class SharedMemoryExchange:
+    """A rank's end, and a `Exchange`. One thread calls it. Raises `ReplicaLeft` where another comes no more."""
+
+    def __init__(self, library: Library, replica: int, num_replicas: int, descriptor: int, most_tokens: int) -> None:
+        """`descriptor` is of a file that the ranks map which have the same place in their replicas; it stays open.
+
+        `most_tokens`: of a replica in a step.
+        """
+        self._functions = library.exchange_functions
+        self._replica, self._num_replicas, self._most_tokens = replica, num_replicas, most_tokens
+        self._descriptor, self._end = descriptor, 0
+        self._kept: list[mmap.mmap] = []
+        self._exchange = Exchange(self._map(_LINE * (1 + num_replicas)), replica, num_replicas)
+        self._address = ctypes.addressof(self._exchange)
+        self._rooms: dict[_Shape, _Room] = {}
+        self._pairs = Step()
+        """Those that this rank computes in the running layer, as a step's tokens."""
+        self._said = (ctypes.c_int64 * num_replicas)()
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`."""
+        return self._end // self._num_replicas
+
+    def join(self) -> None:
+        """Nothing: the first meeting waits for all."""
+
+    def agree(self, own: int) -> tuple[int, ...]:
+        """What each replica says, by number; called by their first ranks alone."""
+        if self._functions.agree(self._address, own, ctypes.addressof(self._said)):
+            self.check()
+        return tuple(self._said)
+
+    def leave(self) -> bool:
+        """Come to no further meeting. True: whoever waits for this replica, or will, hears `ReplicaLeft`."""
+        self._functions.leave(self._address)
+        return True
+
+    def check(self) -> None:
+        """Raise `ReplicaLeft` where a recorded meeting did not take place."""
+        if self._exchange.left_by:
+            raise ReplicaLeft(self._exchange.left_by - 1)
+
+    def across(
+        self,
+        asked: range,
+        local: range,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        compute: Compute,
+        num_tokens_across_dp: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Exchange`. Where the step is recorded, it tells itself whether its tokens are a dummy's."""
+        assert len(hidden) <= self._most_tokens, f"{len(hidden)} tokens, but room for {self._most_tokens}"
+        room = self._room(_Shape(hidden.shape[1], hidden.dtype, ids.shape[1], asked, local))
+        is_dummy = not num_tokens_across_dp[self._replica]
+        if runtime.runs(hidden):
+            return self._by_operators(room, asked, local, hidden, ids, compute, is_dummy=is_dummy)
+        first = self._replica * self._most_tokens
+        room.rows[first : first + len(hidden)] = hidden
+        ids = ids.contiguous()
+        places = torch.empty_like(ids)
+        arguments = self._share_tokens(room, asked, local, ids, places)
+        if self._functions.tokens(ctypes.addressof(arguments), len(hidden), is_dummy):
+            self.check()
+        count = self._pairs.num_tokens
+        if count:
+            room.answers[room.to[:count]] = compute(room.rows, room.counts[0], room.tokens[:count])
+        if self._functions.wait(self._address):
+            self.check()
+        return room.answers, places
+
+    def _by_operators(
+        self,
+        room: _Room,
+        asked: range,
+        local: range,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        compute: Compute,
+        *,
+        is_dummy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `across`, by what may be recorded. # hidden: bf16"""
+        current = runtime.current()
+        step = Step(num_tokens=len(hidden), is_dummy=is_dummy)
+        row_bytes = room.rows.stride(0) * room.rows.itemsize
+        own = room.rows.data_ptr() + self._replica * self._most_tokens * row_bytes
+        copy = CopyRows(hidden.data_ptr(), hidden.stride(0) * room.rows.itemsize, None, own, row_bytes)
+        current.run(copy, step, (hidden, room.rows))
+        places = current.rows(len(ids), ids.shape[1], torch.int64)
+        current.run(self._share_tokens(room, asked, local, ids, places), step, (ids, places, *room))
+        with current.on(self._pairs, len(room.tokens), self._num_replicas) as count:
+            if count:
+                found = compute(room.rows, room.counts[0], room.tokens[:count])
+                copy = CopyRows(
+                    found.data_ptr(),
+                    found.stride(0) * room.rows.itemsize,
+                    room.to.data_ptr(),
+                    room.answers.data_ptr(),
+                    row_bytes,
+                )
+                runtime.current().run(copy, self._pairs, (found, room.to, room.answers))
+        current.run(AwaitAnswers(self._address), step, ())
+        self.check()
+        return room.answers, places
+
+    def _share_tokens(
+        self, room: _Room, asked: range, local: range, ids: torch.Tensor, places: torch.Tensor
+    ) -> ShareTokens:
+        assert ids.stride(0) == ids.shape[1]
+        return ShareTokens(
+            self._address,
+            ids.data_ptr(),
+            ids.shape[1],
+            room.ids.data_ptr(),
+            self._most_tokens,
+            asked.start,
+            len(asked),
+            local.start,
+            len(local),
+            room.counts[1].data_ptr(),
+            room.counts[0].data_ptr(),
+            room.tokens.data_ptr(),
+            room.to.data_ptr(),
+            places.data_ptr(),
+            ctypes.addressof(self._pairs),
+        )
+
+    def _room(self, shape: _Shape) -> _Room:
+        """The same, in the same order, on every replica: their layers are."""
+        if shape not in self._rooms:
+            self._rooms[shape] = self._make_room(shape)
+        return self._rooms[shape]
+
+    def _make_room(self, shape: _Shape) -> _Room:
+        num_tokens = self._num_replicas * self._most_tokens
+        num_answers = num_tokens * shape.top_k + self._num_replicas
+        most_pairs = num_tokens * min(shape.top_k, len(shape.local))
+        return _Room(
+            self._shared(num_tokens, shape.size, shape.dtype),
+            self._shared(num_tokens, shape.top_k, torch.int64),
+            self._shared(num_answers, shape.size, shape.dtype),
+            torch.zeros(2, len(shape.local), dtype=torch.int64),
+            torch.frombuffer(mapped_zeros(8 * most_pairs), dtype=torch.int64),
+            torch.frombuffer(mapped_zeros(8 * most_pairs), dtype=torch.int64),
+        )
+
+    def _shared(self, num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        self._map(num_rows * columns * dtype.itemsize)
+        return torch.frombuffer(self._kept[-1], dtype=dtype, count=num_rows * columns).view(num_rows, columns)
+
+    def _map(self, num_bytes: int) -> int:
+        """The address of the next so many bytes of the file, which commits them as they are written."""
+        num_bytes = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        # Whoever comes first makes the file longer, and nobody shorter, as truncating it might. The last byte is 0, or
+        # nobody's.
+        os.pwrite(self._descriptor, b"\0", self._end + num_bytes - 1)
+        self._kept.append(mmap.mmap(self._descriptor, num_bytes, offset=self._end))
+        self._end += num_bytes
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._kept[-1]))

@@ -1,0 +1,111 @@
+"""Replicas as processes that share experts out, against one that has all: `python -m tests.parity.exchange_fuzz ROUNDS
+[LIBRARY]`.
+
+Run by test_expert_parallel.py, and by test_cpu_sanitized.py over a build that ends at the first access out of bounds.
+"""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.errors import ReplicaLeft
+from models.kernels.cpu import expert_ops, library, ops, runtime
+from models.kernels.cpu.exchange import SharedMemoryExchange
+from tests.parity.test_cpu_operators import bf16
+
+REPLICAS, MOST_TOKENS, EXPERTS, SIZE = 3, 40, 12, 64
+SHARE = EXPERTS // REPLICAS
+
+
+class Step:
+    """What all replicas compute in a round, as each of them draws it."""
+
+    def __init__(self, draw: random.Random, number: int) -> None:
+        self.counts = tuple(draw.choice((0, 0, 1, 2, 17, MOST_TOKENS)) for _ in range(REPLICAS))
+        top_k = draw.choice((1, 4))
+        # Sometimes all ask the experts of one replica, or some that other ranks see to.
+        experts = draw.choice((range(EXPERTS), range(SHARE), range(EXPERTS + 4)))
+        self.hidden = [bf16(max(1, count), SIZE, seed=7 * number + each) for each, count in enumerate(self.counts)]
+        self.ids = [
+            torch.tensor([draw.sample(experts, top_k) for _ in rows], dtype=torch.int64) for rows in self.hidden
+        ]
+
+
+def stack(experts: range, weight: torch.Tensor) -> ops.PackedWeight:
+    """Those experts of `weight` [EXPERTS, SIZE, SIZE]."""
+    packed = ops.PackedWeight(len(experts) * SIZE, SIZE)
+    packed.put(0, weight[experts.start : experts.stop].reshape(-1, SIZE))
+    return packed
+
+
+def expected(step: Step, replica: int, whole: ops.PackedWeight) -> torch.Tensor:
+    """The answers to a replica's pairs; 0 where nobody is asked. # [tokens, top_k, SIZE]"""
+    ids = step.ids[replica]
+    counts, tokens, places = expert_ops.sort_pairs(ids.clamp(max=EXPERTS - 1), EXPERTS)
+    products = ops.grouped_linear(step.hidden[replica], whole, None, counts, tokens=tokens)[places]
+    return products.masked_fill((ids >= EXPERTS)[..., None], 0)
+
+
+def be_replica(replica: int, descriptor: int, rounds: int) -> None:
+    """Raises `AssertionError` where a token gets other bits than from one that has all experts."""
+    draw = random.Random(0)
+    own = random.Random(replica)
+    loaded = runtime.start(1)
+    assert loaded is not None
+    exchange = SharedMemoryExchange(loaded, replica, REPLICAS, descriptor, MOST_TOKENS)
+    weight = bf16(EXPERTS * SIZE, SIZE, seed=1).view(EXPERTS, SIZE, SIZE)
+    local = range(replica * SHARE, (replica + 1) * SHARE)
+    whole, mine = stack(range(EXPERTS), weight), stack(local, weight)
+
+    def compute(rows: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return ops.grouped_linear(rows, mine, None, counts, tokens=tokens)
+
+    for number in range(rounds):
+        loaded.start(own.choice((1, 2)))
+        step = Step(draw, number)
+        assert exchange.agree(step.counts[replica]) == step.counts
+        answers, places = exchange.across(
+            range(EXPERTS), local, step.hidden[replica], step.ids[replica], compute, step.counts
+        )
+        found = answers[places]
+        wanted = expected(step, replica, whole) if step.counts[replica] else torch.zeros_like(found)
+        assert torch.equal(found, wanted), f"round {number}, replica {replica}"
+    if replica:
+        # They wait for one that does not come any more.
+        with pytest.raises(ReplicaLeft, match="replica 0 has left"):
+            exchange.agree(0)
+    else:
+        exchange.leave()
+
+
+def main() -> int:
+    rounds = int(sys.argv[1])
+    if sys.argv[2:]:
+        built = library.Library(Path(sys.argv[2]))
+        library.load_library = lambda: built  # type: ignore[assignment]
+    descriptor = os.memfd_create("fuzz")
+    children = set()
+    for replica in range(REPLICAS):
+        child = os.fork()
+        if not child:
+            be_replica(replica, descriptor, rounds)
+            os._exit(0)
+        children.add(child)
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status:
+            # The others would wait for it.
+            for each in children:
+                os.kill(each, signal.SIGKILL)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Which core is killed when several that compute in lockstep show no progress."""
+
+import pytest
+
+from engine import watchdog
+from engine.config import Config
+from engine.messages import Failed
+from engine.supervisor import Supervisor
+from tests.unit.test_restarts import Clock
+
+
+class Link:
+    """A core that serves, and says nothing."""
+
+    pid = 1
+    is_connected = True
+    is_gone = False
+    is_awaited = False
+    last_words = None
+    descriptors = (-1, -1)
+
+    def __init__(self) -> None:
+        self.kills = 0
+
+    def receive(self) -> None:
+        return None
+
+    def stopped_process(self) -> int | None:
+        return None
+
+    def dump_stacks(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def close(self) -> None:
+        pass
+
+
+class Keeper:
+    live = ()
+    has_work = True
+
+    def __init__(self) -> None:
+        self.link = Link()
+        self.is_held_up = False
+
+    def new_core(self, config: Config, context: object) -> Link:
+        return self.link
+
+    def on_end(self, failure: Failed) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr("engine.supervisor._STACKS_SECONDS", 0.0)
+    return clock
+
+
+def kills_within(keeper: Keeper, clock: Clock, seconds: int) -> int:
+    """Of a core that serves and makes no progress for so long."""
+    supervisor = Supervisor(Config(stall_timeout=10.0), keeper)  # type: ignore[arg-type]
+    supervisor.is_serving = True
+    for _ in range(seconds):
+        clock.now += 1
+        supervisor.look()
+    supervisor.end(Failed("the test is over"))
+    return keeper.link.kills
+
+
+@pytest.mark.parametrize(("is_held_up", "seconds", "kills"), [(False, 10, 0), (False, 11, 1), (True, 20, 0)])
+def test_a_core_that_waits_for_another_is_not_the_one_that_is_killed(
+    clock: Clock, is_held_up: bool, seconds: int, kills: int
+) -> None:
+    keeper = Keeper()
+    keeper.is_held_up = is_held_up
+    assert kills_within(keeper, clock, seconds) == kills
+
+
+def test_one_that_waits_for_ever_is_killed_in_the_end(clock: Clock) -> None:
+    keeper = Keeper()
+    keeper.is_held_up = True
+    assert kills_within(keeper, clock, 21) == 1
