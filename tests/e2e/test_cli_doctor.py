@@ -18,7 +18,8 @@ def test_it_tells_what_is_here_and_what_computes() -> None:
     lines = out.splitlines()
     assert lines[0].startswith("torch ")
     operators = [line.split()[1] for line in lines if line.startswith("operator ")]
-    assert {"attention", "norm", "activation", "moe", "linear", "recurrent", "sampling"} == set(operators)
+    named = {"attention", "norm", "activation", "moe", "linear", "recurrent", "sampling", "gemm", "all_reduce"}
+    assert named == set(operators)
     assert any(line.startswith("memory ") for line in lines)
     assert code == (0 if lines[-1] == "Nothing is wrong." else 1)
     assert (code == 1) == any(line.startswith("wrong ") for line in lines)
