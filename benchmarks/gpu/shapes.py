@@ -1,5 +1,6 @@
 """Shapes of Qwen3's models, and runners of them with random weights, made on the device: no checkpoint is needed."""
 
+import gc
 import json
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +13,9 @@ from benchmarks.gpu.bench import Bench
 from engine.config import Config
 from engine.worker.model_runner import ModelRunner
 from engine.worker.step_launcher import StepLauncher
+from models.attention.triton import TritonAttentionBackend
 from models.base import CausalLM
+from models.forward_context import set_kv_cache_data
 from models.model_config import ModelConfig
 from models.registry import resolve_model_class
 
@@ -107,8 +110,12 @@ def runner_of(
 ) -> RandomRunner:
     """A runner with a cache of random numbers, and graphs of these sizes to capture; none: it runs eagerly.
 
-    Raises `MemoryError`, a sentence, where the device has no room for it.
+    What a runner before it held is given back first, once its caller has let go of it. Raises `MemoryError`, a
+    sentence, where the device has no room for it.
     """
+    set_kv_cache_data({})
+    # A runner and its launcher know each other: only the collector frees their weights, caches and graphs.
+    gc.collect()
     config = Config.from_fields(
         num_kvcache_blocks=num_blocks,
         kv_cache_block_size=BLOCK_SIZE,
@@ -122,11 +129,8 @@ def runner_of(
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(fields_of(bench, shape)))
         model_config = ModelConfig.from_checkpoint(Path(name))
-        runner = RandomRunner(config, Path(name), model_config, bench.device, bench.dtype)
-        if bench.is_dry:
-            from models.attention.triton import TritonAttentionBackend
-
-            runner.backend = TritonAttentionBackend(bench.device)
+        backend = TritonAttentionBackend(bench.device)
+        runner = RandomRunner(config, Path(name), model_config, bench.device, bench.dtype, backend=backend)
         runner.launcher = StepLauncher(runner, bench.seam, max_num_seqs)
         runner.load()
     needed, free = num_blocks * runner.caches.block_bytes, bench.free_bytes()

@@ -43,6 +43,7 @@ from engine.worker.sampler import Sampler
 from engine.worker.step_launcher import LaunchedStep, StepLauncher
 from engine.worker.warm_up import WarmUpRow, dummy_batch, warm_up_steps
 from models.attention import select_backend
+from models.attention.base import AttentionBackend
 from models.attention.cpu_native import NativeMetaData
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
@@ -95,10 +96,12 @@ class ModelRunner:
         dtype: torch.dtype,
         parallel: TensorParallel = SINGLE_RANK,
         available_bytes: int | None = None,
+        backend: AttentionBackend | None = None,
     ) -> None:
         """The CPU's operators run on as many threads as torch does.
 
         `available_bytes`: of the host's memory, for the weights; None: what is available when they are loaded.
+        `backend`: of attention; None: the device's.
         """
         self.parallel = parallel
         self.available_bytes = available_bytes
@@ -111,7 +114,7 @@ class ModelRunner:
         self.device = device
         self.dtype = dtype
         self.max_model_len = config.max_model_len or model_config.max_model_len
-        self.backend = select_backend(device)
+        self.backend = select_backend(device) if backend is None else backend
         self.sampler = Sampler()
         self.input_batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
@@ -294,6 +297,9 @@ class ModelRunner:
                 with in_step():
                     self._dummy_step(step.rows, step.num_decodes)
             except StepOutOfMemory as error:
+                if self.parallel.size > 1 or self._is_in_lockstep:
+                    # The others would wait for this one's part of the step for ever.
+                    raise
                 _log.warning("A step of the warm-up was left out: %s", error)
         _log.info("Kernels were compiled, or found compiled, in %.1f s", time.perf_counter() - start)
 

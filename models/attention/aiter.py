@@ -64,7 +64,7 @@ def _rows(metadata: TritonMetaData, first: int, block: int) -> Rows:
         if key not in metadata.plans:
             metadata.plans[key] = starts[first:] - first
         starts = metadata.plans[key]
-    queries = 1 if metadata.lengths is None else int(metadata.lengths.queries[some].max())
+    queries = metadata.query_len if metadata.lengths is None else int(metadata.lengths.queries[some].max())
     keys = _most_keys(metadata, some, block)
     return Rows(starts, metadata.seq_lens[some], metadata.block_tables[some], queries, keys)
 

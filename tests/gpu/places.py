@@ -53,9 +53,13 @@ class Place:
         config = Config(**fields)
         assert config.num_kvcache_blocks is not None
         runner = ModelRunner(
-            config, checkpoint, read_checkpoint_config(checkpoint, config.model_impl), self.device, dtype
+            config,
+            checkpoint,
+            read_checkpoint_config(checkpoint, config.model_impl),
+            self.device,
+            dtype,
+            backend=self.backend(),
         )
-        runner.backend = self.backend()
         runner.launcher = StepLauncher(runner, self.seam(), config.max_num_seqs)
         runner.load()
         runner.allocate_kv_cache(config.num_kvcache_blocks)

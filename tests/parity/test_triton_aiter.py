@@ -157,23 +157,26 @@ def test_decodes_are_computed_apart_where_that_is_asked_for(tmp_path: Path, call
     assert calls.names == [DECODES] * 4
 
 
-def test_a_replay_reads_its_step_from_the_buffers_that_were_captured(calls: Calls) -> None:
+@pytest.mark.parametrize("query_len", [1, 2])
+def test_a_replay_reads_its_step_from_the_buffers_that_were_captured(query_len: int, calls: Calls) -> None:
     calls.start(frozenset({"attention"}))
     backend = AiterAttentionBackend(CPU)
-    backend.init_capture(max_batch_size=8, max_blocks=40)
-    captured = backend.prepare_for_capture(3)
+    backend.init_capture(max_batch_size=8, max_blocks=40, query_len=query_len)
+    captured = backend.prepare_for_capture(3, query_len)
     assert captured is not None
-    parts = torch.randn(3, 8, 16).bfloat16().split([4, 2, 2], 1)
+    parts = torch.randn(3 * query_len, 8, 16).bfloat16().split([4, 2, 2], 1)
     cache, options = KVCacheTensor(*torch.randn(2, 120, 2, 16, 16).bfloat16()), AttentionOptions(0.25)
     lengths = torch.tensor([5, 300, 17])
     tables = torch.arange(120, dtype=torch.int32).view(3, 40)
-    slots = tables[torch.arange(3), (lengths - 1) // 16] * 16 + (lengths - 1) % 16
+    places = (lengths[:, None] - torch.arange(query_len, 0, -1)).flatten()
+    slots = tables[torch.arange(3).repeat_interleave(query_len), places // 16] * 16 + places % 16
     step = backend.build_metadata(
-        query_lens=[1, 1, 1],
+        query_lens=[query_len] * 3,
         seq_lens=lengths.tolist(),
         block_tables=tables[:, :20].numpy(),
         slot_mapping=slots.numpy().astype("int64"),
         num_decodes=3,
+        query_len=query_len,
     )
     backend.prepare_for_replay(step, 3)
     replayed = backend.forward(*parts, cache, captured, options)

@@ -1,7 +1,9 @@
 """The GPU's benchmark: every part of it runs on small problems in the interpreter; what fails is a row."""
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from benchmarks.gpu.child import BROKEN, MARK, run_part
 from benchmarks.gpu.gap import Interval, idle_between_passes
 from benchmarks.gpu.launches import Launches
 from benchmarks.gpu.parts import BY_NAME, PARTS
+from benchmarks.gpu.shapes import runner_of
+from benchmarks.gpu.stepping import Decodes
 from benchmarks.gpu.supervise import findings_of
 from benchmarks.report import kept_section
 from models.kernels.triton.reference import rms_norm as norm_reference
@@ -46,6 +50,27 @@ def test_all_cases_of_each_part_run(part: Part, bench: Bench) -> None:
     assert run_part(part, bench, lambda case: None, found.append)
     assert found
     assert [finding for finding in found if finding.error is not None] == []
+
+
+@requires_interpreter
+def test_a_runner_reads_its_rows_blocks_and_leaves_nothing_to_the_next(bench: Bench) -> None:
+    limits = {"max_num_seqs": 2, "max_model_len": 32, "num_blocks": 4}
+    runner = runner_of(bench, "0.6B", **limits)
+    decodes = Decodes(bench, runner, 2, 3, steps=2)
+    decodes.step()
+    decodes.finish()
+    assert runner.tables is not None
+    rows = torch.empty(2, 1, dtype=torch.int32)
+    runner.tables.gather(torch.tensor([0, 1]), rows)
+    assert sorted(rows.flatten().tolist()) == [0, 1], "the blocks of two rows"
+    gone = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner, decodes
+        runner_of(bench, "0.6B", **limits)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @requires_interpreter

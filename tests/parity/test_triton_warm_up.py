@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from benchmarks.gpu.empty_kernel import empty_kernel
 from benchmarks.gpu.launches import Launches
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from engine.step_limits import StepOutOfMemory
 from engine.worker import model_runner
 from engine.worker.step_launcher import StepLauncher
-from engine.worker.warm_up import warm_up_steps
+from engine.worker.warm_up import WarmUpRow, warm_up_steps
 from models.attention.triton import TritonAttentionBackend
 from models.kernels.triton import configs
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
+from models.parallel import Collectives, TensorParallel
 from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.test_graph_runner import GraphDevice
@@ -112,3 +115,24 @@ def test_the_warm_up_keeps_to_the_limits_of_a_step_and_meets_every_power_of_two(
     ]  # fmt: skip
     assert {len(rows) for rows, decodes in steps if decodes == len(rows)} == {1, 2, 4, 8, 9}
     assert any(0 < decodes < len(rows) for rows, decodes in steps)
+
+
+def test_a_step_without_room_is_left_out_unless_other_ranks_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_for(make_checkpoint(tmp_path, "qwen3"), **LIMITS)
+    runner.allocate_kv_cache(4)
+    tried = []
+
+    def fails(rows: list[WarmUpRow], num_decodes: int) -> None:
+        tried.append(rows)
+        raise StepOutOfMemory("no memory")
+
+    monkeypatch.setattr(runner, "_dummy_step", fails)
+    runner._compile_kernels()
+    assert len(tried) > 1
+    runner.parallel = TensorParallel(0, 2, cast(Collectives, object()))
+    tried.clear()
+    with pytest.raises(StepOutOfMemory):
+        runner._compile_kernels()
+    assert len(tried) == 1

@@ -1,4 +1,4 @@
-"""The library's experts. Called by `models.layers.aiter_experts`, and by the probe."""
+"""The library's experts. Called by `models.layers.moe`, and by the probe."""
 
 from typing import NamedTuple
 
