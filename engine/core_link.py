@@ -122,8 +122,9 @@ class CoreLink:
         return self._core.wait()
 
     def hears_more(self, exit_code: int) -> bool:
-        """Whether a core that exited by itself, and has not said why, brings another message; waits a while for it."""
-        return exit_code >= 0 and self.last_words is None and self.wire.poll(_LAST_WORDS_MS)
+        """Whether a core that exited by itself, and of unknown cause, brings another message; waits a while for it."""
+        is_known = self.last_words is not None or self._core.why_gone() is not None
+        return exit_code >= 0 and not is_known and self.wire.poll(_LAST_WORDS_MS)
 
     def why_ended(self, exit_code: int) -> Failed:
         """What the core said of its end, or what the system did."""

@@ -3,6 +3,7 @@
 A pair of sockets: the one end is the front end's, the other the thread's that talks to hosts.
 """
 
+import contextlib
 import math
 import select
 import signal
@@ -138,11 +139,10 @@ class RemoteCore:
         self.lifeline.close()
 
     def _tell(self, message: TellCore) -> None:
-        # One that is gone is told of by the lifeline.
-        try:
-            self.lifeline.send(_encoder.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return
+        # One that is gone is told of by the lifeline; who was about to kill it may have stopped it since.
+        if self.lifeline.fileno() >= 0:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.lifeline.send(_encoder.encode(message))
 
     # -- for the thread that talks to hosts ---------------------------------------------------------------------
 

@@ -103,21 +103,24 @@ class HostRouter:
     ) -> None:
         """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had.
 
-        Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows.
+        Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows, and from
+        `compare_with` on.
         """
         self._socket = listen(context, zmq.ROUTER, address, keys)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._ground = ground
         self._timeout = timeout
+        self._compares_since = math.inf if ground is None else -math.inf
+        """When the ground was known, on the monotonic clock: no host is late before the first has its checkpoint."""
         self._nodes = {node: list(members) for node, members in nodes.items()}
         self._early: dict[bytes, Hello] = {}
         """Hosts that wait to be compared, by the name of their connections."""
         self._new: SimpleQueue[Member | CommonGround | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
         """Node by the name of its connection."""
-        self._doubles: dict[bytes, int] = {}
-        """Node by the name of a connection whose host claims to be one that has joined."""
+        self._doubles: dict[bytes, Hello] = {}
+        """Hosts that claim to be one that has joined, by the name of their connections."""
         self._hosts: dict[int, str] = {}
         """Name of the host by node, of those that have joined."""
         self._probes: list[float] = []
@@ -168,7 +171,7 @@ class HostRouter:
             waiting = {link.far_descriptor: link for link in self._waiting()}
             for descriptor in waiting:
                 poller.register(descriptor, zmq.POLLIN)
-            due = min([*self._probes[-1:], *(member.join_by for member in self._awaited())], default=math.inf)
+            due = min([*self._probes[-1:], *map(self._late_at, self._awaited())], default=math.inf)
             timeout = None if due == math.inf else math.ceil(1e3 * max(0.0, due - time.monotonic()))
             readable = dict(poller.poll(timeout))
             for descriptor in waiting:
@@ -178,7 +181,7 @@ class HostRouter:
                     return self._end()
                 self._hear_news(self._new.get())
             for member in self._awaited():
-                if time.monotonic() >= member.join_by:
+                if time.monotonic() >= self._late_at(member):
                     member.be_late(self._timeout)
             if self._monitor in readable:
                 self._watch()
@@ -218,14 +221,14 @@ class HostRouter:
         absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
         return (link for link in absent if link.far_descriptor >= 0)
 
+    def _late_at(self, member: Member) -> float:
+        return max(member.join_by, self._compares_since + self._timeout)
+
     def _hear_news(self, news: "Member | CommonGround | _TurnedAway") -> None:
         if isinstance(news, CommonGround):
-            self._ground = news
+            self._ground, self._compares_since = news, time.monotonic()
             early, self._early = self._early, {}
-            for name, hello in early.items():
-                # It may have gone again.
-                if self._is_there(name):
-                    self._welcome(name, hello)
+            self._welcome_again(early)
         elif isinstance(news, _TurnedAway):
             for member in list(self._awaited()):
                 if member.node == news.node:
@@ -265,8 +268,8 @@ class HostRouter:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
             # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
-            # as gone in a while, which ends this core; the host joins the next.
-            self._doubles[name] = hello.node
+            # as gone in a while, and this one takes its place.
+            self._doubles[name] = hello
             for other in [each for each, node in self._joined.items() if node == hello.node]:
                 self._send_frame(other, _PROBE)
         elif (difference := self._ground.difference(hello.ground)) is not None:
@@ -280,12 +283,24 @@ class HostRouter:
             for link in self._nodes[hello.node]:
                 link.joined(hello.host)
 
+    def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
+        """Those that had to wait, and may have gone since."""
+        for name, hello in hellos.items():
+            if self._is_there(name):
+                self._welcome(name, hello)
+
     def _refuse_doubles(self, name: bytes) -> None:
         """A host that has joined is still there: no other can be of its number."""
-        for double, node in list(self._doubles.items()):
-            if node == self._joined.get(name):
-                del self._doubles[double]
-                self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
+        node = self._joined.get(name)
+        for double in self._take_doubles(node):
+            self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
+
+    def _take_doubles(self, node: int | None) -> dict[bytes, Hello]:
+        """Those that claim to be that node; they wait no more."""
+        found = {name: hello for name, hello in self._doubles.items() if hello.node == node}
+        for name in found:
+            del self._doubles[name]
+        return found
 
     def _pass_on(self, link: Member) -> None:
         message = link.take()
@@ -330,14 +345,16 @@ class HostRouter:
             self._lose(name, "is gone: the connection to its host has ended", True)
 
     def _lose(self, name: bytes, how: str, killed: bool) -> None:
-        """A host that may have joined is as good as gone."""
+        """A host that may have joined is as good as gone; another may wait for its place."""
         node = self._joined.pop(name, None)
-        for link in () if node is None else self._nodes[node]:
-            link.lose(how, killed)
+        if node is not None:
+            for link in self._nodes[node]:
+                link.lose(how, killed)
+            self._welcome_again(self._take_doubles(node))
 
     def _end(self) -> None:
         if self._farewell is not None:
-            for name in list(self._joined):
+            for name in (*self._joined, *self._early, *self._doubles):
                 self._send(name, self._farewell)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

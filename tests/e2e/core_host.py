@@ -2,23 +2,18 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from engine.config import CLUSTER_KEY_ENV, Config
-from tests.e2e.kaon_host import END_SECONDS, KEY
+from tests.e2e.kaon_host import KEY
+from tests.e2e.processes import LoggedProcess, run_config
 
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[1]
-_RUN = (
-    "import sys; from engine import core_process; from engine.config import Config; from server.serve import run; "
-    "core_process.CORE_MODULE = 'stub_core'; "
-    "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
-)
+_PATH = os.pathsep.join(map(str, (_HERE.parents[1], _HERE)))
+_RUNS_STUBS = "from engine import core_process; core_process.CORE_MODULE = 'stub_core'; "
 
 
 def replica_fields(port: int, **fields: Any) -> dict[str, Any]:
@@ -27,40 +22,19 @@ def replica_fields(port: int, **fields: Any) -> dict[str, Any]:
     return {**common, "master_port": port, **fields}
 
 
-class CoreHost:
+class CoreHost(LoggedProcess):
     """A process of `kaon serve` with a `node_rank`."""
 
     def __init__(self, log: Path, port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> None:
         settings = {**fields, "parallel_config": replica_fields(port, **{"node_rank": 1, **(parallel or {})})}
-        self._log = log
-        with log.open("w") as output:
-            self.process = psutil.Popen(
-                [sys.executable, "-P", "-c", _RUN, Config.model_validate(settings).model_dump_json()],
-                stdout=subprocess.DEVNULL,
-                stderr=output,
-                env={**os.environ, CLUSTER_KEY_ENV: KEY, "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _HERE)))},
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+        command = run_config(Config.model_validate(settings), _RUNS_STUBS)
+        super().__init__(command, log, **{CLUSTER_KEY_ENV: KEY, "PYTHONPATH": _PATH})
 
     def cores(self) -> list[psutil.Process]:
         """Processes of its cores."""
         found: list[psutil.Process] = self.process.children()
         return [child for child in found if "kaon-engine" in " ".join(child.cmdline())]
 
-    def wait(self) -> int:
-        """Its exit code, once it has ended by itself."""
-        code: int = self.process.wait(END_SECONDS)
-        return code
-
     def stop(self) -> int:
         """End it as a service manager does; its exit code."""
-        if self.process.is_running():
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.wait()
-        except psutil.TimeoutExpired:
-            self.process.kill()
-            raise
+        return self.end_by(signal.SIGTERM)

@@ -16,7 +16,7 @@ from engine import core_process
 from engine.config import Config, ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
-from tests.e2e.test_tensor_parallel import wait_gone
+from tests.e2e.processes import wait_gone
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants

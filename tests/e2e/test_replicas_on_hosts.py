@@ -18,8 +18,8 @@ from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig
 from engine.core_manager import EngineDeadError
 from tests.e2e.core_host import CoreHost, replica_fields
 from tests.e2e.kaon_host import KEY, free_ports
+from tests.e2e.processes import wait_gone
 from tests.e2e.stub_core import DEADLY
-from tests.e2e.test_core_process import wait_gone
 from tests.e2e.test_core_restarts import WAIT_SECONDS, Run
 from tests.e2e.test_data_parallel import homes
 
@@ -72,8 +72,8 @@ def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
         run.until_ended(*range(40))
         run.assert_complete(*range(2, 40))
     assert host.wait() == 0
-    wait_gone(core.pid)
-    assert "Traceback" not in host.log
+    wait_gone([core.pid])
+    assert "Traceback" not in host.stderr
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_others_serve_while_a_host_is_away_and_its_requests_go_on_when_it_joins_
     assert away
     [core] = host.cores()
     host.process.kill()
-    wait_gone(core.pid)
+    wait_gone([core.pid])
     run.until(lambda: run.manager.serving == [0])
     run.add(8, 9)
     run.until_ended(8, 9)
@@ -153,8 +153,8 @@ def test_a_core_on_another_host_that_hangs_writes_its_stacks_and_another_goes_on
     core.suspend()
     run.until_ended(0, 1)
     run.assert_complete(0, 1, max_tokens=2000)
-    wait_gone(core.pid)
-    assert "Thread 0x" in host.log
+    wait_gone([core.pid])
+    assert "Thread 0x" in host.stderr
 
 
 @pytest.mark.slow
@@ -195,8 +195,7 @@ def test_cores_end_with_a_server_that_is_killed_and_the_host_waits_for_another(
     pids = [int(word) for word in server.stdout.readline().split()]
     server.kill()
     server.communicate()
-    for pid in pids:
-        wait_gone(pid)
+    wait_gone(pids)
     run = first_host(port)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
@@ -253,7 +252,7 @@ def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
     with run.manager, pytest.raises(EngineDeadError, match=rf"engine core 1 on node 1 \(.+\): its host {sentence}"):
         run.manager.wait_ready(WAIT_SECONDS)
     assert host.wait() == 1
-    assert f"kaon: this host {sentence}" in host.log
+    assert f"kaon: this host {sentence}" in host.stderr
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -275,4 +274,4 @@ def test_what_a_core_on_another_host_cannot_load_ends_all(
     with run.manager, pytest.raises(EngineDeadError, match="model is /nowhere"):
         run.manager.wait_ready(WAIT_SECONDS)
     assert host.wait() == 1
-    assert "kaon: model is /nowhere" in host.log
+    assert "kaon: model is /nowhere" in host.stderr

@@ -13,8 +13,9 @@ from engine.llm_engine import LLMEngine
 from tests.e2e.core_host import replica_fields
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
+from tests.e2e.processes import wait_gone
 from tests.e2e.test_data_parallel_serving import PARAMS, PROMPTS, answers, engine_of
-from tests.e2e.test_tensor_parallel import ranks_of, wait_gone
+from tests.e2e.test_tensor_parallel import ranks_of
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.S
     doorkeeper.admit(friend.public)
     address = free_address()
     with (
-        listen(context, zmq.ROUTER, address, server, 1000) as listener,
+        listen(context, zmq.ROUTER, address, server, longest=1000) as listener,
         dial(context, friend, server.public, b"x") as caller,
     ):
         caller.connect(address)

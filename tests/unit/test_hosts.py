@@ -61,7 +61,7 @@ def router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, ranks: list[
     before, threading.excepthook = threading.excepthook, lambda end: raised.append(end.exc_value)
     doorkeeper = Doorkeeper(context)
     doorkeeper.admit(KEYS.host.public)
-    made = HostRouter(context, address, KEYS.core, GROUND, {link.node: [link] for link in ranks})
+    made = HostRouter(context, address, KEYS.core, GROUND, {link.node: [link] for link in ranks}, WAIT_MS / 1e3)
     yield made
     made.close()
     doorkeeper.close()
@@ -159,6 +159,24 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     assert told.why == "node_rank is 1, and another host has joined as that already"
 
 
+def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_word(
+    call: Caller, router: HostRouter, ranks: list[RemoteRank]
+) -> None:
+    """As a machine that was off and is on again before its silence is noticed; it says hello only once."""
+    first, second = call("first"), call("second")
+    say(first, Hello(1, "worker-1", GROUND))
+    ranks[0].send(Join())
+    assert heard(first) == TellRank(1, Join())
+    say(second, Hello(1, "worker-1", GROUND))
+    assert heard(second, SILENCE_MS) is None
+    first.close(linger=0)
+    wait_for(lambda: ranks[0].receive() is None)
+    later = RemoteRank(1, 1, "")
+    router.add(later)
+    later.send(Join())
+    assert heard(second) == TellRank(1, Join())
+
+
 def test_a_host_too_many_is_refused(call: Caller) -> None:
     third = call("third")
     say(third, Hello(3, "worker-3", GROUND))
@@ -216,7 +234,7 @@ def core(address: str) -> Iterator[Core]:
 
 
 def host_at(address: str, timeout: float = 10.0, cpu_threads: int | None = None) -> RankHost:
-    return RankHost(1, address, KEYS, GROUND, CHECKPOINT_DIR, timeout, cpu_threads)
+    return RankHost(1, address, KEYS, GROUND, CHECKPOINT_DIR, timeout, Config(cpu_threads=cpu_threads))
 
 
 def served(host: RankHost) -> tuple[threading.Thread, list[BaseException]]:

@@ -17,6 +17,7 @@ from engine.cluster_settings import CommonGround
 from engine.config import Config, ParallelConfig
 from engine.core_call import CoreCall
 from engine.core_hosts import CoreHosts
+from engine.core_link import CoreLink
 from engine.core_process import LOST_FRONT_END, CoreAddress
 from engine.core_wires import RemoteWire, connection_names
 from engine.messages import Failed
@@ -85,6 +86,28 @@ def test_its_process_and_its_end_are_known_by_what_its_host_says(core: RemoteCor
     assert (core.wait(), core.why_gone(), core.running_step()) == (-9, None, [3, 5])
     # Nobody is there to be told; that is no error.
     core.kill()
+
+
+def test_who_kills_it_a_moment_after_it_was_stopped_hears_of_no_error(core: RemoteCore) -> None:
+    """As who watches for stalls does, once the stacks have been written."""
+    core.joined("worker-7")
+    core.hear(CoreEnded(7, 0, []))
+    core.stop(0.0)
+    core.dump_stacks()
+    core.kill()
+
+
+def test_who_knows_why_it_ended_does_not_wait_for_its_last_words(
+    core: RemoteCore, context: "zmq.Context[zmq.Socket[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other answers would wait meanwhile."""
+    link = CoreLink(core, context, "engine core 1")
+    core.joined("worker-7")
+    core.hear(CoreEnded(7, LOST_FRONT_END, []))
+    monkeypatch.setattr(RemoteWire, "poll", lambda *_: pytest.fail("waits"))
+    assert link.is_gone
+    assert not link.hears_more(link.wait_end())
+    link.close()
 
 
 def test_the_end_of_a_connection_is_no_request_s_fault(core: RemoteCore) -> None:
@@ -249,6 +272,56 @@ def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told
         hosts.close()
         hosts.close()
         assert told(host) == Farewell()
+    there.destroy(linger=0)
+
+
+def test_no_host_is_late_before_the_first_has_its_checkpoint_which_may_take_long_to_download(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parallel = ParallelConfig(
+        nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"), rank_start_timeout=0.1
+    )
+    config = Config(parallel_config=parallel)
+    ground, found = CommonGround.of(config, CHECKPOINT_DIR), threading.Event()
+
+    def of_in_time(*_: object) -> CommonGround:
+        assert found.wait(WAIT_SECONDS)
+        return ground
+
+    monkeypatch.setattr(CommonGround, "of", of_in_time)
+    hosts = CoreHosts(config, ClusterKeys.of("k" * 16), "127.0.0.1", deal_out(2, 2))
+    core = hosts.core(1, "engine core 1", None)
+    time.sleep(0.4)
+    was_gone = core.is_gone
+    found.set()
+    assert core.lifeline.recv(1) == b""
+    hosts.close()
+    assert not was_gone
+    sentence = f"engine core 1 on node 1 did not join at {hosts.joining} within rank_start_timeout 0.1 s"
+    assert core.why_gone() == Failed(sentence, usage=True)
+
+
+def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(
+        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"))
+    )
+    keys, ground = ClusterKeys.of("k" * 16), CommonGround.of(config, CHECKPOINT_DIR)
+
+    def of_none(*_: object) -> CommonGround:
+        raise ValueError("no such checkpoint")
+
+    monkeypatch.setattr(CommonGround, "of", of_none)
+    hosts = CoreHosts(config, keys, "127.0.0.1", deal_out(2, 2))
+    there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with dial(there, keys.host, keys.core.public, b"host") as host:
+        host.connect(hosts.joining)
+        host.send(msgspec.msgpack.encode(Hello(1, "worker-7", ground)))
+        while not hosts._router._early:
+            time.sleep(0.01)
+        hosts.part("no such checkpoint")
+        hosts.close()
+        assert host.poll(WAIT_SECONDS * 1000)
+        assert told(host) == Farewell("no such checkpoint")
     there.destroy(linger=0)
 
 
