@@ -29,6 +29,9 @@ from engine.worker.host_router import HostRouter
 
 _log = logging.getLogger(__name__)
 
+_LARGEST_BYTES = 1 << 30
+"""Of a message of a core: any that there is, but a stranger's claim of more makes nobody wait for it."""
+
 
 class CoreHosts:
     """The hosts of those replicas that are not on node 0. All calls come from one thread; one of its own talks."""
@@ -59,7 +62,7 @@ class CoreHosts:
                     if place.node:
                         calling = endpoint(host, port + replica)
                         # Prompts and log probabilities may be of any length.
-                        socket = listen(context, zmq.ROUTER, calling, self._pair, longest=-1)
+                        socket = listen(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
                         self._cores[replica] = CorePlace(place.node, self.joining, calling, socket)
                 nodes = sorted({core.node for core in self._cores.values()})
                 timeout = config.parallel_config.rank_start_timeout

@@ -1,0 +1,1 @@
+"""As the library is laid out."""
