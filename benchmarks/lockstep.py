@@ -6,16 +6,15 @@ Run as `python -m benchmarks.lockstep`; it starts the second replica itself.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.report import Table
+from benchmarks.second_process import second_process
 
 if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine
@@ -62,31 +61,12 @@ def _by(kind: str, where: str, replica: int) -> list[float]:
     return _exchanges(SharedMemoryExchange(library, replica, 2, int(where), TOKENS), replica)
 
 
-@contextmanager
-def _other_replica(kind: str, where: str, *descriptors: int) -> Iterator[None]:
-    from engine.worker.shard import own_cpus
-
-    allowed = os.sched_getaffinity(0)
-    mine, theirs = own_cpus(0, 2), own_cpus(1, 2)
-    # Each on CPUs of its own, as replicas are.
-    os.sched_setaffinity(0, theirs)
-    try:
-        command = [sys.executable, "-m", "benchmarks.lockstep", kind, where]
-        with subprocess.Popen(command, pass_fds=descriptors, cwd=Path(__file__).parent.parent) as process:
-            os.sched_setaffinity(0, mine)
-            yield
-            if process.wait():
-                raise RuntimeError("the second replica failed")
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
 def exchange_rows() -> Iterator[tuple[str, ...]]:
     """Median and 99th percentile by Gloo and through shared memory."""
     memory = os.memfd_create("benchmark")
     with tempfile.TemporaryDirectory() as directory:
         for name, kind, where in (("Gloo", "gloo", f"{directory}/store"), ("shared memory", "memory", str(memory))):
-            with _other_replica(kind, where, memory):
+            with second_process("benchmarks.lockstep", kind, where, descriptors=(memory,)):
                 times = _by(kind, where, 0)
             median, tail = (f"{1e6 * times[int(share * len(times))]:.0f}" for share in (0.5, 0.99))
             what = f"{TOKENS} tokens of {HIDDEN} to {TOP_K} experts each and back, {name}"

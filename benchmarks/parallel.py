@@ -19,6 +19,7 @@ import torch
 import zmq
 
 from benchmarks.report import Table
+from benchmarks.second_process import second_process
 from engine.batch import ScheduledBatch
 from engine.cluster_key import CurvePair
 from engine.config import ParallelConfig, ServerConfig
@@ -29,7 +30,6 @@ from engine.worker.curve import Doorkeeper
 from engine.worker.input_batch import InputBatch
 from engine.worker.rank_messages import RankLaunch, SharedMemory, StepAddress
 from engine.worker.rank_places import EndTaker, StepWriter
-from engine.worker.shard import own_cpus
 from engine.worker.step_ends import StepEnds
 from engine.worker.step_message import decode_step, encode_step, rank_batch
 from engine.worker.step_ring import StepRing
@@ -40,6 +40,7 @@ from models.kernels.cpu.library import load_library
 from models.meeting import Meeting
 from models.process_group import ProcessGroupCollectives
 
+_MODULE = "benchmarks.parallel"
 BLOCK_SIZE = 16
 CONTEXT = 1024
 STEPS, ROUNDS = 100, 5
@@ -89,29 +90,12 @@ def _compute(seconds: float) -> None:
 
 
 @contextmanager
-def _other_rank(*arguments: object, descriptors: tuple[int, ...] = ()) -> Iterator[None]:
-    command = [sys.executable, "-m", "benchmarks.parallel", *map(str, arguments)]
-    allowed = os.sched_getaffinity(0)
-    mine, theirs = own_cpus(0, 2), own_cpus(1, 2)
-    # Each on CPUs of its own, as ranks are.
-    os.sched_setaffinity(0, theirs)
-    try:
-        with subprocess.Popen(command, pass_fds=descriptors, cwd=Path(__file__).parent.parent) as process:
-            os.sched_setaffinity(0, mine)
-            yield
-            if process.wait():
-                raise RuntimeError("the second rank failed")
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-@contextmanager
 def _by_ring(num_rows: int) -> Iterator[tuple[StepWriter, EndTaker]]:
     """The second rank, told of steps through shared memory."""
     ring_descriptor, ring = StepRing.create(1)
     ends_descriptor, ends = StepEnds.create(1)
     descriptors = ring_descriptor, ends_descriptor
-    with _other_rank("follow", "memory", *descriptors, num_rows, descriptors=descriptors):
+    with second_process(_MODULE, "follow", "memory", *descriptors, num_rows, descriptors=descriptors):
         yield ring, ends
     os.close(ring_descriptor)
     os.close(ends_descriptor)
@@ -127,7 +111,7 @@ def _by_socket(num_rows: int) -> Iterator[tuple[StepWriter, EndTaker]]:
     address = f"tcp://127.0.0.1:{PORT}"
     steps = StepSocket(context, address, own, 1)
     keys = [key.decode() for key in (own.public, theirs.public, theirs.secret)]
-    with _other_rank("follow", "tcp", address, *keys, num_rows):
+    with second_process(_MODULE, "follow", "tcp", address, *keys, num_rows):
         if steps.wait_for_ranks(60.0) is not None:
             raise RuntimeError("the second rank did not come")
         yield steps, steps
@@ -201,9 +185,9 @@ def reduce_rows() -> list[tuple[str, str, str]]:
     memory = os.memfd_create("benchmark")
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
-        with _other_rank("gloo", store):
+        with second_process(_MODULE, "gloo", store):
             by_gloo = _by_gloo(0, store)
-    with _other_rank("shared", memory, descriptors=(memory,)):
+    with second_process(_MODULE, "shared", memory, descriptors=(memory,)):
         by_memory = _by_memory(0, memory)
     rows = []
     for name, times in (("Gloo", by_gloo), ("shared memory", by_memory)):

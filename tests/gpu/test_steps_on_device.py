@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 import torch
 
 from engine.config import Config
-from engine.engine_core import EngineCore
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.worker import graph_runner
 from engine.worker.build import build_runner
 from engine.worker.model_runner import ModelRunner
 from tests.gpu.places import ANYWHERE_LONG, ON_GPU, Place
-from tests.parity.ahead import Ahead, answers, waiting
+from tests.parity.ahead import Ahead, answers, by_core, waiting
 from tests.parity.checkpoints import make_checkpoint
 
 LENGTHS = [(3, 4), (30, 6), (60, 9)]
@@ -125,18 +123,8 @@ def test_memory_that_runs_out_while_serving_costs_nobody_an_answer(
 
 def told_by(runner: ModelRunner, seqs: list[Sequence]) -> dict[int, list[int]]:
     """Tokens by request, through the engine core."""
-    core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
-    for seq in seqs:
-        core.input_queue.put(seq)
-    core.pull_and_process_input_queue()
-    for _ in range(1000):
-        if core.scheduler.is_finished():
-            break
-        core._process_engine_step()
     tokens: dict[int, list[int]] = {}
-    while not core.output_queue.empty():
-        for output in core.output_queue.get().outputs:
-            assert output.error is None, output.error
-            tokens.setdefault(output.request_id, []).extend(output.output_tokens)
-    core.scheduler.check_integrity()
+    for output in by_core(runner, seqs):
+        assert output.error is None, output.error
+        tokens.setdefault(output.request_id, []).extend(output.output_tokens)
     return tokens

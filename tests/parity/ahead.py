@@ -1,8 +1,10 @@
 """Runs a model runner one step ahead of what is read, on a device that is late. For the tests of deferred output."""
 
 from collections.abc import Iterable
+from queue import SimpleQueue
 
 from engine.deferred_steps import DeferredSteps
+from engine.engine_core import EngineCore
 from engine.flight_record import FlightRecord
 from engine.messages import RequestOutput
 from engine.scheduler import Scheduler
@@ -64,6 +66,23 @@ class Near(float):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-3
+
+
+def by_core(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
+    """What an engine core tells that runs them to their ends."""
+    core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
+    for seq in seqs:
+        core.input_queue.put(seq)
+    core.pull_and_process_input_queue()
+    for _ in range(1000):
+        if core.scheduler.is_finished():
+            break
+        core._process_engine_step()
+    told: list[RequestOutput] = []
+    while not core.output_queue.empty():
+        told += core.output_queue.get().outputs
+    core.scheduler.check_integrity()
+    return told
 
 
 def answers(outputs: Iterable[RequestOutput]) -> dict[int, tuple[object, ...]]:

@@ -1,18 +1,16 @@
 """A GPU's memory that runs out: at start in a sentence, while serving by smaller steps, and never the engine's end."""
 
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 
-from engine.engine_core import EngineCore
 from engine.step_limits import StepOutOfMemory
 from engine.worker import model_runner
 from engine.worker.kv_memory import at_start, in_step
 from engine.worker.model_runner import ModelRunner
-from tests.parity.ahead import answers, waiting
+from tests.parity.ahead import answers, by_core, waiting
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import checkpoint, prompts, runner_for
 
@@ -75,17 +73,5 @@ def test_memory_that_runs_out_while_serving_costs_nobody_an_answer(
         return intact(inputs, *rest)
 
     runner.run_model = short  # type: ignore[method-assign]
-    core = EngineCore(runner.config, runner, SimpleQueue(), SimpleQueue())
-    for seq in sequences(prompts[:12]):
-        core.input_queue.put(seq)
-    core.pull_and_process_input_queue()
-    for _ in range(1000):
-        if core.scheduler.is_finished():
-            break
-        core._process_engine_step()
-    told = []
-    while not core.output_queue.empty():
-        told += core.output_queue.get().outputs
-    assert answers(told) == expected
+    assert answers(by_core(runner, sequences(prompts[:12]))) == expected
     assert 0 < failures < 12
-    core.scheduler.check_integrity()

@@ -12,6 +12,7 @@ from models.forward_context import KVCacheTensor
 from models.kernels.aiter import attention, dense, experts
 from models.kernels.aiter.sizes import Sizes
 from models.kernels.triton.reference import attention as reference
+from models.quantization.stored import GROUP
 
 _EPS = 1e-6
 _ROUNDED = 0.05
@@ -179,7 +180,7 @@ def _moe(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     w13 = torch.randn(num, 2 * inner, hidden, generator=made, device=device) * hidden**-0.5
     w2 = torch.randn(num, hidden, inner, generator=made, device=device) * inner**-0.5
     yield from _experts_of(experts.ExpertWeights(w13.bfloat16(), w2.bfloat16()), sizes.top_k, _ROUNDED)
-    if not sizes.has_fp8_experts or hidden % dense.GROUP or inner % dense.GROUP:
+    if not sizes.has_fp8_experts or hidden % GROUP or inner % GROUP:
         return
     w13_codes, w13_blocks = _in_blocks(w13 * hidden**0.5, made)
     w2_codes, w2_blocks = _in_blocks(w2 * inner**0.5, made)
@@ -224,25 +225,25 @@ def _by_torch(
 def _in_blocks(weight: torch.Tensor, made: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 and scales. # [..., outputs, inputs]"""
     *stack, outputs, inputs = weight.shape
-    shape = *stack, outputs // dense.GROUP, inputs // dense.GROUP
+    shape = *stack, outputs // GROUP, inputs // GROUP
     return weight.to(_fp8(weight.device)), torch.rand(shape, generator=made, device=weight.device) + 0.5
 
 
 def _spread(blocks: torch.Tensor) -> torch.Tensor:
     """The scale of each number. # [outputs / 128, inputs / 128] -> [outputs, inputs]"""
-    return blocks.repeat_interleave(dense.GROUP, 0).repeat_interleave(dense.GROUP, 1)
+    return blocks.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
 
 
 def _linear(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     """FP8 with scales of blocks."""
-    inputs, outputs = (-(-size // dense.GROUP) * dense.GROUP for size in (sizes.hidden, sizes.inner))
+    inputs, outputs = (-(-size // GROUP) * GROUP for size in (sizes.hidden, sizes.inner))
     made = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=made, device=device)
     codes, blocks = _in_blocks(weight, made)
     for rows in (1, 7, 200):
         x = torch.randn(rows, inputs, generator=made, device=device).to(_fp8(device))
-        scales = torch.rand(rows, inputs // dense.GROUP, generator=made, device=device) + 0.5
-        expected = F.linear(x.float() * scales.repeat_interleave(dense.GROUP, 1), codes.float() * _spread(blocks))
+        scales = torch.rand(rows, inputs // GROUP, generator=made, device=device) + 0.5
+        expected = F.linear(x.float() * scales.repeat_interleave(GROUP, 1), codes.float() * _spread(blocks))
         found = dense.fp8_linear(x, scales, codes, blocks, torch.bfloat16)
         yield Finding(f"of {rows} tokens", _apart_of_largest(found, expected), _ROUNDED_TO_FP8)
 

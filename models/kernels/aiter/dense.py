@@ -3,6 +3,7 @@
 import torch
 
 from models.kernels.aiter.library import function
+from models.quantization.stored import GROUP
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,10 +53,6 @@ def fp8_linear(
     """
     out: torch.Tensor = function("gemm_a8w8_blockscale")(codes, weight, scales, blocks, dtype)
     return out
-
-
-GROUP = 128
-"""Rows and columns of a weight that share a scale."""
 
 
 def scale_blocks(scales: torch.Tensor) -> torch.Tensor | None:

@@ -16,9 +16,7 @@ import models.kernels.triton.configs_quantized  # noqa: F401, the rows of these 
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of, target_of
 from models.kernels.triton.configs_dense import launch_of
-
-GROUP = 128
-"""Input features that share a scale."""
+from models.quantization.stored import GROUP
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import triton.language as tl
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
-from models.kernels.triton.fp8 import GROUP, FP8Weight, add_group, operands
+from models.kernels.triton.fp8 import FP8Weight, add_group, operands
+from models.quantization.stored import GROUP
 
 
 @triton.jit(do_not_specialize=["M"])  # It differs from step to step.

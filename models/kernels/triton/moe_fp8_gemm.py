@@ -6,10 +6,11 @@ import triton.language as tl
 
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
-from models.kernels.triton.fp8 import GROUP, FP8Weight, add_group, operands
+from models.kernels.triton.fp8 import FP8Weight, add_group, operands
 from models.kernels.triton.grouped import FORMS, compilation_of, pairs_of_block, products_of, store_products
 from models.kernels.triton.moe_sort import SortedPairs
 from models.layers.activation import Gating
+from models.quantization.stored import GROUP
 
 
 @triton.jit

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from models.kernels.triton.four_bit import FourBitWeight, unpack_nibbles
-from models.kernels.triton.fp8 import GROUP, FP8Weight
+from models.kernels.triton.fp8 import FP8Weight
+from models.quantization.stored import GROUP
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
