@@ -21,10 +21,10 @@ chat: $(VENV)/.installed ## Chat in the terminal
 	@exec $(VENV)/bin/kaon chat $(ARGS)
 
 test: $(VENV)/.installed-test ## Run the tests
-	@exec $(VENV)/bin/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
-	@exec $(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
 	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)

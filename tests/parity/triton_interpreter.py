@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from models.kernels import triton as kernels
+from tests.parity import triton_interpreter_speed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -63,3 +64,5 @@ def _create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) ->
 
 
 interpreter.InterpreterBuilder.create_fp_to_fp = _create_fp_to_fp
+
+triton_interpreter_speed.quicken()
