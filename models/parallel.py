@@ -1,7 +1,8 @@
 """`TensorParallel`: which shard of each layer a rank holds, and how the ranks' partial results become one."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -26,6 +27,9 @@ class Collectives(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """On rank 0 all ranks' `x` side by side along the last dimension, in rank order; elsewhere `x` as it is."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around the capture of a graph, and nothing that runs. An exception leaves it on all ranks, or on none."""
 
 
 class Exchange(Protocol):
@@ -76,6 +80,12 @@ class ExpertParallel:
             raise ValueError(f"{self.num_replicas} replicas share the experts out, but nothing joins them")
 
 
+class _Alone:
+    """Whether a rank exchanges nothing for now."""
+
+    is_alone = False
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """A rank of a tensor-parallel group. One rank alone needs no collectives: its results are whole already."""
@@ -85,6 +95,7 @@ class TensorParallel:
     collectives: Collectives | None = None
     experts: ExpertParallel | None = None
     """How experts are shared out, where each is whole on one rank."""
+    _state: _Alone = field(default_factory=_Alone, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -98,10 +109,36 @@ class TensorParallel:
         return self.collectives is None or self.collectives.are_captured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.collectives is None else self.collectives.all_reduce(x)
+        return x if self.collectives is None or self._state.is_alone else self.collectives.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.collectives is None else self.collectives.gather(x)
+        if self.collectives is None:
+            return x
+        if self._state.is_alone:
+            return x if self.rank else torch.cat([x] * self.size, -1)
+        return self.collectives.gather(x)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a pass whose results are nobody's: as much memory, but no other rank waits for what this one leaves out.
+
+        Sums are this rank's part of them, and what is gathered is its own, as often as there are ranks.
+        """
+        self._state.is_alone = True
+        try:
+            yield
+        finally:
+            self._state.is_alone = False
+
+    def agree(self, is_so: bool, device: torch.device) -> bool:
+        """Whether something is so on all ranks, each of which asks."""
+        if self.size == 1:
+            return is_so
+        return int(self.all_reduce(torch.full((1, 1), float(is_so), device=device)).item()) == self.size
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See `Collectives`."""
+        return nullcontext() if self.collectives is None else self.collectives.capturing()
 
     def share(self, total: int, what: str) -> int:
         """A rank's part of `total`. Raises `ValueError` where the group's size does not divide it."""

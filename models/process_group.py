@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,3 +106,7 @@ class ProcessGroupCollectives:
         parts = [torch.empty_like(x) for _ in range(self._size)]
         dist.gather(x, parts, group=self._group, group_dst=0)
         return torch.cat(parts, -1)
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See `Collectives`: RCCL's and NCCL's need nothing."""
+        return nullcontext() if self._fast_sum is None else self._fast_sum.capturing()

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from benchmarks.gpu.case import Values, Wrong
-from engine.worker.device import Device, GPUDevice, Graph, HostDevice
+from engine.worker.device import Device, GPUDevice, HostDevice
 from models.kernels import triton as kernels
 
 _FLUSH_BYTES = 1 << 29
@@ -33,11 +33,6 @@ class DryDevice(HostDevice):
     """A CPU that captures: a graph is the call itself, as in the dry run's model runners."""
 
     has_graphs = True
-
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Device`."""
-        run()
-        return super().capture(run)
 
 
 class Bench:

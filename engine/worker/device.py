@@ -9,6 +9,9 @@ from typing import Protocol
 
 import torch
 
+from engine.worker.kv_memory import TorchDeviceMemory
+from engine.worker.memory import DeviceMemory
+
 
 class Event(Protocol):
     """A place in what was enqueued."""
@@ -35,6 +38,8 @@ class Device(Protocol):
     """Whether replaying work saves time over enqueueing it anew."""
     is_host: bool
     """Whether it reads the host's memory, and at once: nothing need be copied."""
+    memory: DeviceMemory | None
+    """Its figures; None where its memory is the host's."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device copies from and to by itself. # [num_bytes] uint8"""
@@ -46,7 +51,10 @@ class Device(Protocol):
         """An event behind all that is enqueued."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """The work that `run` enqueues, as a graph; all graphs of a device share one pool of memory."""
+        """The work that `run` enqueues, as a graph; all graphs of a device share one pool of memory.
+
+        It was run before, as it is: kernels are compiled and libraries set up by that.
+        """
 
 
 class HostDevice:
@@ -55,6 +63,7 @@ class HostDevice:
     torch_device = torch.device("cpu")
     has_graphs = False
     is_host = True
+    memory: DeviceMemory | None = None
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """See `Device`."""
@@ -81,6 +90,7 @@ class GPUDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
+        self.memory: DeviceMemory | None = TorchDeviceMemory(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -98,9 +108,7 @@ class GPUDevice:
         return event
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Device`. `run` is run once before, outside: kernels are compiled and libraries set up by that."""
-        run()
-        torch.cuda.synchronize(self.torch_device)
+        """See `Device`."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

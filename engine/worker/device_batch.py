@@ -59,9 +59,8 @@ class DeviceBatch:
         if self._device.is_host and place.tables is None:
             return self._on_host(inputs, place, graph_size)
         upload = self._uploads.begin()
-        unread = inputs.unread_rows
-        are_all_unread = len(unread) == len(inputs.input_ids)
-        known = [] if are_all_unread else [inputs.input_ids, unread, inputs.slots[unread]]
+        are_all_unread = len(inputs.unread_rows) == len(inputs.input_ids)
+        known = [] if are_all_unread else [inputs.input_ids, inputs.unread_tokens, inputs.slots[inputs.unread_rows]]
         positions, last_tokens, sampled, slots, *tokens = upload.add(
             [inputs.positions, inputs.last_tokens, inputs.sampled_slots, inputs.slots, *known]
         )
@@ -80,16 +79,16 @@ class DeviceBatch:
         if are_all_unread:
             ids = self.last_tokens.index_select(0, slots)
         else:
-            ids, rows, unread_slots = tokens
+            ids, unread, unread_slots = tokens
             if len(unread):
-                ids.index_copy_(0, rows, self.last_tokens.index_select(0, unread_slots))
+                ids.index_copy_(0, unread, self.last_tokens.index_select(0, unread_slots))
         return DeviceInputs(ids, positions, last_tokens, sampled, metadata, graph_size, adapters)
 
     def _on_host(self, inputs: StepInputs, place: Place, graph_size: int) -> DeviceInputs:
         """Nothing is copied: the device reads the host's arrays, before the next step is made."""
         if len(inputs.unread_rows):
             unread_slots = torch.from_numpy(inputs.slots[inputs.unread_rows])
-            inputs.input_ids[inputs.unread_rows] = self.last_tokens[unread_slots].numpy()
+            inputs.input_ids[inputs.unread_tokens] = self.last_tokens[unread_slots].numpy()
         return DeviceInputs(
             torch.from_numpy(inputs.input_ids),
             torch.from_numpy(inputs.positions),

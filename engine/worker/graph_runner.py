@@ -14,11 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.step_limits import StepOutOfMemory
 from engine.worker.device import Device, Graph
 from engine.worker.device_batch import DeviceInputs
+from engine.worker.graph_memory import GraphMemory
 from engine.worker.input_batch import StepInputs
+from engine.worker.kv_memory import in_step
 from models.attention.base import AttentionBackend
 from models.forward_context import AttentionMetaData, Context, LoRARows, forward_context
+from models.parallel import SINGLE_RANK, TensorParallel
 
 _Integer = TypeVar("_Integer", bound=np.integer[Any])
 _log = logging.getLogger(__name__)
@@ -45,6 +49,13 @@ class GraphShape:
     have_states: bool = False
     """Whether layers keep states by slot."""
 
+    def __post_init__(self) -> None:
+        if self.have_states and self.query_len > 1:
+            raise ValueError(
+                f"a row is to verify {self.query_len - 1} drafts, but the model's recurrent states cannot take back a "
+                "draft that is rejected"
+            )
+
 
 class GraphRunner:
     """Graphs of one model on one device, which share a pool of memory; one runner a number of tokens in a row."""
@@ -56,14 +67,14 @@ class GraphRunner:
         forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         sizes: Sequence[int],
         shape: GraphShape,
-        agree: Callable[[bool], bool] = bool,
+        parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
-        `sizes`: rows. `agree`: whether all the ranks that replay graphs together say yes.
+        `sizes`: rows. `parallel`: the ranks that replay graphs together.
         """
         self._device, self._backend, self._forward = device, backend, forward
-        self._shape, self._agree = shape, agree
+        self._shape, self._parallel = shape, parallel
         self._sizes = sorted(set(sizes))
         self._pending = list(self._sizes)
         self._captured: dict[int, Graph] = {}
@@ -75,6 +86,8 @@ class GraphRunner:
         self._hidden: torch.Tensor | None = None
         """What all graphs write their rows to; as wide as the model, which the first capture shows."""
         backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
+        self._memory = GraphMemory(device.memory)
+        self._has_told_of_memory = False
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -102,10 +115,10 @@ class GraphRunner:
         if inputs.block_tables is not None:
             tables = np.full((size, inputs.num_blocks), spare, dtype=np.int32)
             tables[:num_rows] = inputs.block_tables
-        unread = inputs.unread_rows
-        if len(unread) == num_rows * length:
+        unread_rows, unread_tokens = inputs.unread_rows, inputs.unread_tokens
+        if len(unread_rows) == len(inputs.input_ids):
             # Nobody's last token is where all others are: they are taken in one go.
-            unread = np.arange(size * length)
+            unread_rows = unread_tokens = np.arange(size)
         return replace(
             inputs,
             input_ids=_extended(inputs.input_ids, missing * length, 0),
@@ -116,7 +129,8 @@ class GraphRunner:
             block_tables=tables,
             num_decodes=size,
             slots=_extended(inputs.slots, missing, shape.spare_slot),
-            unread_rows=unread,
+            unread_rows=unread_rows,
+            unread_tokens=unread_tokens,
             adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
         )
 
@@ -143,9 +157,10 @@ class GraphRunner:
                 self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the largest size that is not captured; whether there are more. What fails leaves steps eager.
+        """Capture the largest size that was not tried yet; whether there are more. What fails leaves steps eager.
 
-        Ranks that compute together capture at the same time: what they exchange is run once before it is captured.
+        Ranks that compute together do so at the same time, and all of them have a graph or none: each first shows
+        that it can, while nobody waits for it. Raises what the pass raises once all have shown that.
         """
         if not self._pending:
             return False
@@ -157,19 +172,14 @@ class GraphRunner:
             self._pending.clear()
             return False
         start = time.perf_counter()
-        graph = None
-        try:
-            with torch.inference_mode():
-                graph = self._capture(size, metadata)
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
-        if not self._agree(graph is not None) or graph is None:
-            # A smaller one would fail the same way, or leave no memory for steps.
-            self._pending.clear()
-            return False
-        self._captured[size] = graph
-        _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
-        if not self._pending:
+        with torch.inference_mode():
+            run = self._pass(size, metadata)
+            graph = self._capture(size, run) if self._is_fit(size, run) else None
+        if graph is not None:
+            self._captured[size] = graph
+            self._memory.note_graph()
+            _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
+        if not self._pending and self._captured:
             _log.info("Decodes replay %d graphs, of %d to %d rows", len(self._captured), *self._ends)
         return bool(self._pending)
 
@@ -177,7 +187,74 @@ class GraphRunner:
     def _ends(self) -> tuple[int, int]:
         return self.captured_sizes[0], self.captured_sizes[-1]
 
-    def _capture(self, size: int, metadata: AttentionMetaData) -> Graph:
+    def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
+        """Whether the pass, run as it is, neither fails on a rank nor takes memory that steps need there."""
+        failure: RuntimeError | None = None
+        shortage: str | None = None
+        self._memory.begin()
+        try:
+            # A rank that fails among the others would leave them waiting for its part of a sum.
+            with in_step(), self._parallel.alone():
+                run()
+                self._device.record().synchronize()
+            shortage = self._memory.shortage()
+        except StepOutOfMemory as error:
+            shortage = str(error)
+        except RuntimeError as error:
+            failure = error
+        if failure is not None:
+            self._tell_failure(size, failure)
+        if shortage is not None and not self._has_told_of_memory:
+            self._has_told_of_memory = True
+            _log.warning(
+                "Decodes of %d rows run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
+                "gpu_memory_utilization, or name smaller cudagraph_capture_sizes",
+                size,
+                shortage,
+            )
+        if not self._all_say(failure is None):
+            # A smaller one would fail the same way.
+            self._pending.clear()
+            return False
+        return self._all_say(shortage is None)
+
+    def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
+        """The graph of a pass that is fit to be captured, on all ranks or on none."""
+        if self._parallel.size > 1:
+            # What the ranks exchange is set up when it is first run.
+            run()
+        graph: Graph | None = None
+        try:
+            with self._parallel.capturing():
+                graph = self._captured_by_all(run)
+        except RuntimeError as error:
+            self._tell_failure(size, error)
+            graph = None
+        if self._all_say(graph is not None):
+            return graph
+        # A smaller one would fail the same way, or leave no memory for steps.
+        self._pending.clear()
+        return None
+
+    def _captured_by_all(self, run: Callable[[], None]) -> Graph:
+        """Raises `RuntimeError` on all ranks where one of them failed."""
+        failure: RuntimeError | None = None
+        try:
+            graph = self._device.capture(run)
+        except RuntimeError as error:
+            failure = error
+        if not self._all_say(failure is None):
+            raise failure or RuntimeError("another rank failed to")
+        return graph
+
+    def _all_say(self, is_so: bool) -> bool:
+        return self._parallel.agree(is_so, self._device.torch_device)
+
+    def _tell_failure(self, size: int, error: RuntimeError) -> None:
+        _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
+
+    def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
+        """What a graph of so many rows is captured of, with rows that are nobody's."""
         shape = self._shape
         num_tokens = size * shape.query_len
         input_ids, positions, *adapters = (tokens[:num_tokens] for tokens in self._tokens)
@@ -191,7 +268,7 @@ class GraphRunner:
                     self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
                 self._hidden[:num_tokens].copy_(hidden)
 
-        # The pass is run once before it is captured: its rows must be nobody's.
+        # The pass is run before it is captured: its rows must be nobody's.
         lengths = np.full(size, shape.query_len, dtype=np.int64)
         nobodys = self._backend.build_metadata(
             query_lens=lengths,
@@ -205,7 +282,7 @@ class GraphRunner:
         for tokens in self._tokens:
             tokens.zero_()
         self._backend.prepare_for_replay(nobodys, size)
-        return self._device.capture(run)
+        return run
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:

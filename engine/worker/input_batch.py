@@ -56,6 +56,7 @@ class StepInputs:
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
     unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
+    unread_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
     sampling: SamplingRows
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     query_len: int = 1
@@ -158,7 +159,9 @@ class InputBatch:
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)
         sampled_slots = slots[sampled]
-        unread = np.flatnonzero(seq_lens > self._num_read[slots])
+        # Of a row's tokens but the drafts, which are known here, only the last may not be.
+        num_read = self._num_read[slots]
+        unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
         is_late = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
         return StepInputs(
             input_ids=self._tokens[token_slots, positions].astype(np.int64),
@@ -174,6 +177,7 @@ class InputBatch:
             sampled_slots=sampled_slots,
             last_tokens=ends[sampled] - 1,
             unread_rows=unread,
+            unread_tokens=(ends - seq_lens + num_read)[unread],
             sampling=LATER if is_late else self._sampling.rows(sampled_slots, num_tokens[sampled], self._tokens),
             adapters=self._adapters_of(slots),
         )

@@ -85,6 +85,9 @@ class TorchDeviceMemory:
     def held(self) -> int:
         return torch.cuda.memory_reserved(self._device)
 
+    def in_use(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 

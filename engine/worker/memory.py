@@ -32,11 +32,14 @@ class DeviceMemory(Protocol):
     def held(self) -> int:
         """What this process holds through the allocator, in use or kept for reuse."""
 
+    def in_use(self) -> int:
+        """What of that is in use."""
+
     def peak(self) -> int:
         """The most that was in use at a time since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Forget the peak so far."""
+        """Forget the peak so far, and hold nothing for reuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def kv_cache_size(
 def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueError:
     return ValueError(
         f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but {what_takes} {num_bytes}; "
-        f"{_gib(num_bytes - found.num_bytes)} are missing: free memory or raise {found.field}"
+        f"{gib(num_bytes - found.num_bytes)} are missing: free memory or raise {found.field}"
     )
 
 
@@ -115,8 +118,8 @@ def gpu_budget(config: Config, memory: DeviceMemory, worst_case_step: Callable[[
     usable = int(memory.total() * config.gpu_memory_utilization)
     return MemoryBudget(
         usable - memory.peak() - outside,
-        f"{config.gpu_memory_utilization:.0%} of {_gib(memory.total())}, less {_gib(memory.peak())} at the peak of "
-        f"a worst-case step and {_gib(outside)} held outside it",
+        f"{config.gpu_memory_utilization:.0%} of {gib(memory.total())}, less {gib(memory.peak())} at the peak of "
+        f"a worst-case step and {gib(outside)} held outside it",
         "gpu_memory_utilization",
     )
 
@@ -133,16 +136,16 @@ def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, 
         if activations and num_bytes + activations > (available := available_host_memory(root)):
             raise ValueError(
                 f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g} and a step of max_num_batched_tokens "
-                f"{config.max_num_batched_tokens} takes {_gib(activations)}, but {_gib(available)} are available; "
+                f"{config.max_num_batched_tokens} takes {gib(activations)}, but {gib(available)} are available; "
                 "lower one of the two"
             )
         return MemoryBudget(num_bytes // ranks, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
     available = max(0, available_host_memory(root) - ranks * activations)
     num_bytes = min(available // 4, MAX_CPU_BYTES)
-    beside = f" beside {_gib(activations)} of the largest step's" if activations else ""
+    beside = f" beside {gib(activations)} of the largest step's" if activations else ""
     return MemoryBudget(
         num_bytes // ranks,
-        f"a quarter of {_gib(available)} available{beside}, at most {_gib(MAX_CPU_BYTES)}",
+        f"a quarter of {gib(available)} available{beside}, at most {gib(MAX_CPU_BYTES)}",
         "cpu_kvcache_gib",
         MAX_CPU_TOKENS,
     )
@@ -179,5 +182,6 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: st
     return int(limit) - usage + int(counters.get(reclaimable, 0))
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """As a sentence says it."""
     return f"{num_bytes / GIB:.2f} GiB"

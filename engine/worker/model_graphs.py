@@ -1,7 +1,5 @@
 """Which models replay decodes from graphs, and the `GraphRunner` of one that does. Asked by the model runner."""
 
-import torch
-
 from engine.config import Config
 from engine.worker.device import Device
 from engine.worker.graph_runner import GraphRunner, GraphShape, capture_sizes
@@ -45,11 +43,4 @@ def make_graphs(
         have_states=caches.have_states,
     )
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
-
-    def agree(is_captured: bool) -> bool:
-        if parallel.size == 1:
-            return is_captured
-        yes = parallel.all_reduce(torch.full((1, 1), float(is_captured), device=device.torch_device))
-        return int(yes.item()) == parallel.size
-
-    return GraphRunner(device, backend, model, sizes, shape, agree)
+    return GraphRunner(device, backend, model, sizes, shape, parallel)

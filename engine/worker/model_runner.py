@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
-from engine.step_limits import StepOutOfMemory
 from engine.worker.committed import CommittedBlocks
 from engine.worker.compiled_model import compile_model, compiling
 from engine.worker.device import device_of
@@ -38,10 +36,18 @@ from engine.worker.model_graphs import make_graphs, why_no_graphs
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.recorded_pass import record_pass
 from engine.worker.resident_tables import ResidentTables
-from engine.worker.sampled_tokens import SampledTokens
+from engine.worker.sampled_tokens import SampledTokens, output_of
 from engine.worker.sampler import Sampler
 from engine.worker.step_launcher import LaunchedStep, StepLauncher
-from engine.worker.warm_up import WarmUpRow, dummy_batch, warm_up_steps
+from engine.worker.warm_up import (
+    StepSizes,
+    WarmUpRow,
+    WarmUpStep,
+    compile_kernels,
+    dummy_batch,
+    dummy_prompt,
+    run_largest_step,
+)
 from models.attention import select_backend
 from models.attention.base import AttentionBackend
 from models.attention.cpu_native import NativeMetaData
@@ -131,7 +137,7 @@ class ModelRunner:
         return StepLauncher(self, device_of(self.device), self.config.max_num_seqs)
 
     def load(self, *, progress: bool = False) -> None:
-        """Read the checkpoint. Raises `CheckpointError` for a bad one."""
+        """Read the checkpoint. Raises `CheckpointError` for a bad one, `ValueError` for one that cannot run so."""
         with at_start("the model", "serve a smaller or a quantised one"):
             self.model = self.read_weights(progress=progress)
         load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
@@ -146,6 +152,12 @@ class ModelRunner:
             device=self.device,
             kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
         )
+        drafts = self.config.speculative_config
+        if self.caches.have_states and drafts is not None:
+            raise ValueError(
+                f"num_speculative_tokens is {drafts.num_speculative_tokens}, but {self.model_config.architecture} "
+                "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
+            )
         if self.caches.have_states and self.config.enable_prefix_caching:
             # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
             self.config = self.config.model_copy(update={"enable_prefix_caching": False})
@@ -277,31 +289,44 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
         a GPU all that makes Triton compile what requests will need."""
-        self._dummy_step([WarmUpRow(1, 1)])
+        self._dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
         if self._compilation_level:
             # What is compiled for one token is of its own.
-            self._dummy_step([WarmUpRow(2, 2)])
+            self._dummy_step(WarmUpStep([WarmUpRow(2, 2)]))
         if triton.active():
-            self._compile_kernels()
+            sizes = self._step_sizes._replace(max_num_seqs=self._num_slots)
+            compile_kernels(sizes, self._dummy_step, self.parallel)
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.committed.at_start()
 
-    def _compile_kernels(self) -> None:
-        start = time.perf_counter()
-        for step in warm_up_steps(
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self._num_slots,
-            max_model_len=self.max_model_len,
-        ):
-            try:
-                with in_step():
-                    self._dummy_step(step.rows, step.num_decodes)
-            except StepOutOfMemory as error:
-                if self.parallel.size > 1 or self._is_in_lockstep:
-                    # The others would wait for this one's part of the step for ever.
-                    raise
-                _log.warning("A step of the warm-up was left out: %s", error)
-        _log.info("Kernels were compiled, or found compiled, in %.1f s", time.perf_counter() - start)
+    def worst_case_step(self) -> None:
+        """The step that takes most memory. Raises `ValueError`, a sentence, where there is not as much."""
+        self.allocate_kv_cache(1)
+        run_largest_step(self._step_sizes, self._dummy_step)
+        set_kv_cache_data({})
+
+    @property
+    def _step_sizes(self) -> StepSizes:
+        return StepSizes(self.config.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len)
+
+    def _dummy_step(self, step: WarmUpStep) -> None:
+        """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
+        use, or to a spare one."""
+        batch = dummy_batch(step, self.config.kv_cache_block_size, self.spare_block or 0)
+        with compiling(self._compilation_level):
+            self._compute(batch)
+
+    def dummy_prefill(self) -> None:
+        """A pass over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
+        context, token = self._dummy
+        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, self._dp_metadata(1)):
+            self._hidden_states(token, 1, has_adapters=False)
+
+    @functools.cached_property
+    def _dummy(self) -> tuple[Context, DeviceInputs]:
+        assert self.spare_block is not None
+        block_size, have_states = self.config.kv_cache_block_size, self.caches.have_states
+        return dummy_prompt(self.backend, self.spare_block, block_size, self.device, have_states=have_states)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
@@ -318,29 +343,6 @@ class ModelRunner:
         # Of several ranks, each counts as a step begins.
         if self.graphs is not None and self.parallel.size == 1:
             self.graphs.count_step()
-
-    def dummy_prefill(self) -> None:
-        """A pass over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
-        context, token = self._dummy
-        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, self._dp_metadata(1)):
-            self._hidden_states(token, 1, has_adapters=False)
-
-    @functools.cached_property
-    def _dummy(self) -> tuple[Context, DeviceInputs]:
-        """A prompt of one token, in the spare block, which samples nothing."""
-        assert self.spare_block is not None
-        one, block = np.ones(1, np.int64), np.array([self.spare_block])
-        metadata = self.backend.build_metadata(
-            query_lens=one,
-            seq_lens=one,
-            block_tables=block.astype(np.int32)[None],
-            slot_mapping=block * self.config.kv_cache_block_size,
-            num_decodes=0,
-            slots=np.zeros(1, np.int64) if self.caches.have_states else None,
-        )
-        positions, token = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
-        none = token[:0]
-        return Context(positions, is_prefill=True, batch_size=1), DeviceInputs(token, positions, none, none, metadata)
 
     def prepare_ahead(self) -> bool:
         """Do a little of what makes later steps quicker; whether there is more of it."""
@@ -459,38 +461,4 @@ class ModelRunner:
 
     def report(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
         """What a step sampled, by sequence."""
-        ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
-        token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
-        errors = {}
-        for row in sampled.broken:
-            del token_ids[ids[row]]
-            errors[ids[row]] = (
-                f"the model's logits are not finite after {inputs.seq_lens[inputs.sampled_rows[row]]} tokens: the "
-                f"checkpoint is damaged, or its values overflow {self.dtype} and need another dtype"
-            )
-        refusals = {ids[row]: reason for row, reason in sampled.refused.items()}
-        for refused in refusals:
-            del token_ids[refused]
-        logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
-        return ScheduledBatchOutput(
-            token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None
-        )
-
-    def worst_case_step(self) -> None:
-        """The step that takes most memory: all the tokens that one may have, in as many rows as may run."""
-        num_tokens = self.config.max_num_batched_tokens
-        num_rows = min(self.config.max_num_seqs, num_tokens)
-        length = min(num_tokens // num_rows, self.max_model_len)
-        self.allocate_kv_cache(1)
-        with at_start(
-            f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"
-        ):
-            self._dummy_step([WarmUpRow(length, length)] * num_rows)
-        set_kv_cache_data({})
-
-    def _dummy_step(self, rows: Sequence[WarmUpRow], num_decodes: int = 0) -> None:
-        """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
-        use, or to a spare one."""
-        batch = dummy_batch(rows, num_decodes, self.config.kv_cache_block_size, self.spare_block or 0)
-        with compiling(self._compilation_level):
-            self._compute(batch)
+        return output_of(batch, inputs, sampled, self.dtype)

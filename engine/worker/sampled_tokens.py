@@ -1,11 +1,14 @@
-"""`SampledTokens`: what the sampler chose, and of which rows nothing could be chosen."""
+"""`SampledTokens`: what the sampler chose, and of which rows nothing could be chosen; `output_of`: that, told."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
+from engine.worker.input_batch import StepInputs
 from engine.worker.sampling_columns import SamplingRows
 
 
@@ -37,3 +40,23 @@ def exhausted(broken: list[int], peaks: npt.NDArray[np.float32], rows: SamplingR
             together = " together" if len(fields) > 1 else ""
             refused[row] = f"no token is left to sample: {' and '.join(fields)}{together} forbid every one"
     return refused
+
+
+def output_of(
+    batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens, dtype: torch.dtype
+) -> ScheduledBatchOutput:
+    """What a step of a model in `dtype` sampled, by sequence."""
+    ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
+    token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
+    errors = {}
+    for row in sampled.broken:
+        del token_ids[ids[row]]
+        errors[ids[row]] = (
+            f"the model's logits are not finite after {inputs.seq_lens[inputs.sampled_rows[row]]} tokens: the "
+            f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
+        )
+    refusals = {ids[row]: reason for row, reason in sampled.refused.items()}
+    for refused in refusals:
+        del token_ids[refused]
+    logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
+    return ScheduledBatchOutput(token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None)

@@ -16,7 +16,7 @@ from engine.worker.rank_logits import best_of_part, likeliest_of_ranks
 from engine.worker.rank_steps import RankSteps
 from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.step_message import StepMessage, rank_batch
-from engine.worker.warm_up import WarmUpRow
+from engine.worker.warm_up import WarmUpRow, WarmUpStep
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.layers.embedding import ParallelLMHead
 from models.llama import LlamaForCausalLM
@@ -65,7 +65,7 @@ class ShardRunner(ModelRunner):
 
     def dummy_prefill(self) -> None:
         """See `ModelRunner`; a step as any, of which the other ranks are told."""
-        self._dummy_step([WarmUpRow(1, 1)])
+        self._dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
 
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 tells of."""

@@ -1,15 +1,29 @@
-"""`warm_up_steps`: the steps that a GPU's kernels are compiled by before the first request. Run by the model runner.
+"""Steps of nobody's, by which a GPU's memory is measured and its kernels are compiled before the first request.
 
-Triton compiles a kernel anew for each tile that a number of tokens calls for, for other forms of it, and for what it
-knows of its arguments. Numbers of tokens by powers of two meet each tile of the table; decodes, prompts, chunks of
-prompts and both together, each form. What was compiled before is read from Triton's cache.
+Run by the model runner. Triton compiles a kernel anew for each tile that a number of tokens calls for, for other forms
+of it, and for what it knows of its arguments. Numbers of tokens by powers of two meet each tile of the table; decodes,
+prompts, chunks of prompts and both together, each form. What was compiled before is read from Triton's cache.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
+
+import numpy as np
+import torch
 
 from engine.batch import ScheduledBatch
 from engine.sequence import Sequence as EngineSequence
+from engine.step_limits import StepOutOfMemory
+from engine.worker.device_batch import DeviceInputs
+from engine.worker.kv_memory import at_start, in_step
+from models.attention.base import AttentionBackend
+from models.forward_context import Context
+from models.parallel import TensorParallel
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 24
 """Tokens of a chunk behind what was computed: no power of two, as most are."""
@@ -26,15 +40,64 @@ class WarmUpStep(NamedTuple):
     """Rows, of which the first ones decode."""
 
     rows: Sequence[WarmUpRow]
-    num_decodes: int
+    num_decodes: int = 0
 
 
-def warm_up_steps(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> Iterator[WarmUpStep]:
+class StepSizes(NamedTuple):
+    """What a step has at most."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
+    """Have all be compiled that requests will need. Steps that there is no memory for are left out.
+
+    Each of several ranks does so by itself: none waits for another that leaves a step out. Replicas in lockstep
+    cannot, since they compute what others send: there such a step raises `StepOutOfMemory`.
+    """
+    is_in_lockstep = parallel.experts is not None and parallel.experts.exchange is not None
+    start, num_steps = time.perf_counter(), 0
+    left_out: list[str] = []
+    for step in warm_up_steps(sizes):
+        num_steps += 1
+        try:
+            with in_step(), nullcontext() if is_in_lockstep else parallel.alone():
+                run(step)
+        except StepOutOfMemory as error:
+            if is_in_lockstep:
+                raise
+            left_out.append(str(error))
+    _log.info("Kernels were compiled, or found compiled, in %.1f s", time.perf_counter() - start)
+    if left_out:
+        _log.warning(
+            "%d of %d steps of the warm-up were left out, so that kernels may be compiled while requests wait: %s",
+            len(left_out),
+            num_steps,
+            left_out[0],
+        )
+
+
+def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> None:
+    """The step that takes most memory: all the tokens that one may have, in as many rows as may run.
+
+    Raises `ValueError`, a sentence, where there is not as much.
+    """
+    num_tokens = sizes.max_num_batched_tokens
+    num_rows = min(sizes.max_num_seqs, num_tokens)
+    length = min(num_tokens // num_rows, sizes.max_model_len)
+    with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
+        run(WarmUpStep([WarmUpRow(length, length)] * num_rows))
+
+
+def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
     """All within a step's limits, the smallest first."""
+    max_num_batched_tokens, max_num_seqs, max_model_len = sizes
     for tokens in _powers_of_two(min(max_num_batched_tokens, max_num_seqs * max_model_len)):
         whole, rest = divmod(tokens, max_model_len)
         lengths = [max_model_len] * whole + [rest] * (rest > 0)
-        yield WarmUpStep([WarmUpRow(length, length) for length in lengths], 0)
+        yield WarmUpStep([WarmUpRow(length, length) for length in lengths])
     short = min(2, max_model_len)
     for rows in _powers_of_two(min(max_num_seqs, max_num_batched_tokens)):
         # Some layers look at a long context in another way.
@@ -42,13 +105,14 @@ def warm_up_steps(*, max_num_batched_tokens: int, max_num_seqs: int, max_model_l
         yield WarmUpStep([WarmUpRow(context, 1) for context in contexts], rows)
         yield WarmUpStep([WarmUpRow(short, 1)] * rows, rows)
     chunk = WarmUpRow(max_model_len, min(_CHUNK, max_model_len, max_num_batched_tokens))
-    yield WarmUpStep([chunk], 0)
+    yield WarmUpStep([chunk])
     if max_num_seqs > 1 and chunk.tokens < max_num_batched_tokens:
         yield WarmUpStep([WarmUpRow(short, 1), chunk], 1)
 
 
-def dummy_batch(rows: Sequence[WarmUpRow], num_decodes: int, block_size: int, block: int) -> ScheduledBatch:
+def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch:
     """A step of sequences that are nobody's, all of whose tokens go to one block."""
+    rows, num_decodes = step
     seqs = [EngineSequence([0] * row.context, block_size, id=-1 - place) for place, row in enumerate(rows)]
     for slot, seq in enumerate(seqs):
         seq.slot, seq.block_table = slot, [block] * seq.num_blocks
@@ -65,6 +129,24 @@ def dummy_batch(rows: Sequence[WarmUpRow], num_decodes: int, block_size: int, bl
         is_dummy_run=True,
         new_seqs=seqs,
     )
+
+
+def dummy_prompt(
+    backend: AttentionBackend, block: int, block_size: int, device: torch.device, *, have_states: bool
+) -> tuple[Context, DeviceInputs]:
+    """A prompt of one token that is nobody's, goes to that block, and samples nothing."""
+    one = np.ones(1, np.int64)
+    metadata = backend.build_metadata(
+        query_lens=one,
+        seq_lens=one,
+        block_tables=np.array([[block]], np.int32),
+        slot_mapping=np.array([block * block_size]),
+        num_decodes=0,
+        slots=np.zeros(1, np.int64) if have_states else None,
+    )
+    positions, token = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    none = token[:0]
+    return Context(positions, is_prefill=True, batch_size=1), DeviceInputs(token, positions, none, none, metadata)
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -37,6 +37,7 @@ def test_a_graph_replays_over_the_memory_it_was_captured_with(place: Place) -> N
     def run() -> None:
         target.copy_(source * 2 + 1)
 
+    run()
     graphs = [device.capture(run) for _ in range(3)]
     for value, graph in enumerate(graphs):
         source.fill_(value)

@@ -18,7 +18,7 @@ from engine.config import Config
 from engine.worker.input_batch import StepInputs
 from engine.worker.model_runner import ModelRunner
 from engine.worker.sampled_tokens import SampledTokens
-from engine.worker.warm_up import WarmUpRow
+from engine.worker.warm_up import WarmUpRow, WarmUpStep
 from models.errors import CheckpointError
 from models.forward_context import DPMetadata, ForwardContext
 from models.kernels.cpu.exchange import SharedMemoryExchange
@@ -303,7 +303,7 @@ def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
     runner.program = program
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_choices", note)
-        runner._dummy_step([WarmUpRow(23, 23)])
+        runner._dummy_step(WarmUpStep([WarmUpRow(23, 23)]))
     [hidden] = seen
     return hidden
 

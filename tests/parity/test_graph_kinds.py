@@ -1,5 +1,7 @@
 """Graphs of steps other than plain decodes on one rank: recurrent states, adapters, several ranks, rows of drafts."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from engine.batch import ScheduledBatch
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.worker import graph_runner, model_runner
-from engine.worker.device_batch import DeviceInputs, Place
+from engine.worker.device import Graph, HostDevice
+from engine.worker.device_batch import DeviceBatch, DeviceInputs, Place
 from engine.worker.graph_runner import GraphRunner, GraphShape
-from engine.worker.input_batch import StepInputs
+from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.model_runner import ModelRunner
 from engine.worker.shard_runner import ShardRunner
+from engine.worker.staging import Uploads
 from engine.worker.step_launcher import StepLauncher
 from engine.worker.step_message import decode_step, encode_step
 from models.attention.base import AttentionBackend
@@ -28,6 +33,7 @@ from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.delayed_device import DelayedDevice
 from tests.parity.paged_model import prompt
 from tests.parity.paged_torch import CapturedTorchBackend
 from tests.parity.test_graph_runner import GraphDevice
@@ -133,6 +139,7 @@ class Twins:
     def __init__(self, *, are_captured: bool = True, other_fails: bool = False) -> None:
         self.are_captured, self._other_fails = are_captured, other_fails
         self.num_sums = 0
+        self.is_capturing = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_sums += 1
@@ -140,6 +147,12 @@ class Twins:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat((x, x), -1)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.is_capturing = True
+        yield
+        self.is_capturing = False
 
 
 def shard(path: Path, collectives: Twins, rank: int = 0) -> ShardRunner:
@@ -158,8 +171,9 @@ def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> Non
     expected = answers(waiting(runner, sequences()))
     sums = collectives.num_sums
     device = captured_all(runner)
-    # A capture of a size is a pass here, of two sums a layer and the embedding's; then all agree.
-    assert collectives.num_sums - sums == 2 * (5 + 1)
+    # Of each size one pass is run with the other rank, of two sums a layer and the embedding's, and four times all
+    # agree: that none fails, that none lacks memory, that all have captured, that no sum of the graph's is unknown.
+    assert collectives.num_sums - sums == 2 * (5 + 4)
     assert answers(waiting(runner, sequences())) == expected
     assert device.num_replayed == 12
 
@@ -192,6 +206,28 @@ def test_ranks_capture_by_counted_steps_and_give_up_together(
         seen.append(graphs[0].captured_sizes)
     assert seen[-1] == ([] if other_fails else [2, 4])
     assert not any(each.capture_next() for each in graphs)
+
+
+def test_ranks_know_when_a_graph_is_captured_and_run_nothing_meanwhile(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collectives = Twins()
+    runner = shard(checkpoint, collectives)
+    seen = []
+    forward, capture = runner.model.forward, GraphDevice.capture  # type: ignore[attr-defined]
+
+    def noted_forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        seen.append(("pass", collectives.is_capturing))
+        return forward(input_ids, positions)
+
+    def noted_capture(self: GraphDevice, run: Callable[[], None]) -> Graph:
+        seen.append(("capture", collectives.is_capturing))
+        return capture(self, run)
+
+    runner.model.forward = noted_forward  # type: ignore[attr-defined]
+    monkeypatch.setattr(GraphDevice, "capture", noted_capture)
+    captured_all(runner)
+    assert seen == [("pass", False), ("pass", False), ("capture", True)] * 2
 
 
 def test_what_ranks_exchange_through_the_host_is_in_no_graph(checkpoint: Path) -> None:
@@ -229,6 +265,53 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
     assert device.num_replayed == 2
 
 
+def test_drafts_on_recurrent_states_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family, **QWEN3_NEXT[0].overrides)
+    with pytest.raises(
+        ValueError, match=r"num_speculative_tokens is 3, but Qwen3Next\w+ keeps recurrent states, which"
+    ):
+        runner_for(path, speculative_config={"num_speculative_tokens": 3})
+    shape = {"block_size": 16, "max_blocks": 4, "spare_block": 9, "spare_slot": 9}
+    assert GraphShape(**shape, have_states=True).query_len == 1
+    with pytest.raises(ValueError, match=r"to verify 2 drafts, but the model's recurrent states cannot take back"):
+        GraphShape(**shape, have_states=True, query_len=3)
+
+
+@pytest.mark.parametrize("kind", [HostDevice, DelayedDevice])
+def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: type[HostDevice]) -> None:
+    """Rows of three tokens, of which the first is on the device in two rows, and known in one."""
+    device = kind()
+    batch = InputBatch(max_num_seqs=4, max_model_len=64, block_size=16, vocab_size=160, seed=0)
+    seqs = sequences()
+    for slot, seq in enumerate(seqs):
+        seq.slot, seq.block_table = slot, [2 * slot, 2 * slot + 1]
+        batch._write(seq)
+    batch.reserve(np.array([0, 2]))
+    lengths = [len(seqs[0]) + 1, len(seqs[1]), len(seqs[2]) + 1]
+    for slot, length in enumerate(lengths):
+        batch._tokens[slot, length : length + 2] = [100 + slot, 110 + slot]
+    inputs = batch.step_inputs(
+        ScheduledBatch(
+            {seq.id: seq for seq in seqs},
+            [3, 3, 3],
+            9,
+            total_seqs_num=3,
+            total_seqs_num_decode=3,
+            context_lens=[length + 2 for length in lengths],
+        )
+    )
+    inputs = replace(inputs, query_len=3)
+    on_device = DeviceBatch(device, Uploads(device), 4)
+    on_device.last_tokens[:] = torch.tensor([70, 71, 72, 73, 0])
+    place = Place(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)
+    shape = GraphShape(block_size=16, max_blocks=4, spare_block=9, spare_slot=4, query_len=3)
+    padded = GraphRunner(device, CapturingBackend(), torch.add, (4,), shape).pad(inputs, 4)
+    known = seqs[1].token_ids[-1]
+    for step, size, more in ((inputs, 0, []), (padded, 4, [0, 0, 0])):
+        ids = on_device.assemble(step, batch.table_changes, place, size).input_ids
+        assert ids.tolist() == [70, 100, 110, known, 101, 111, 72, 102, 112, *more]
+
+
 def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], length: int) -> StepInputs:
     """As a proposer of drafts would have a step: the last tokens of each row, and as many contexts."""
     batch = runner.input_batch
@@ -251,6 +334,7 @@ def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], leng
         sampled_slots=none,
         last_tokens=none,
         unread_rows=none,
+        unread_tokens=none,
         sampling=batch._sampling.rows(none, none, batch._tokens),
         adapters=None,
         query_len=length,

@@ -15,12 +15,12 @@ from engine.sequence import Sequence
 from engine.step_limits import StepOutOfMemory
 from engine.worker import model_runner
 from engine.worker.step_launcher import StepLauncher
-from engine.worker.warm_up import WarmUpRow, warm_up_steps
+from engine.worker.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from models.attention.triton import TritonAttentionBackend
 from models.kernels.triton import configs
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
-from models.parallel import Collectives, TensorParallel
+from models.parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.test_graph_runner import GraphDevice
@@ -33,6 +33,7 @@ __all__ = ["triton_kernels"]
 pytestmark = requires_interpreter
 
 INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
+SIZES = StepSizes(max_num_batched_tokens=100, max_num_seqs=9, max_model_len=64)
 LIMITS = {"max_num_batched_tokens": 160, "max_num_seqs": 20, "max_model_len": 256}
 
 
@@ -104,7 +105,7 @@ def test_after_the_warm_up_a_varied_load_compiles_nothing(
 
 
 def test_the_warm_up_keeps_to_the_limits_of_a_step_and_meets_every_power_of_two() -> None:
-    steps = list(warm_up_steps(max_num_batched_tokens=100, max_num_seqs=9, max_model_len=64))
+    steps = list(warm_up_steps(SIZES))
     for rows, num_decodes in steps:
         assert len(rows) <= 9
         assert sum(row.tokens for row in rows) <= 100
@@ -117,22 +118,33 @@ def test_the_warm_up_keeps_to_the_limits_of_a_step_and_meets_every_power_of_two(
     assert any(0 < decodes < len(rows) for rows, decodes in steps)
 
 
-def test_a_step_without_room_is_left_out_unless_other_ranks_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("parallel", [SINGLE_RANK, TensorParallel(1, 2, cast(Collectives, object()))])
+def test_steps_without_room_are_left_out_and_told_of_once(
+    parallel: TensorParallel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = runner_for(make_checkpoint(tmp_path, "qwen3"), **LIMITS)
-    runner.allocate_kv_cache(4)
     tried = []
 
-    def fails(rows: list[WarmUpRow], num_decodes: int) -> None:
-        tried.append(rows)
-        raise StepOutOfMemory("no memory")
+    def run(step: WarmUpStep) -> None:
+        tried.append(step)
+        if len(step.rows) > 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
 
-    monkeypatch.setattr(runner, "_dummy_step", fails)
-    runner._compile_kernels()
-    assert len(tried) > 1
-    runner.parallel = TensorParallel(0, 2, cast(Collectives, object()))
-    tried.clear()
-    with pytest.raises(StepOutOfMemory):
-        runner._compile_kernels()
+    compile_kernels(SIZES, run, parallel)
+    assert tried == list(warm_up_steps(SIZES))
+    [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    left_out = sum(len(step.rows) > 1 for step in tried)
+    assert told.startswith(f"{left_out} of {len(tried)} steps of the warm-up were left out")
+    assert told.endswith("the GPU ran out of memory: 2.50 GiB more were asked for")
+
+
+def test_a_step_without_room_ends_the_start_of_replicas_that_wait_for_it() -> None:
+    tried = []
+
+    def run(step: WarmUpStep) -> None:
+        tried.append(step)
+        raise torch.OutOfMemoryError("Tried to allocate 2.50 GiB")
+
+    experts = ExpertParallel(0, 2, cast(Exchange, object()))
+    with pytest.raises(StepOutOfMemory, match=r"2\.50 GiB"):
+        compile_kernels(SIZES, run, TensorParallel(experts=experts))
     assert len(tried) == 1

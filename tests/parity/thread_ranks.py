@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +51,8 @@ class Meeting:
 class ThreadCollectives:
     """See `models.parallel.Collectives`."""
 
+    are_captured = True
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
@@ -63,6 +66,10 @@ class ThreadCollectives:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = self._meeting.bring(self._rank, x)
         return torch.cat(parts, -1) if self._rank == 0 else x
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See `Collectives`."""
+        return nullcontext()
 
 
 class ThreadExchange(AllToAllExchange):

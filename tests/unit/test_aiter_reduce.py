@@ -1,6 +1,8 @@
 """Sums over ranks by `aiter`: they are tried out among processes of all ranks, and used where all find them right."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,20 @@ __all__ = ["library"]
 
 CPU = torch.device("cpu")
 FILE = "dist/device_communicators/custom_all_reduce.py"
+
+
+class FakeSum:
+    """Leaves sums of three to others."""
+
+    is_capturing = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if len(x) == 3 else 2 * x
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.is_capturing = True
+        yield
 
 
 def tried_out(store: Path) -> list[str | None]:
@@ -67,7 +83,9 @@ def test_all_ranks_leave_sums_to_rccl_where_one_found_them_wrong(
 @pytest.mark.usefixtures("library")
 def test_a_sum_that_the_library_does_not_take_is_another_s() -> None:
     bindings.bind("all_reduce")
-    found = SimpleNamespace(disabled=False, custom_all_reduce=lambda x: None if len(x) > 4 else 2 * x)
+    found = SimpleNamespace(
+        disabled=False, custom_all_reduce=lambda x: None if len(x) > 4 else 2 * x, capture=nullcontext
+    )
     bindings._bound["CustomAllreduce"] = lambda *_, **__: found
     fast = reduce.FastSum(SimpleNamespace(), CPU)
     x = torch.ones(4, dtype=torch.bfloat16)
@@ -79,14 +97,80 @@ def test_a_sum_that_the_library_does_not_take_is_another_s() -> None:
         reduce.FastSum(SimpleNamespace(), CPU)
 
 
+def test_a_release_whose_sums_cannot_be_in_a_graph_is_not_used() -> None:
+    bindings._bound["CustomAllreduce"] = lambda *_, **__: SimpleNamespace(disabled=False)
+    try:
+        with pytest.raises(RuntimeError, match="sums of this release cannot be in graphs"):
+            reduce.FastSum(SimpleNamespace(), CPU)
+    finally:
+        bindings.forget()
+
+
+@pytest.mark.usefixtures("library")
+def test_ranks_tell_each_other_of_a_graph_s_sums_only_where_all_have_it(caplog: pytest.LogCaptureFixture) -> None:
+    bindings.bind("all_reduce")
+    told = []
+
+    class Sums:
+        disabled = False
+
+        def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+            return None if self.disabled else 2 * x
+
+        @contextmanager
+        def capture(self) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                if not self.disabled:
+                    told.append("told")
+
+    bindings._bound["CustomAllreduce"] = lambda *_, **__: Sums()
+    fast = reduce.FastSum(SimpleNamespace(), CPU)
+    x = torch.ones(4, dtype=torch.bfloat16)
+    with fast.capturing():
+        assert told == []
+    assert told == ["told"]
+    assert fast(x) is not None
+    failure = RuntimeError("another rank failed to")
+    with pytest.raises(RuntimeError) as raised, fast.capturing():
+        raise failure
+    assert raised.value is failure
+    assert told == ["told"]
+    assert fast(x) is None
+    assert "all_reduce by RCCL (not aiter: a graph of its sums was not captured)" in caplog.text
+
+
+@pytest.mark.usefixtures("library")
+def test_a_graph_whose_sums_the_library_cannot_tell_of_fails_in_a_sentence() -> None:
+    bindings.bind("all_reduce")
+    # As of a group of two, of which this rank is both and has told of other sums.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.get_world_size", lambda group: 2)
+        patch.setattr("torch.distributed.all_gather", lambda told, own, group: told[1].copy_(own))
+        fast = reduce.FastSum(SimpleNamespace(), CPU)
+        x = torch.ones(4, dtype=torch.bfloat16)
+        with (
+            pytest.raises(
+                RuntimeError, match="aiter's sums cannot be in a graph: AssertionError: ranks captured other"
+            ),
+            fast.capturing(),
+        ):
+            assert torch.equal(fast(x), torch.zeros(4)), "nothing runs while a graph is captured"
+
+
 def test_a_group_takes_the_fast_sum_and_else_the_slow_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     group = ProcessGroupCollectives(0, 2, CPU, Meeting(f"file://{tmp_path}/store", 1.0))
     slow: list[torch.Tensor] = []
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: slow.append(x))
     x = torch.ones(3)
     assert group.all_reduce(x) is x
-    group._fast_sum = lambda x: None if len(x) == 3 else 2 * x
+    with group.capturing():
+        """RCCL's sums need nothing."""
+    group._fast_sum = FakeSum()
     assert group.all_reduce(x) is x
     assert torch.equal(group.all_reduce(torch.ones(4)), torch.full((4,), 2.0))
     assert len(slow) == 2
+    with group.capturing():
+        assert group._fast_sum.is_capturing
     assert not aiter.takes("all_reduce")

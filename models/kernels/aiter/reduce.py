@@ -8,7 +8,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class FastSum:
         self._custom = library.function("CustomAllreduce")(group, device, max_size=_MOST_BYTES)
         if self._custom.disabled:
             raise RuntimeError("the library has none for these GPUs")
+        if not hasattr(self._custom, "capture"):
+            raise RuntimeError("sums of this release cannot be in graphs")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The sum of all ranks' `x`; None where it is another's, on all ranks alike."""
@@ -44,6 +47,30 @@ class FastSum:
             return None
         summed: torch.Tensor | None = self._custom.custom_all_reduce(x)
         return summed
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See `Collectives`. At its end the ranks tell each other what memory the graph's sums read.
+
+        Left by an exception they do not, and all sums from here on are RCCL's. Raises `RuntimeError` where the library
+        cannot tell.
+        """
+        failure: BaseException | None = None
+        try:
+            with self._custom.capture():
+                try:
+                    yield
+                except BaseException as error:
+                    # Of a graph that not all ranks have, they would tell of memory that is nobody's.
+                    self._custom.disabled = True
+                    failure = error
+                    _log.warning("all_reduce by RCCL (not aiter: a graph of its sums was not captured)")
+                    raise
+        # A library that is broken may raise anything.
+        except Exception as error:
+            if error is failure:
+                raise
+            raise RuntimeError(f"aiter's sums cannot be in a graph: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Give its memory back."""
@@ -106,7 +133,10 @@ def report(rank: int, size: int, device: str, store: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     library.bind("all_reduce")
-    reason = _wrong(FastSum(group, on), rank, size, on)
+    fast = FastSum(group, on)
+    # Both, whatever the first says: the other ranks make them too.
+    reasons = _wrong(fast, rank, size, on), _wrong_in_graph(fast, rank, size, on)
+    reason = reasons[0] or reasons[1]
     if reason is not None:
         sys.stderr.write(reason)
         sys.stderr.flush()
@@ -123,11 +153,32 @@ def _wrong(fast: FastSum, rank: int, size: int, device: torch.device) -> str | N
 
 def _wrong_sum(fast: FastSum, rank: int, size: int, device: torch.device, elements: int, shift: int) -> str | None:
     places = torch.arange(elements, device=device) % 7 + shift
-    summed = fast((places * (rank + 1)).to(torch.bfloat16))
+    return _off(fast((places * (rank + 1)).to(torch.bfloat16)), places, size)
+
+
+def _wrong_in_graph(fast: FastSum, rank: int, size: int, device: torch.device) -> str | None:
+    """What is wrong with a sum that a graph replays, of other numbers than it was captured with."""
+    places = torch.arange(_SIZES[1], device=device) % 7
+    given = torch.zeros_like(places, dtype=torch.bfloat16)
+    if device.type == "cpu":  # A graph is the call itself.
+        with fast.capturing():
+            fast(given)
+        given.copy_(places * (rank + 1))
+        return _off(fast(given), places, size, " in a graph")
+    graph = torch.cuda.CUDAGraph()
+    with fast.capturing(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        summed = fast(given)
+    given.copy_(places * (rank + 1))
+    graph.replay()
+    return _off(summed, places, size, " in a graph")
+
+
+def _off(summed: torch.Tensor | None, places: torch.Tensor, size: int, where: str = "") -> str | None:
+    """What is wrong with the ranks' sum of `places` times their number from 1."""
     if summed is None:
-        return f"it left a sum of {elements} elements to others"
+        return f"it left a sum of {len(places)} elements{where} to others"
     expected = places * (size * (size + 1) // 2)
     error = (summed.float() - expected).abs().max().item()
     if error <= 0.01 * expected.max().item():
         return None
-    return f"its sum of {elements} elements over {size} ranks is off by {error:.3g}"
+    return f"its sum of {len(places)} elements{where} over {size} ranks is off by {error:.3g}"

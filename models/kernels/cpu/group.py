@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -77,3 +78,7 @@ class SharedMemoryCollectives:
         ):
             self.check()
         return x if whole is None else whole
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """See `Collectives`: no graph has them."""
+        return nullcontext()

@@ -1,0 +1,209 @@
+"""What graphs leave of a GPU's memory: a size that would take from steps is left out, by all ranks where by one."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import Config
+from engine.worker import graph_runner
+from engine.worker.device import Graph
+from engine.worker.graph_memory import GraphMemory
+from engine.worker.model_runner import ModelRunner
+from engine.worker.shard_runner import ShardRunner
+from engine.worker.step_launcher import StepLauncher
+from engine.worker.warm_up import StepSizes, compile_kernels
+from models.model_config import read_checkpoint_config
+from models.parallel import SINGLE_RANK, TensorParallel
+from tests.parity.ahead import answers, waiting
+from tests.parity.capturing_backend import CapturingBackend
+from tests.parity.test_deferred_output import sequences
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
+from tests.parity.thread_ranks import at_once, thread_ranks
+
+__all__ = ["checkpoint", "prompts"]
+
+MIB = 1 << 20
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+
+class FakeMemory:
+    """1024 MiB, of which the model and its cache take 600."""
+
+    def __init__(self) -> None:
+        self.used, self.top, self.graphs = 600 * MIB, 900 * MIB, 0
+
+    def run(self, num_bytes: int) -> None:
+        """Something takes so much for a while."""
+        self.top = max(self.top, self.used + num_bytes)
+
+    def total(self) -> int:
+        return 1024 * MIB
+
+    def free(self) -> int:
+        return self.total() - self.used - self.graphs
+
+    def held(self) -> int:
+        return self.used + self.graphs
+
+    def in_use(self) -> int:
+        return self.used
+
+    def peak(self) -> int:
+        return self.top
+
+    def reset_peak(self) -> None:
+        self.top = self.used
+
+
+@pytest.mark.parametrize(
+    ("graphs", "told"),
+    [
+        # What each pass takes, and what its graph then takes, in MiB. 424 are free, of which steps are to have 356.
+        ([(69, 0), (68, 60), (60, 1), (50, 1), (40, 2)], [False, True, True, True, True]),
+        # The second is to find all in the pool; the third may take what the second took after all.
+        ([(30, 30), (29, 20), (28, 10), (27, 9)], [True, True, False, False]),
+        ([(68, 69), (1, 0)], [True, False]),
+    ],
+)
+def test_a_graph_is_captured_where_it_leaves_steps_their_memory(
+    graphs: list[tuple[int, int]], told: list[bool]
+) -> None:
+    memory = FakeMemory()
+    room = GraphMemory(memory)
+    memory.run(100 * MIB)  # The largest step of the start.
+    found = []
+    for of_pass, taken in graphs:
+        room.begin()
+        memory.run(of_pass * MIB)
+        shortage = room.shortage()
+        found.append(shortage is None)
+        if shortage is None:
+            memory.graphs += taken * MIB
+            room.note_graph()
+    assert found == told
+
+
+def test_a_shortage_is_told_with_its_figures() -> None:
+    memory = FakeMemory()
+    room = GraphMemory(memory)
+    memory.run(100 * MIB)
+    room.begin()
+    memory.run(69 * MIB)
+    assert room.shortage() == "it may take 0.07 GiB, and of 0.41 GiB that are free steps need 0.35 GiB"
+
+
+def test_sizes_that_would_take_from_steps_run_eagerly(
+    checkpoint: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
+    expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:12])))
+    device = GraphDevice()
+    memory = device.memory = FakeMemory()
+    runner = rank_of(checkpoint, SINGLE_RANK, device)
+    forward = runner.model.forward  # type: ignore[attr-defined]
+
+    def measured(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        memory.run(40 * MIB * len(input_ids))
+        return forward(input_ids, positions)
+
+    runner.model.forward = measured  # type: ignore[attr-defined]
+    assert runner.graphs is not None
+    assert runner.graphs.capture_next()
+    assert runner.graphs.captured_sizes == []
+    assert answers(waiting(runner, sequences(prompts[:12]))) == expected
+    # Of 424 MiB 256 are kept, and 4 rows take 160.
+    assert runner.graphs.captured_sizes == [1, 2, 4]
+    assert device.num_replayed > 0
+    told = [record.message for record in caplog.records if "finds no memory" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("Decodes of 8 rows run eagerly")
+    assert "lower gpu_memory_utilization" in told[0]
+
+
+def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelRunner:
+    """A rank, alone or of several, whose graphs may be of 8, 4, 2 and 1 rows."""
+    sizes = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
+    config = Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=64, compilation_config=sizes)
+    kind = ShardRunner if parallel.size > 1 else ModelRunner
+    model_config = read_checkpoint_config(path, "auto")
+    cpu = torch.device("cpu")
+    runner = kind(config, path, model_config, cpu, torch.float32, parallel, backend=CapturingBackend())
+    runner.load()
+    runner.launcher = StepLauncher(runner, device, config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    return runner
+
+
+def break_pass(runner: ModelRunner, rows: int, error: RuntimeError) -> None:
+    """Have a pass of so many tokens fail behind its first sum."""
+    forward = runner.model.forward  # type: ignore[attr-defined]
+
+    def broken(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if len(input_ids) == rows:
+            runner.parallel.all_reduce(torch.zeros(1, 4))
+            raise error
+        return forward(input_ids, positions)
+
+    runner.model.forward = broken  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "rows", "left"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), 8, [1, 2, 4]),
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), 4, [1, 2, 8]),
+        (RuntimeError("division by cucumber"), 4, [8]),
+    ],
+)
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_pass_that_fails_on_one_rank_leaves_no_other_waiting(
+    checkpoint: Path, guilty: int, error: RuntimeError, rows: int, left: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def captured(parallel: TensorParallel) -> list[int]:
+        runner = rank_of(checkpoint, parallel, GraphDevice())
+        if parallel.rank == guilty:
+            break_pass(runner, rows, error)
+        assert runner.graphs is not None
+        while runner.graphs.capture_next():
+            pass
+        return runner.graphs.captured_sizes
+
+    assert at_once([partial(captured, parallel) for parallel in thread_ranks(2)[0]]) == [left, left]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
+def test_a_capture_that_fails_on_one_rank_is_dropped_by_all(checkpoint: Path) -> None:
+    class Broken(GraphDevice):
+        def capture(self, run: Callable[[], None]) -> Graph:
+            if self.num_captured == 2:
+                raise RuntimeError("division by cucumber")
+            return super().capture(run)
+
+    def captured(parallel: TensorParallel) -> list[int]:
+        runner = rank_of(checkpoint, parallel, Broken() if parallel.rank else GraphDevice())
+        assert runner.graphs is not None
+        while runner.graphs.capture_next():
+            pass
+        return runner.graphs.captured_sizes
+
+    assert at_once([partial(captured, parallel) for parallel in thread_ranks(2)[0]]) == [[4, 8], [4, 8]]
+
+
+def test_a_warm_up_step_that_one_rank_has_no_memory_for_leaves_no_other_waiting(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warmed(parallel: TensorParallel) -> int:
+        runner = rank_of(checkpoint, parallel, GraphDevice())
+        if parallel.rank:
+            break_pass(runner, 8, torch.OutOfMemoryError(OUT_OF_MEMORY))
+        compile_kernels(StepSizes(16, 4, 64), runner._dummy_step, parallel)
+        # They still find each other.
+        return int(parallel.all_reduce(torch.ones(1, 1)).item())
+
+    assert at_once([partial(warmed, parallel) for parallel in thread_ranks(2)[0]]) == [2, 2]
+    [told] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith("1 of ")
