@@ -51,8 +51,15 @@ def _by(kind: str, where: str, replica: int) -> list[float]:
 
     torch.set_num_threads(1)
     if kind == "gloo":
-        device = torch.device("cpu")
-        world = ReplicaWorld(replica, 2, 0, 1, device, Path(where), 60.0)
+        world = ReplicaWorld(
+            replica=replica,
+            num_replicas=2,
+            rank=0,
+            size=1,
+            device=torch.device("cpu"),
+            store=Path(where),
+            timeout=60.0,
+        )
         world.join()
         return _exchanges(world, replica)
     library = runtime.start(1)

@@ -28,7 +28,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.worker.curve import Doorkeeper
 from engine.worker.input_batch import InputBatch
-from engine.worker.rank_messages import RankLaunch, SharedMemory, StepAddress
+from engine.worker.rank_messages import SharedMemory, StepAddress
 from engine.worker.rank_places import EndTaker, StepWriter
 from engine.worker.step_ends import StepEnds
 from engine.worker.step_message import decode_step, encode_step, rank_batch
@@ -37,8 +37,8 @@ from engine.worker.step_socket import StepSocket
 from engine.worker.told_steps import ToldSteps, open_steps
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.kernels.cpu.library import load_library
-from models.meeting import Meeting
 from models.process_group import ProcessGroupCollectives
+from models.rendezvous import Rendezvous
 
 _MODULE = "benchmarks.parallel"
 BLOCK_SIZE = 16
@@ -166,7 +166,7 @@ def _reduce_seconds(reduce: Callable[[torch.Tensor], torch.Tensor]) -> list[floa
 
 
 def _by_gloo(rank: int, store: str) -> list[float]:
-    group = ProcessGroupCollectives(rank, 2, torch.device("cpu"), Meeting(Path(store).as_uri(), 60.0))
+    group = ProcessGroupCollectives(rank, 2, torch.device("cpu"), Rendezvous(Path(store).as_uri(), 60.0))
     group.join()
     times = _reduce_seconds(group.all_reduce)
     group.close()
@@ -272,17 +272,13 @@ def run() -> Table:
     )
 
 
-def _launch(steps: SharedMemory | StepAddress) -> RankLaunch:
-    """Of the second rank of two, as far as steps need one."""
-    return RankLaunch("", 0, 1, 2, 1, 2, "", "", "", 0, steps, None)
-
-
 def _be_other_rank(arguments: list[str]) -> None:
     match arguments:
         case ["follow", "memory", ring, ends, num_rows]:
-            _follow(open_steps(_launch(SharedMemory(int(ring), int(ends), -1))), int(num_rows))
+            _follow(open_steps(SharedMemory(int(ring), int(ends)), 1, 2), int(num_rows))
         case ["follow", "tcp", address, *keys, num_rows]:
-            _follow(open_steps(_launch(StepAddress(address, *(key.encode() for key in keys)))), int(num_rows))
+            steps = StepAddress(address, *(key.encode() for key in keys))
+            _follow(open_steps(steps, 1, 2), int(num_rows))
         case ["gloo", store]:
             _by_gloo(1, store)
         case ["shared", descriptor]:

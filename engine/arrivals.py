@@ -1,12 +1,13 @@
 """`Arrivals`: how many meetings each replica in lockstep has come to, in memory that all of them and their parent map.
 
-Written by the ranks that have the same place in their replicas, by exchange.c or here; read by `Meeting` when replicas
+Written by the ranks that have the same place in their replicas, by exchange.c or here; read by `Seats` when replicas
 have stalled: those that came to fewer are who the others wait for. No torch here.
 """
 
 import mmap
-import os
 import struct
+
+from engine.anonymous_file import anonymous_file
 
 _LINE = 64
 """Bytes of a replica's part; the first is nobody's. As in exchange.c."""
@@ -24,9 +25,7 @@ class Arrivals:
     @staticmethod
     def create(num_replicas: int) -> int:
         """A descriptor of a file that no directory names, long enough for this. Ranks share more in it, behind."""
-        descriptor = os.memfd_create("kaon-replicas")
-        os.truncate(descriptor, _LINE * (1 + num_replicas))
-        return descriptor
+        return anonymous_file("kaon-replicas", _LINE * (1 + num_replicas))
 
     def note(self, replica: int) -> None:
         """It has come to a further one."""

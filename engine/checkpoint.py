@@ -6,7 +6,7 @@ Called by the server, by `LLMEngine` and by the engine core.
 from pathlib import Path
 
 from models.demo import CHECKPOINT_DIR
-from models.errors import CheckpointError
+from models.errors import CheckpointError, first_line
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken")
 """Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
@@ -66,9 +66,5 @@ def _download(model: str, revision: str | None) -> Path:
             "the hub cannot be reached and the local cache does not hold it; check the network, or give a directory"
         )
     except (HfHubHTTPError, OSError) as error:
-        reason = f"the download failed ({_first_line(error)}); try again, or give a directory"
+        reason = f"the download failed ({first_line(error)}); try again, or give a directory"
     raise CheckpointError(f"model is {model}: no such directory, and as a hub id {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

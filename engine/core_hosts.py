@@ -26,6 +26,7 @@ from engine.replica_places import ReplicaPlace, deal_out
 from engine.worker.curve import Doorkeeper, endpoint, listen, resolve
 from engine.worker.host_messages import LaunchCore
 from engine.worker.host_router import HostRouter
+from engine.worker.shard import HostShare
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +66,13 @@ class CoreHosts:
                         socket = listen(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
                         self._cores[replica] = CorePlace(place.node, self.joining, calling, socket)
                 nodes = sorted({core.node for core in self._cores.values()})
-                timeout = config.parallel_config.rank_start_timeout
                 self._router = HostRouter(
-                    context, self.joining, keys.core, None, {node: [] for node in nodes}, timeout
+                    context,
+                    self.joining,
+                    keys.core,
+                    ground=None,
+                    nodes={node: [] for node in nodes},
+                    timeout=config.parallel_config.rank_start_timeout,
                 )
             except OSError as error:
                 raise ValueError(str(error)) from error
@@ -98,13 +103,11 @@ class CoreHosts:
         is_first = replica not in self._begun
         self._begun.add(replica)
         launch = LaunchCore(
-            next(self._numbers),
-            replica,
-            self.places[replica].place,
-            self.places[replica].places,
-            num_kvcache_blocks,
-            is_first,
-            CoreAddress(place.calling, uuid.uuid4().hex, self._pair.public, *pair),
+            core=next(self._numbers),
+            share=HostShare(replica, self.places[replica].place, self.places[replica].places),
+            num_kvcache_blocks=num_kvcache_blocks,
+            is_first=is_first,
+            front_end=CoreAddress(place.calling, uuid.uuid4().hex, self._pair.public, *pair),
         )
         timeout = self._config.parallel_config.rank_start_timeout
         core = RemoteCore(launch, place, name, time.monotonic() + timeout if is_first else math.inf)
@@ -112,7 +115,7 @@ class CoreHosts:
         return core
 
     def part(self, why: str) -> None:
-        """There will be no other core: have the hosts end as well, at `close`; `why` is "" at an orderly end."""
+        """There will be no other core: have the hosts end as well. `why` is "" at an orderly end."""
         self._router.part(why)
 
     def close(self) -> None:

@@ -15,12 +15,13 @@ import msgspec
 
 from engine.config import Config
 from engine.core_wait import CoreWait
-from engine.meeting import Meeting
 from engine.messages import AddRequest, Failed, Ready, StepOutputs
 from engine.placement import Placement
 from engine.replica import Replica
 from engine.replica_places import deal_out
+from engine.seats import Seats
 from engine.worker.memory import available_host_memory
+from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:
     from engine.core_hosts import CoreHosts
@@ -61,13 +62,13 @@ class CoreManager:
         self._hosts = _other_hosts(config)
         places = deal_out(size, 1) if self._hosts is None else self._hosts.places
         available = available_host_memory() // places[0].places if size > 1 else None
-        self._meeting = _meeting(config)
+        self._seats = _seats(config)
         self._replicas: list[Replica] = []
         try:
             for number in range(size):
-                place = places[number].place, places[number].places
+                share = HostShare(number, places[number].place, places[number].places, available)
                 self._replicas.append(
-                    Replica(config, self, self._inbox.append, number, available, self._meeting, place, self._hosts)
+                    Replica(config, self, self._inbox.append, share, seats=self._seats, hosts=self._hosts)
                 )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
@@ -258,8 +259,8 @@ class CoreManager:
 
     def _close_places(self, why: str) -> None:
         """No other core will be started; `why` is "" at an orderly end."""
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._seats is not None:
+            self._seats.close()
         if self._hosts is not None:
             self._hosts.part(why)
             self._hosts.close()
@@ -293,10 +294,10 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
     return CoreHosts.of(config)
 
 
-def _meeting(config: Config) -> Meeting | None:
+def _seats(config: Config) -> Seats | None:
     """Where the replicas compute in lockstep."""
     parallel = config.parallel_config
-    return Meeting(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
+    return Seats(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:

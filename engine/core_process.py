@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -24,15 +23,20 @@ import zmq
 from engine.config import Config
 from engine.core_wires import LocalWire
 from engine.flight_record import FlightRecord
-from engine.lifetime import family, stopped_process
-from engine.meeting import Seat
+from engine.lifetime import ENDED, REMOVED, family, stopped_process, wait_or_kill
 from engine.messages import Failed
+from engine.seats import Seat
+from engine.worker.shard import HostShare
+from models.child_environment import own_code
 
 CORE_MODULE = "engine.engine_core"
 """What the process runs."""
 
 LOST_FRONT_END = 69
 """Exit code of a core that did not reach its front end, or lost it; sysexits.h has it for a missing service."""
+
+_FAREWELL_SECONDS = 5.0
+"""For a core to part from hosts that have ranks of it, also while what it imports keeps Python from running."""
 
 _MAX_SOCKET_PATH = 107
 """Bytes that a unix socket's address holds."""
@@ -62,15 +66,10 @@ class Launch(msgspec.Struct, frozen=True):
     """Descriptor of its `FlightRecord`."""
     cpus: list[int]
     """Those that the process may use. Its parent keeps off the ones that the first core took."""
-    replica: int = 0
-    """Which of the data-parallel replicas it is."""
+    share: HostShare = HostShare()
+    """Its replica's."""
     seat: Seat | None = None
     """Among replicas that compute in lockstep."""
-    available_bytes: int | None = None
-    """Of the host's memory, for this replica's weights; None: what is available when they are loaded."""
-    place: int = 0
-    places: int = 1
-    """See `HostShare`."""
     front_end: CoreAddress | None = None
     """Where the core calls; None: at the two addresses below, on this host."""
 
@@ -95,33 +94,29 @@ class CoreProcess:
     def __init__(
         self,
         config: Config,
-        replica: int = 0,
+        share: HostShare = HostShare(),  # noqa: B008, immutable
+        *,
         cpus: Collection[int] | None = None,
-        available_bytes: int | None = None,
         seat: Seat | None = None,
-        place: tuple[int, int] = (0, 1),
         front_end: CoreAddress | None = None,
     ) -> None:
         """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path.
 
-        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none. `place` among the
-        replicas of this host, and how many these are.
+        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none.
         """
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
+        self._has_remote_ranks = config.parallel_config.has_remote_ranks
         self.flight_record = FlightRecord(self._record_descriptor)
         """Stays readable when the process is gone."""
         self.launch = Launch(
-            name=f"kaon-engine-{replica}",
+            name=f"kaon-engine-{share.replica}",
             config=config.model_dump_json(),
             directory=tempfile.mkdtemp(prefix="kaon-"),
             started=time.monotonic(),
             flight_record=self._record_descriptor,
             cpus=sorted(os.sched_getaffinity(0) if cpus is None else cpus),
-            replica=replica,
-            available_bytes=available_bytes,
+            share=share,
             seat=seat,
-            place=place[0],
-            places=place[1],
             front_end=front_end,
         )
         longest = self.launch.output_address.removeprefix("ipc://")
@@ -143,15 +138,13 @@ class CoreProcess:
         """See `CoreHandle`. A process group of its own keeps the terminal's Ctrl-C from it."""
         # The kernel takes the starting thread's end for its process'.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
-        root = str(Path(__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        # The name is for people who read `ps`; -P and the path make it the parent's own code, whatever the directory.
+        # The name is for people who read `ps`.
         seat = self.launch.seat
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
             pass_fds=(self._record_descriptor, *(() if seat is None else seat.memory)),
-            env={**os.environ, "PYTHONPATH": path},
+            env=own_code(),
             process_group=0,
         )
         self._close_theirs()
@@ -169,7 +162,7 @@ class CoreProcess:
         self._remove_directory()
         if self._starter_lives_on:
             with contextlib.suppress(BrokenPipeError):
-                self.lifeline.sendall(b"\n")
+                self.lifeline.sendall(REMOVED)
 
     @property
     def is_gone(self) -> bool:
@@ -212,15 +205,18 @@ class CoreProcess:
             self._process.send_signal(number)
 
     def stop(self, timeout: float) -> None:
-        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and leave nothing of it behind."""
+        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and leave nothing of it behind.
+
+        One that has ranks on other hosts is given the time to tell them.
+        """
         self._close_theirs()
+        if self._has_remote_ranks:
+            timeout = max(timeout, _FAREWELL_SECONDS)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.lifeline.sendall(ENDED)
         self.lifeline.close()
         if self._process is not None:
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process, timeout)
         self._remove_directory()
 
     def _close_theirs(self) -> None:

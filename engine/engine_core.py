@@ -28,7 +28,6 @@ from engine.deferred_steps import DeferredSteps, LaunchingRunner
 from engine.flight_record import FlightRecord
 from engine.isolation import FailedStep, Isolation
 from engine.lifetime import begin_child, end_with_parent, name_process
-from engine.meeting import Seat
 from engine.messages import (
     AbortRequests,
     Failed,
@@ -42,6 +41,7 @@ from engine.messages import (
 from engine.replica_links import PEER_END_SECONDS, MeetingError, PeerGoneError, ReplicaLinks
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.seats import Seat
 from engine.sequence import Sequence
 from engine.step_limits import StepOutOfMemory
 from engine.structured.matchers import Matchers
@@ -307,13 +307,20 @@ def main() -> NoReturn:
     with contextlib.suppress(OSError):  # The system may have taken them from all of us.
         os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
-    end_with_parent(lifeline, launch.directory, *([] if launch.seat is None else [launch.seat.directory]))
+    ranks: list[AsyncIOProcManager] = []
+
+    def part() -> None:
+        for each in ranks:
+            each.part()
+
+    meeting_place = [] if launch.seat is None else [launch.seat.directory]
+    end_with_parent(lifeline, launch.directory, *meeting_place, on_ended=part)
     config = Config.model_validate_json(launch.config)
     logging.basicConfig(
         level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
     )
     sockets = _open_sockets(config, launch)
-    failure = _run(config, launch, sockets)
+    failure = _run(config, launch, sockets, ranks)
     if failure is not None:
         sockets.output_queue.put(failure)
     sockets.close()
@@ -356,25 +363,27 @@ def _fail(
     os._exit(1)
 
 
-def _run(config: Config, launch: Launch, sockets: CoreSockets) -> Failed | None:
-    """Load the model and serve it until told to stop; what went wrong, if anything did."""
+def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: list[AsyncIOProcManager]) -> Failed | None:
+    """Load the model and serve it until told to stop; what went wrong, if anything did.
+
+    `ranks` is given the manager of the ranks behind the first, once they are started.
+    """
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)
     os.close(launch.flight_record)
-    share = HostShare(launch.replica, launch.place, launch.places, launch.available_bytes)
     with ExitStack() as ends:
-        started: list[AsyncIOProcManager] = []
 
         def start_ranks(path: Path) -> AsyncIOProcManager:
-            ranks = AsyncIOProcManager(config, launch.directory, partial(_fail, sockets), path, launch.seat, share)
-            ends.callback(ranks.close)
-            started.append(ranks)
-            return ranks
+            fail = partial(_fail, sockets)
+            manager = AsyncIOProcManager(config, launch.directory, fail, path, seat=launch.seat, share=launch.share)
+            ends.callback(manager.close)
+            ranks.append(manager)
+            return manager
 
-        failure = _load_and_serve(config, launch.seat, share, sockets, phases, record, start_ranks)
+        failure = _load_and_serve(config, launch.seat, launch.share, sockets, phases, record, start_ranks)
         if failure is None or failure.usage:
-            for ranks in started:
-                ranks.part("" if failure is None else failure.error)
+            for each in ranks:
+                each.part("" if failure is None else failure.error)
         return failure
 
 

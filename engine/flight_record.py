@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Self
 
+from engine.anonymous_file import anonymous_file
+
 _WORD = 8
 
 
@@ -23,9 +25,7 @@ class FlightRecord:
     @staticmethod
     def create(max_sequences: int) -> int:
         """A descriptor of a new record for steps of at most so many sequences. No name of it is in any directory."""
-        descriptor = os.memfd_create("kaon-flight-record")
-        os.truncate(descriptor, (1 + max_sequences) * _WORD)
-        return descriptor
+        return anonymous_file("kaon-flight-record", (1 + max_sequences) * _WORD)
 
     @classmethod
     def of_its_own(cls, max_sequences: int) -> Self:

@@ -82,15 +82,11 @@ class HostedCores:
     def _start(self, launch: LaunchCore) -> CoreStarted | CoreEnded:
         # What requests are checked against holds on every host; the rest is as this one has it.
         config = self._config.model_copy(update={"num_kvcache_blocks": launch.num_kvcache_blocks})
-        available = available_host_memory() // launch.places if launch.is_first else None
+        share = launch.share
+        if launch.is_first:
+            share = share._replace(available_bytes=available_host_memory() // share.places)
         try:
-            core = CoreProcess(
-                config,
-                launch.replica,
-                available_bytes=available,
-                place=(launch.place, launch.places),
-                front_end=launch.front_end,
-            )
+            core = CoreProcess(config, share, front_end=launch.front_end)
             self._cores[launch.core] = core
             core.start()
         except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""How a child process is named, outlives Ctrl-C, and ends with its parent; which ones there are, and are stopped."""
+"""How a child process is named, outlives Ctrl-C, and ends with its parent, or by it; which ones there are."""
 
 import contextlib
 import ctypes
@@ -7,8 +7,11 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -41,16 +44,25 @@ def take_lifeline() -> socket.socket:
     return lifeline
 
 
-def end_with_parent(lifeline: socket.socket, *directories: str) -> None:
+REMOVED = b"\n"
+"""On a lifeline: the parent has removed the directories itself."""
+ENDED = b"."
+"""On a lifeline: the parent lives, and ends this process for good."""
+
+
+def end_with_parent(lifeline: socket.socket, *directories: str, on_ended: Callable[[], object] = lambda: None) -> None:
     """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it, and remove `directories`.
 
-    Runs in a thread of its own: the main one may be computing a long step. A byte on the lifeline says that the
-    parent has removed them itself: from then on the kernel may end this process, Python's help or not.
+    Runs in a thread of its own: the main one may be computing a long step. Once the parent has `REMOVED` them itself
+    the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`.
     """
 
     def watch() -> None:
-        while lifeline.recv(1):
-            end_with_parent_even_if_stuck()
+        while word := lifeline.recv(1):
+            if word == ENDED:
+                on_ended()
+            else:
+                end_with_parent_even_if_stuck()
         for directory in directories:
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
@@ -61,6 +73,15 @@ def end_with_parent(lifeline: socket.socket, *directories: str) -> None:
 def end_with_parent_even_if_stuck() -> None:
     """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:
+    """Wait for a child to end; after `timeout` seconds end it by SIGKILL."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def family(pid: int) -> list[int]:

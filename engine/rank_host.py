@@ -57,8 +57,7 @@ def host_of(config: Config, path: Path) -> "RankHost":
     parallel = config.parallel_config
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
     address = endpoint(parallel.master_addr, parallel.master_port)
-    ground = CommonGround.of(config, path)
-    return RankHost(parallel.node_rank, address, keys, ground, path, parallel.rank_start_timeout, config)
+    return RankHost(config, path, node=parallel.node_rank, address=address, keys=keys)
 
 
 class HostError(RuntimeError):
@@ -68,23 +67,16 @@ class HostError(RuntimeError):
 class RankHost:
     """The ranks or cores of one host. All calls come from one thread, with which these end."""
 
-    def __init__(
-        self,
-        node: int,
-        address: str,
-        keys: ClusterKeys,
-        ground: CommonGround,
-        path: Path,
-        timeout: float,
-        config: Config,
-    ) -> None:
-        """`address`: `tcp://` where this host joins. `path`: of the checkpoint here. `timeout`: seconds to join.
-
-        `config`: this host's, by which cores compute, and how many threads each rank has.
+    def __init__(self, config: Config, path: Path, *, node: int, address: str, keys: ClusterKeys) -> None:
+        """`config`: this host's, by which cores compute, and how many threads each rank has. `path`: of the checkpoint
+        here. `address`: `tcp://` where this host, of that number, joins. Raises `OSError` for a checkpoint that cannot
+        be read.
         """
         self.address = address
-        self._config = config
-        self._node, self._keys, self._ground, self._path, self._timeout = node, keys, ground, path, timeout
+        self._config, self._path = config, path
+        self._node, self._keys = node, keys
+        self._ground = CommonGround.of(config, path)
+        self._timeout = config.parallel_config.rank_start_timeout
         self._has_served = False
         """Whether a core was ready once, here or with these ranks."""
 
@@ -146,14 +138,10 @@ class RankHost:
     def _tell(self, core: "_Joined", rank: int, message: ToRank) -> None:
         if isinstance(message, RankLaunch):
             # As this host has it.
-            memory = available_host_memory() // message.local_size
+            shard = message.shard._replace(available_bytes=available_host_memory() // message.shard.local_size)
             threads = {"cpu_threads": self._config.cpu_threads}
-            config = Config.model_validate_json(message.config).model_copy(update=threads)
-            core.start(
-                msgspec.structs.replace(
-                    message, path=str(self._path), available_bytes=memory, config=config.model_dump_json()
-                )
-            )
+            config = Config.model_validate_json(message.config).model_copy(update=threads).model_dump_json()
+            core.start(msgspec.structs.replace(message, path=str(self._path), shard=shard, config=config))
         elif rank in core.procs:
             core.procs[rank].send(message)
 
@@ -197,12 +185,13 @@ class _Joined:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for proc in self.procs.values():
-            proc.close(_END_SECONDS)
-        self._cores.close()
+        # First, as its end tells that a farewell was heard.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+        for proc in self.procs.values():
+            proc.close(_END_SECONDS)
+        self._cores.close()
 
     def join(self, timeout: float, deadline: float, ground: CommonGround) -> None:
         """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
@@ -257,7 +246,7 @@ class _Joined:
 
     def start(self, launch: RankLaunch) -> None:
         """Run a rank."""
-        self.procs[launch.rank] = RankProc(launch, ())
+        self.procs[launch.shard.rank] = RankProc(launch, ())
 
     def forget(self, proc: RankProc) -> None:
         """A process is gone: tell the core how."""

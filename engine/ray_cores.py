@@ -5,9 +5,10 @@ another, wherever Ray has moved its place.
 """
 
 import logging
+import time
 import weakref
 from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.config import Config
 from engine.core_hosts import CoreHosts
@@ -19,7 +20,9 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 1.0, 30.0
-"""Until another actor is started: after the first that ended, and, doubled each time, at most."""
+"""Until another actor is started: after the first that ended, and, doubled each time, at most.
+
+One that ran for longer than the longest has ended that row."""
 
 
 class RayCores(CoreHosts):
@@ -56,20 +59,37 @@ class RayCores(CoreHosts):
 
 def _keep(cluster: RayCluster, replicas: range, joining: str, router: HostRouter, closing: Event) -> None:
     """Keep an actor at each place, until `closing`."""
-    running: dict[Any, int] = {cluster.serve(replica, joining): replica for replica in replicas}
-    wait, longest = _AGAIN_SECONDS
+    first, longest = _AGAIN_SECONDS
+    waits = dict.fromkeys(replicas, first)
+    running: dict[Any, _Running] = {}
+
+    def start(replica: int) -> None:
+        running[cluster.serve(replica, joining)] = _Running(replica, time.monotonic())
+
+    for replica in replicas:
+        start(replica)
     while not closing.is_set():
         ended, _ = cluster.wait(list(running), _LOOK_SECONDS)
         for served in ended:
             why = cluster.failure(served)
-            replica = running.pop(served)
-            if closing.wait(wait):
+            replica, since = running.pop(served)
+            if time.monotonic() - since > longest:
+                waits[replica] = first
+            if closing.wait(waits[replica]):
                 return
-            wait = min(2 * wait, longest)
+            waits[replica] = min(2 * waits[replica], longest)
             if why is not None:
                 _log.warning("the Ray actor of replica %d ended (%s); another is started", replica, why)
                 router.turn_away(replica, why)
-            running[cluster.serve(replica, joining)] = replica
+            start(replica)
+
+
+class _Running(NamedTuple):
+    """An actor."""
+
+    replica: int
+    since: float
+    """When it was asked for, on the monotonic clock."""
 
 
 def _leave(cluster: RayCluster, closing: Event, keeper: Thread) -> None:

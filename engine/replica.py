@@ -16,9 +16,10 @@ from engine.core_handle import CoreHandle
 from engine.core_link import CoreLink, core_name
 from engine.core_process import CoreProcess
 from engine.journal import Entry, Journal
-from engine.meeting import Meeting
 from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
+from engine.seats import Seats
 from engine.supervisor import Supervisor
+from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:
     from engine.core_hosts import CoreHosts
@@ -47,19 +48,17 @@ class Replica:
         config: Config,
         owner: Owner,
         deliver: Callable[[StepOutputs], object],
-        number: int = 0,
-        available_bytes: int | None = None,
-        meeting: Meeting | None = None,
-        place: tuple[int, int] = (0, 1),
-        hosts: "CoreHosts | None" = None,
+        share: HostShare,
+        *,
+        seats: Seats | None,
+        hosts: "CoreHosts | None",
     ) -> None:
         """Start its core and return at once; see `Supervisor`. `deliver` is called with the outputs of every step.
 
-        `available_bytes`: of the host's memory, for the weights of the first core, which loads beside the others'.
-        `meeting`: of the replicas that compute in lockstep. `place` among the replicas of its host, and how many these
-        are; `hosts`: where it may be another's.
+        The memory of its `share` is for the first core, which loads beside the others'. `seats`: of the replicas that
+        compute in lockstep; `hosts`: where it may be another's.
         """
-        self.number = number
+        self.number = share.replica
         self.ready: Ready | None = None
         """What its latest core said when it was ready to serve; None before the first."""
         self.deliver = deliver
@@ -69,13 +68,12 @@ class Replica:
         self.in_lockstep: Sequence[Replica] = (self,)
         """Those that compute in step, this one included: while one has work, all must show progress."""
         self._owner = owner
-        self._available_bytes = available_bytes
+        self._share = share
         # This process will keep off those that the core makes its own; the next core is to have them again.
         self._cpus = os.sched_getaffinity(0)
-        self._meeting = meeting
-        self._place = place
-        self._hosts = hosts if hosts is not None and hosts.runs(number) else None
-        self.supervisor = Supervisor(config, self, core_name(config, number))
+        self._seats = seats
+        self._hosts = hosts if hosts is not None and hosts.runs(self.number) else None
+        self.supervisor = Supervisor(config, self, core_name(config, self.number))
 
     @property
     def is_serving(self) -> bool:
@@ -141,9 +139,9 @@ class Replica:
         if self._hosts is not None:
             core = self._hosts.core(self.number, name, config.num_kvcache_blocks)
         else:
-            available_bytes, self._available_bytes = self._available_bytes, None
-            seat = None if self._meeting is None else self._meeting.seat(self.number)
-            core = CoreProcess(config, self.number, self._cpus, available_bytes, seat, self._place)
+            share, self._share = self._share, self._share._replace(available_bytes=None)
+            seat = None if self._seats is None else self._seats.give(self.number)
+            core = CoreProcess(config, share, cpus=self._cpus, seat=seat)
         return CoreLink(core, context, name)
 
     @property
@@ -159,7 +157,7 @@ class Replica:
     @property
     def is_held_up(self) -> bool:
         """Whether the core waits for those of other replicas, and none for it."""
-        return self._meeting is not None and self._meeting.is_held_up(self.number)
+        return self._seats is not None and self._seats.is_held_up(self.number)
 
     def on_step(self, step: StepOutputs) -> None:
         """Write down what the core tells of a step, and deliver it."""

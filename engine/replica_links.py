@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from select import POLLIN, poll
 from threading import Event, Thread
 
-from engine.meeting import Seat
+from engine.seats import Seat
 
 PEER_END_SECONDS = 1.0
 """Within which the end of another core is known, after something failed for it."""

@@ -5,15 +5,14 @@ one operation that no thread could be stopped in. Called by `InputOutputProcesso
 """
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from engine.template_worker import CPU_SECONDS, TITLE
+from models.child_environment import own_code_without_settings
 
 _WALL_SECONDS = 5.0
 """From the process' start to its end, where the machine is too busy to give it its CPU time."""
@@ -49,7 +48,7 @@ def render_untrusted(
                 input=json.dumps(job).encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=_environment(),
+                env=own_code_without_settings(),
                 cwd="/",
                 timeout=_WALL_SECONDS,
                 check=False,
@@ -60,9 +59,3 @@ def render_untrusted(
     if answer.startswith("+"):
         return answer[1:]
     raise ValueError(answer[1:] or f"{TITLE} took more than {CPU_SECONDS:g} s, or more memory than it may use")
-
-
-def _environment() -> dict[str, str]:
-    """This process' own, without what is set for the server: none of it is the template's to see."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KAON_")}
-    return {**kept, "PYTHONPATH": str(Path(__file__).parent.parent)}

@@ -1,4 +1,4 @@
-"""Errors that other rooms catch. No torch here."""
+"""Errors that other rooms catch, and what is said of those of others. No torch here."""
 
 
 class CheckpointError(ValueError):
@@ -11,3 +11,8 @@ class ReplicaLeft(RuntimeError):
     def __init__(self, replica: int) -> None:
         super().__init__(f"replica {replica} has left the step that all compute together")
         self.replica = replica
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, without full stops at its end; its type's name where it says nothing."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -19,7 +19,7 @@ from models.absent_experts import AbsentExperts
 from models.base import CausalLM
 from models.checkpoint_config import CheckpointConfig
 from models.checkpoint_files import some, tensors_of_file, weight_files
-from models.errors import CheckpointError
+from models.errors import CheckpointError, first_line
 from models.kernels import aiter, triton
 from models.kernels.cpu import runtime
 from models.layers.attention import Attention
@@ -94,7 +94,7 @@ def load_model(
         with _default_dtype(dtype), device, products_without_memory() if may_stay else nullcontext():
             model = model_class(config, parallel)
     except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit the memory of device {device} ({_first_line(error)})") from error
+        raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
     absent = AbsentExperts(model, partial(_checkpoint_name, model=model))
     if parallel.experts is not None and not absent.is_mixture:
         raise CheckpointError(
@@ -281,10 +281,6 @@ def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
 def _is_harmless(name: str, config: ModelConfig) -> bool:
     """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 @contextmanager

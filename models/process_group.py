@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from models.kernels import aiter
-from models.meeting import Meeting
+from models.rendezvous import Rendezvous
 from models.replica_world import ReplicaWorld
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ class ProcessGroupCollectives:
     """Ranks that meet in a store. A collective that one rank leaves out holds the others up."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, meeting: Meeting, world: ReplicaWorld | None = None
+        self, rank: int, size: int, device: torch.device, rendezvous: Rendezvous, world: ReplicaWorld | None = None
     ) -> None:
         """`world`: of all replicas' ranks, of which these are some. Joined before them, it spares the meeting."""
         self._rank, self._size, self._device = rank, size, device
-        self._meeting, self._world = meeting, world
+        self._rendezvous, self._world = rendezvous, world
         self._group: dist.ProcessGroup | None = None
         self._fast_sum: FastSum | None = None
 
@@ -36,20 +36,20 @@ class ProcessGroupCollectives:
         if self._world is not None:
             self._group = self._world.tensor_group
             return
-        interface = self._meeting.interface()
+        interface = self._rendezvous.interface()
         if self._device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         else:
-            if not self._meeting.is_local:
+            if not self._rendezvous.is_local:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
             # It would look into the store from time to time, which is gone by then; deaths are noticed otherwise.
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         dist.init_process_group(
             "gloo" if self._device.type == "cpu" else "nccl",
-            store=self._meeting.store(self._rank, self._size),
+            store=self._rendezvous.store(self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
-            timeout=self._meeting.timeout,
+            timeout=self._rendezvous.timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
         # Each rank has probed for itself, and all must do the same.
@@ -58,13 +58,13 @@ class ProcessGroupCollectives:
 
     def _joined_fast_sum(self) -> "FastSum | None":
         """By aiter, among GPUs of one host."""
-        if not self._meeting.is_local:
+        if not self._rendezvous.is_local:
             _log.warning("all_reduce by RCCL (not aiter: it sums over GPUs of one host)")
             return None
         from models.kernels.aiter import reduce
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._meeting.interface())
-        return reduce.join(self._rank, self._size, self._device, self._meeting.beside("aiter"), self._agree)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._rendezvous.interface())
+        return reduce.join(self._rank, self._size, self._device, self._rendezvous.beside("aiter"), self._agree)
 
     def _agree(self, is_so: bool) -> bool:
         """Whether something is so on all ranks."""

@@ -23,6 +23,7 @@ class ReplicaWorld(AllToAllExchange):
 
     def __init__(
         self,
+        *,
         replica: int,
         num_replicas: int,
         rank: int,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from models.checkpoint_config import DTYPES, CheckpointConfig
 from models.config_fields import Fields
-from models.errors import CheckpointError
+from models.errors import CheckpointError, first_line
 
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the context length, in the order in which they are believed."""
@@ -72,8 +72,7 @@ def _auto_config(path: Path, config: Fields) -> Any:
                 f"auto_map of {config.where} asks for code from the checkpoint, which is never run; it must be an "
                 "architecture of Kaon or of transformers"
             ) from error
-        reason = str(error).strip().partition("\n")[0].removesuffix(".")
-        raise CheckpointError(f"transformers cannot read {config.where}: {reason}") from error
+        raise CheckpointError(f"transformers cannot read {config.where}: {first_line(error)}") from error
 
 
 def _architecture(config: Fields, whole: Any) -> str:

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from models.base import CacheSpec
 from models.checkpoint_files import some
 from models.config_fields import Fields
-from models.errors import CheckpointError
+from models.errors import CheckpointError, first_line
 from models.quantization import parse_quantization
 from models.transformers_attention import PAGED, PagedAttention, install, using_attention, watch_attention
 from models.transformers_config import TransformersConfig
@@ -228,8 +228,3 @@ def _has_attention_of_its_own(architecture: str) -> CheckpointError:
         f"{architecture} computes no attention through transformers' attention interface (it has its own, as models "
         "with ALiBi biases do, or keeps a recurrent state), so the general route cannot serve it"
     )
-
-
-def first_line(error: Exception) -> str:
-    """Of its message, without its last full stop."""
-    return str(error).strip().partition("\n")[0].removesuffix(".") or type(error).__name__

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from engine.lifetime import end_with_parent_even_if_stuck
+from engine.lifetime import end_with_parent_even_if_stuck, wait_or_kill
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 """Where `kaon serve` listens unless told otherwise."""
@@ -217,11 +217,7 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
         yield announced[1]
     finally:
         process.terminate()
-        try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process, _STOP_SECONDS)
         process.stdout.close()
 
 

@@ -1,19 +1,18 @@
 """`kaon doctor`: what this machine runs models on, and what is wrong, in words. Needs no torch in this process."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report
+from models.child_environment import own_code
 
 _SECONDS = 900.0
 """The first kernels of a library may take minutes to compile."""
@@ -38,11 +37,8 @@ def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
     """The report that a process prints; one of what became of it, where it prints none."""
     # Files: a pipe that one of its children holds open would be waited for.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        # The parent's own code, whatever the directory.
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
         try:
-            done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=environment)
+            done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=own_code())
         except subprocess.TimeoutExpired:
             return _without_report(f"looking at this machine took longer than {seconds:g} s; a driver may hang")
         printed, said = _lines(out), _lines(errors)

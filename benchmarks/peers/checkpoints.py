@@ -54,7 +54,6 @@ TINY = Checkpoint(
         "vocab_size": 4096,
     },
 )
-CHECKPOINTS = {checkpoint.name: checkpoint for checkpoint in (QWEN3_06B, TINY)}
 
 
 def words() -> list[str]:

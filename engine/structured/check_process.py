@@ -1,17 +1,16 @@
 """`CheckProcess`: the process that checks grammars, as the front end sees it. Owned by `GrammarCompiler`."""
 
-import os
 import signal
 import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
 from engine.structured.spec import CheckUnavailable, InvalidGrammar
+from models.child_environment import own_code_without_settings
 
 _WALL_SECONDS = 10.0
 """For an answer, where the machine is too busy to give the process its CPU time."""
@@ -78,7 +77,7 @@ class CheckProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=_environment(),
+                env=own_code_without_settings(),
                 cwd="/",
                 process_group=0,
             )
@@ -135,9 +134,3 @@ def _write(process: subprocess.Popen[bytes], frame: bytes) -> None:
 def _frame(message: dict[str, object]) -> bytes:
     content = msgspec.msgpack.encode(message)
     return struct.pack("!I", len(content)) + content
-
-
-def _environment() -> dict[str, str]:
-    """This process' own, without what is set for the server."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KAON_")}
-    return {**kept, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}

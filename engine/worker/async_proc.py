@@ -15,7 +15,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.config import Config
-from engine.meeting import Seat
+from engine.seats import Seat
 from engine.worker.local_ranks import LocalRanks
 from engine.worker.memory import KVCacheSize
 from engine.worker.rank_messages import (
@@ -31,6 +31,7 @@ from engine.worker.rank_messages import (
 from engine.worker.rank_places import RankError, RankLink, RankPlaces
 from engine.worker.rank_steps import RankSteps
 from engine.worker.shard import HostShare
+from models.errors import first_line
 
 if TYPE_CHECKING:
     from engine.worker.build import RankGroup, World
@@ -45,7 +46,7 @@ _Message = TypeVar("_Message", bound=FromRank)
 
 
 class AsyncIOProcManager:
-    """Ranks 1 to N - 1. All methods are called by the thread that runs the steps."""
+    """Ranks 1 to N - 1. All methods but `part` are called by the thread that runs the steps."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class AsyncIOProcManager:
                 world.join()
             group.join()
         except RuntimeError as error:
-            raise RankError(f"the tensor-parallel ranks did not meet: {str(error).partition(chr(10))[0]}") from error
+            raise RankError(f"the tensor-parallel ranks did not meet: {first_line(error)}") from error
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
         """The KV cache that every rank has room for, with this rank's own `size`; the others make theirs."""
@@ -116,9 +117,9 @@ class AsyncIOProcManager:
         )
 
     def part(self, why: str = "") -> None:
-        """No other engine core will come: hosts that would wait for one end as well, at `close`.
+        """No other engine core will come: hosts that would wait for one end as well.
 
-        `why` is a sentence, or "" at an orderly end.
+        `why` is a sentence, or "" at an orderly end. Called by any thread.
         """
         self._places.part(why)
 

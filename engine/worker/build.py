@@ -14,7 +14,7 @@ import torch
 
 from engine.arrivals import Arrivals
 from engine.config import Config
-from engine.meeting import Seat
+from engine.seats import Seat
 from engine.worker.memory import GIB, MAX_CPU_BYTES
 from engine.worker.model_runner import ModelRunner
 from engine.worker.rank_steps import Group
@@ -29,11 +29,11 @@ from models.kernels.aiter.sizes import Sizes, sizes_of
 from models.kernels.cpu import library
 from models.kernels.cpu.exchange import SharedMemoryExchange
 from models.kernels.cpu.group import SharedMemoryCollectives
-from models.meeting import Meeting
 from models.model_config import ModelConfig, read_checkpoint_config
 from models.parallel import Collectives, ExpertParallel, TensorParallel
 from models.process_group import ProcessGroupCollectives
 from models.quantization import parse_quantization
+from models.rendezvous import Rendezvous
 from models.replica_world import ReplicaWorld
 
 logger = logging.getLogger(__name__)
@@ -136,10 +136,18 @@ def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device
         return SharedMemoryExchange(operators, seat.replica, seat.num_replicas, seat.memory[rank], most_tokens)
     # A replica that hangs is found by who watches it, not by those that wait for it.
     timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
-    store = Path(seat.directory) / "ranks"
     arrivals = Arrivals(seat.memory[rank], seat.num_replicas) if seat.memory else None
     note_arrival = partial(arrivals.note, seat.replica) if arrivals is not None else None
-    return ReplicaWorld(seat.replica, seat.num_replicas, rank, size, device, store, timeout, note_arrival)
+    return ReplicaWorld(
+        replica=seat.replica,
+        num_replicas=seat.num_replicas,
+        rank=rank,
+        size=size,
+        device=device,
+        store=Path(seat.directory) / "ranks",
+        timeout=timeout,
+        note_arrival=note_arrival,
+    )
 
 
 def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankGroup:
@@ -150,8 +158,8 @@ def _collectives(config: Config, shard: Shard, device: torch.device, world: Worl
         assert shard.memory is not None
         return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
     assert not isinstance(world, SharedMemoryExchange), "ranks share memory where replicas do"
-    meeting = Meeting(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
-    return ProcessGroupCollectives(shard.rank, shard.size, device, meeting, world)
+    rendezvous = Rendezvous(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
+    return ProcessGroupCollectives(shard.rank, shard.size, device, rendezvous, world)
 
 
 def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from engine.cluster_settings import CommonGround
 from engine.core_process import CoreAddress
 from engine.worker.rank_messages import FromRank, ToRank
+from engine.worker.shard import HostShare
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -44,15 +45,13 @@ class TellRank(msgspec.Struct, tag="tell", frozen=True):
     message: ToRank
 
 
-class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True):
+class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True, kw_only=True):
     """Start a core, by the host's own settings."""
 
     core: int
     """Its number among all that were ever started."""
-    replica: int
-    place: int
-    places: int
-    """See `HostShare`."""
+    share: HostShare
+    """Its replica's, but for the memory, which the host knows."""
     num_kvcache_blocks: int | None
     """That requests were checked against; None: as the settings say."""
     is_first: bool

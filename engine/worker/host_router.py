@@ -8,19 +8,18 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from engine.cluster_key import CurvePair
 from engine.cluster_settings import CommonGround
-from engine.worker.curve import listen
+from engine.worker.host_member import Member
 from engine.worker.host_messages import (
     CoreEnded,
     CoreStarted,
@@ -32,56 +31,12 @@ from engine.worker.host_messages import (
     Refused,
     ToHost,
 )
+from engine.worker.host_socket import ALIVE, HostSocket
+from engine.worker.waiting_hosts import WaitingHosts
 
 _log = logging.getLogger(__name__)
 
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_PROBE_SECONDS = (0.0, 0.02, 1.0)
-"""After the end of some connection: the socket does not say whose, and knows it a moment later itself."""
-_LINGER_MS = 2000
-"""For a farewell to leave."""
-_PROBE = b""
-
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FromHost)
-
-
-class Member(Protocol):
-    """A rank or a core on another host. Its methods are the thread's."""
-
-    @property
-    def number(self) -> int:
-        """By which its host speaks of it."""
-
-    @property
-    def node(self) -> int:
-        """Its host's number."""
-
-    @property
-    def join_by(self) -> float:
-        """Until when its host must have joined, on the monotonic clock."""
-
-    @property
-    def far_descriptor(self) -> int:
-        """Readable when there is something to pass on, or who made it has closed it; -1 once it is lost."""
-
-    def joined(self, host: str) -> None:
-        """Its host, of that name, is there."""
-
-    def take(self) -> ToHost | None:
-        """What is to be passed on next; None when it is closed."""
-
-    def hear(self, message: FromHost) -> None:
-        """What its host says of it."""
-
-    def differ(self, host: str, difference: str) -> None:
-        """Its host, of that name, has come, and cannot join."""
-
-    def be_late(self, timeout: float) -> None:
-        """Its host has not come in so many seconds."""
-
-    def lose(self, how: str, killed: bool) -> None:
-        """It is gone, `how` as the end of a sentence; `killed` by something outside."""
 
 
 class _TurnedAway(NamedTuple):
@@ -97,6 +52,7 @@ class HostRouter:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         keys: CurvePair,
+        *,
         ground: CommonGround | None,
         nodes: Mapping[int, Sequence[Member]],
         timeout: float,
@@ -106,26 +62,18 @@ class HostRouter:
         Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows, and from
         `compare_with` on.
         """
-        self._socket = listen(context, zmq.ROUTER, address, keys)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
+        self._socket = HostSocket(context, address, keys)
         self._ground = ground
         self._timeout = timeout
         self._compares_since = math.inf if ground is None else -math.inf
         """When the ground was known, on the monotonic clock: no host is late before the first has its checkpoint."""
         self._nodes = {node: list(members) for node, members in nodes.items()}
-        self._early: dict[bytes, Hello] = {}
-        """Hosts that wait to be compared, by the name of their connections."""
+        self._waiting = WaitingHosts()
         self._new: SimpleQueue[Member | CommonGround | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
         """Node by the name of its connection."""
-        self._doubles: dict[bytes, Hello] = {}
-        """Hosts that claim to be one that has joined, by the name of their connections."""
         self._hosts: dict[int, str] = {}
         """Name of the host by node, of those that have joined."""
-        self._probes: list[float] = []
-        """When to look who is still there, on the monotonic clock, the last first."""
-        self._has_warned = False
         self._farewell: Farewell | None = None
         self._closing, self._wake = os.pipe()
         self._wake_lock = Lock()
@@ -142,16 +90,17 @@ class HostRouter:
         self._tell_thread(ground)
 
     def part(self, why: str) -> None:
-        """Tell the hosts at `close` that no other core will come."""
+        """As `close`, once the hosts have heard that no other core will come; `why` as in `Farewell`."""
         self._farewell = Farewell(why)
+        self.close()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections; the second time, nothing. Called by any thread."""
         with self._wake_lock:
-            self._is_closed = True
-            os.close(self._wake)
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._wake)
         self._thread.join()
-        os.close(self._closing)
 
     def turn_away(self, node: int, why: str) -> None:
         """A host will not come, for that reason; nothing where it has joined. Called by any thread."""
@@ -165,16 +114,16 @@ class HostRouter:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._closing):
-            poller.register(source, zmq.POLLIN)
+        self._socket.register(poller)
+        poller.register(self._closing, zmq.POLLIN)
         while True:
-            waiting = {link.far_descriptor: link for link in self._waiting()}
-            for descriptor in waiting:
+            reachable = {link.far_descriptor: link for link in self._reachable()}
+            for descriptor in reachable:
                 poller.register(descriptor, zmq.POLLIN)
-            due = min([*self._probes[-1:], *map(self._late_at, self._awaited())], default=math.inf)
+            due = min([self._socket.next_ask, *map(self._late_at, self._awaited())])
             timeout = None if due == math.inf else math.ceil(1e3 * max(0.0, due - time.monotonic()))
             readable = dict(poller.poll(timeout))
-            for descriptor in waiting:
+            for descriptor in reachable:
                 poller.unregister(descriptor)
             if self._closing in readable:
                 if not os.read(self._closing, 1):
@@ -183,26 +132,23 @@ class HostRouter:
             for member in self._awaited():
                 if time.monotonic() >= self._late_at(member):
                     member.be_late(self._timeout)
-            if self._monitor in readable:
-                self._watch()
-            if self._probes and time.monotonic() >= self._probes[-1]:
-                self._probes.pop()
-                self._probe()
-            if self._socket in readable:
-                self._hear(*self._socket.recv_multipart())
-            for descriptor, link in waiting.items():
+            if self._socket.is_time_to_ask():
+                self._ask(list(self._joined))
+            if (heard := self._socket.receive()) is not None:
+                self._hear(*heard)
+            for descriptor, link in reachable.items():
                 # A rank that was lost in this round has closed it.
                 if descriptor in readable and link.far_descriptor == descriptor:
                     self._pass_on(link)
 
-    def _waiting(self) -> list[Member]:
+    def _reachable(self) -> list[Member]:
         """Those that can be told something."""
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
 
-    def _hear(self, name: bytes, *frames: bytes) -> None:
+    def _hear(self, name: bytes, frames: list[bytes]) -> None:
         """One message of somebody who knows the key; that does not make it one of this version's."""
-        if frames == (_PROBE,):
+        if frames == [ALIVE]:
             self._refuse_doubles(name)
             return
         try:
@@ -227,8 +173,7 @@ class HostRouter:
     def _hear_news(self, news: "Member | CommonGround | _TurnedAway") -> None:
         if isinstance(news, CommonGround):
             self._ground, self._compares_since = news, time.monotonic()
-            early, self._early = self._early, {}
-            self._welcome_again(early)
+            self._welcome_again(self._waiting.take_for_ground())
         elif isinstance(news, _TurnedAway):
             for member in list(self._awaited()):
                 if member.node == news.node:
@@ -263,15 +208,14 @@ class HostRouter:
 
     def _welcome(self, name: bytes, hello: Hello) -> None:
         if self._ground is None:
-            self._early[name] = hello
+            self._waiting.wait_for_ground(name, hello)
         elif hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
             # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
             # as gone in a while, and this one takes its place.
-            self._doubles[name] = hello
-            for other in [each for each, node in self._joined.items() if node == hello.node]:
-                self._send_frame(other, _PROBE)
+            self._waiting.wait_for_place(name, hello)
+            self._ask([each for each, node in self._joined.items() if node == hello.node])
         elif (difference := self._ground.difference(hello.ground)) is not None:
             _log.warning("node %d (%s) was turned away: it %s", hello.node, hello.host, difference)
             self._send(name, Refused(f"this host {difference}"))
@@ -286,21 +230,14 @@ class HostRouter:
     def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
         """Those that had to wait, and may have gone since."""
         for name, hello in hellos.items():
-            if self._is_there(name):
+            if self._socket.ask(name):
                 self._welcome(name, hello)
 
     def _refuse_doubles(self, name: bytes) -> None:
         """A host that has joined is still there: no other can be of its number."""
         node = self._joined.get(name)
-        for double in self._take_doubles(node):
+        for double in self._waiting.take_for_place(node):
             self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
-
-    def _take_doubles(self, node: int | None) -> dict[bytes, Hello]:
-        """Those that claim to be that node; they wait no more."""
-        found = {name: hello for name, hello in self._doubles.items() if hello.node == node}
-        for name in found:
-            del self._doubles[name]
-        return found
 
     def _pass_on(self, link: Member) -> None:
         message = link.take()
@@ -309,40 +246,18 @@ class HostRouter:
             return
         self._send(next(name for name, node in self._joined.items() if node == link.node), message)
 
-    def _watch(self) -> None:
-        """Note what connections end."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                now = time.monotonic()
-                self._probes = sorted((now + seconds for seconds in _PROBE_SECONDS), reverse=True)
-            elif not self._has_warned:
-                self._has_warned = True
-                _log.warning("somebody who does not know this server's cluster key was turned away")
-
-    def _probe(self) -> None:
-        for name in list(self._joined):
-            self._send_frame(name, _PROBE)
-
-    def _is_there(self, name: bytes) -> bool:
-        try:
-            self._socket.send_multipart([name, _PROBE])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+    def _ask(self, names: Iterable[bytes]) -> None:
+        """Ask hosts that have joined whether they are there."""
+        for name in names:
+            if not self._socket.ask(name):
+                self._lose_connection(name)
 
     def _send(self, name: bytes, message: ToHost) -> None:
-        self._send_frame(name, _encoder.encode(message))
+        if not self._socket.send(name, message):
+            self._lose_connection(name)
 
-    def _send_frame(self, name: bytes, frame: bytes) -> None:
-        try:
-            self._socket.send_multipart([name, frame])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._lose(name, "is gone: the connection to its host has ended", True)
+    def _lose_connection(self, name: bytes) -> None:
+        self._lose(name, "is gone: the connection to its host has ended", True)
 
     def _lose(self, name: bytes, how: str, killed: bool) -> None:
         """A host that may have joined is as good as gone; another may wait for its place."""
@@ -350,12 +265,11 @@ class HostRouter:
         if node is not None:
             for link in self._nodes[node]:
                 link.lose(how, killed)
-            self._welcome_again(self._take_doubles(node))
+            self._welcome_again(self._waiting.take_for_place(node))
 
     def _end(self) -> None:
-        if self._farewell is not None:
-            for name in (*self._joined, *self._early, *self._doubles):
-                self._send(name, self._farewell)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=_LINGER_MS)
+        os.close(self._closing)
+        if self._farewell is None:
+            self._socket.close()
+        else:
+            self._socket.part(self._farewell, [*self._joined, *self._waiting])

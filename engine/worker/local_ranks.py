@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from engine.config import Config
-from engine.meeting import Seat
+from engine.seats import Seat
 from engine.worker.memory import available_host_memory
 from engine.worker.rank_messages import RankLaunch, SharedMemory
 from engine.worker.rank_places import EndTaker, StepWriter
@@ -30,30 +30,31 @@ class LocalRanks:
         self._memory = os.memfd_create("kaon-collectives")
         store = (Path(directory) / "ranks").as_uri()
         available = available_host_memory() if share.available_bytes is None else share.available_bytes
-        self.shard = Shard(0, size, 0, size, store, self._memory, available // size)
+        self.shard = Shard(
+            rank=0,
+            size=size,
+            local_rank=0,
+            local_size=size,
+            store=store,
+            memory=self._memory,
+            available_bytes=available // size,
+        )
+        seat_memory = () if seat is None else seat.memory
         self.links: list[RankProc] = []
         with ExitStack() as stack:
             stack.callback(os.close, ring_descriptor)
             stack.callback(os.close, ends_descriptor)
             for rank in range(1, size):
                 launch = RankLaunch(
-                    f"kaon-worker-{share.replica}.{rank}",
-                    share.replica,
-                    rank,
-                    size,
-                    rank,
-                    size,
-                    config.model_dump_json(),
-                    str(path),
-                    store,
-                    self.shard.available_bytes,
-                    SharedMemory(ring_descriptor, ends_descriptor, self._memory),
-                    seat,
-                    share.place,
-                    share.places,
+                    name=f"kaon-worker-{share.replica}.{rank}",
+                    shard=self.shard._replace(rank=rank, local_rank=rank),
+                    config=config.model_dump_json(),
+                    path=str(path),
+                    steps=SharedMemory(ring_descriptor, ends_descriptor),
+                    share=share,
+                    seat=seat,
                 )
-                shared = () if seat is None else seat.memory
-                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory, *shared)))
+                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory, *seat_memory)))
 
     def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
         """See `RankPlaces`."""

@@ -6,17 +6,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.meeting import Seat
+from engine.seats import Seat
+from engine.worker.shard import HostShare, Shard
 
 
 class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
-    """Descriptors of what the ranks of one host share."""
+    """Descriptors of what the ranks of one host are told of steps by."""
 
     ring: int
-    """Steps."""
     ends: int
-    collectives: int
-    """Those on the CPU."""
 
 
 class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
@@ -28,29 +26,19 @@ class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
     secret: bytes
 
 
-class RankLaunch(msgspec.Struct, tag="launch", frozen=True):
+class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     """What the process is to be. `config` is `Config.model_dump_json()`."""
 
     name: str
-    replica: int
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    """See `Shard`."""
+    shard: Shard
     config: str
     path: str
     """Of the checkpoint."""
-    store: str
-    """See `Shard`."""
-    available_bytes: int
-    """Of the host's memory, for this rank's weights."""
     steps: SharedMemory | StepAddress
-    seat: Seat | None
+    share: HostShare = HostShare()
+    """Its replica's."""
+    seat: Seat | None = None
     """Of its replica, where several compute in lockstep."""
-    place: int = 0
-    places: int = 1
-    """See `HostShare`."""
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):

@@ -71,7 +71,10 @@ class RankPlaces(Protocol):
         """The way to all ranks, which wait for steps. Raises `RankError` where one cannot be reached in time."""
 
     def part(self, why: str) -> None:
-        """Have hosts that would wait for another core end as well, at `close`; `why` is "" at an orderly end."""
+        """Have hosts that would wait for another core end as well; returns once they have heard, or in a while.
+
+        `why` is "" at an orderly end. Called by any thread, `close` may follow.
+        """
 
     def close(self) -> None:
         """Free what the ranks, which are closed, were told by."""

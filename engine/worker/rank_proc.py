@@ -3,15 +3,15 @@
 Made on the engine core's own host by `LocalRanks` and `RemoteRanks`, on others by `RankHost`.
 """
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from engine.lifetime import wait_or_kill
 from engine.worker.rank_messages import FromRank, RankLaunch, ToRank, hear_rank, tell_rank
+from models.child_environment import own_code
 
 RANK_MODULE = "engine.worker.rank_process"
 """What the process runs."""
@@ -22,18 +22,16 @@ class RankProc:
 
     def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
         """Start it; it inherits `descriptors`. Raises `OSError` when it cannot be started."""
-        self.rank = launch.rank
+        self.rank = launch.shard.rank
         self.name = launch.name
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(__file__).parent.parent.parent)
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with theirs:
             # As the engine core itself is started: a name for `ps`, the parent's own code, and no Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
                 stdin=theirs.fileno(),
                 pass_fds=descriptors,
-                env={**os.environ, "PYTHONPATH": path},
+                env=own_code(),
                 process_group=0,
             )
         self.send(launch)
@@ -76,8 +74,4 @@ class RankProc:
     def close(self, timeout: float) -> None:
         """End the process, by its socket and after `timeout` seconds by SIGKILL."""
         self._socket.close()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, timeout)

@@ -30,11 +30,9 @@ from engine.worker.rank_messages import (
     RankRaised,
     RankServes,
     RankSized,
-    SharedMemory,
     ToRank,
 )
 from engine.worker.rank_steps import ABORTED
-from engine.worker.shard import HostShare, Shard
 from engine.worker.step_message import decode_step
 from engine.worker.told_steps import open_steps
 
@@ -68,16 +66,13 @@ def main() -> int:
 
 
 def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
-    memory = launch.steps.collectives if isinstance(launch.steps, SharedMemory) else None
-    local = launch.local_rank, launch.local_size
-    shard = Shard(launch.rank, launch.size, *local, launch.store, memory, launch.available_bytes)
-    steps = open_steps(launch)
+    steps = open_steps(launch.steps, launch.shard.rank, launch.shard.size)
     from engine.worker.build import build_runner
     from engine.worker.shard_runner import ShardRunner
     from models.parallel import CollectiveAborted
 
     runner, config, _, own_cpus, group, world = build_runner(
-        config, Path(launch.path), shard, launch.seat, HostShare(launch.replica, launch.place, launch.places)
+        config, Path(launch.path), launch.shard, launch.seat, launch.share
     )
     assert isinstance(runner, ShardRunner)
     assert group is not None

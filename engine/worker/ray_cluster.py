@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from engine.checkpoint import resolve_checkpoint
 from engine.cluster_key import ClusterKeys, is_loopback
-from engine.cluster_settings import CommonGround
 from engine.config import Config
 from engine.rank_host import RankHost
+from models.errors import first_line
 
 _NODE_ID_LABEL = "ray.io/node-id"
 
@@ -82,7 +82,7 @@ class RayCluster:
             self._ray.get(served)
         except self._ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-            return str(cause).strip().partition("\n")[0]
+            return first_line(cause)
         return None
 
     def close(self) -> None:
@@ -109,9 +109,7 @@ class _HostActor:
         """Run that host's part until the engine core, or the front end, is gone."""
         config = Config.model_validate_json(config_json)
         path = resolve_checkpoint(config.model)
-        timeout = config.parallel_config.rank_start_timeout
-        host = RankHost(node, address, ClusterKeys.of(key), CommonGround.of(config, path), path, timeout, config)
-        host.serve(rejoins=False)
+        RankHost(config, path, node=node, address=address, keys=ClusterKeys.of(key)).serve(rejoins=False)
 
 
 class _DeviceHolder:

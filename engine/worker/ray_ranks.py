@@ -12,7 +12,7 @@ from engine.worker.curve import endpoint, resolve
 from engine.worker.rank_messages import RankFailed
 from engine.worker.ray_cluster import Asked, RayCluster
 from engine.worker.remote_rank import RemoteRank
-from engine.worker.remote_ranks import RemoteRanks
+from engine.worker.remote_ranks import RankPlace, RemoteRanks
 
 
 class RayRanks(RemoteRanks):
@@ -25,7 +25,7 @@ class RayRanks(RemoteRanks):
         """
         parallel = config.parallel_config
         self._cluster = cluster = RayCluster(config, Asked(parallel.tensor_parallel_size, 1, "ranks"))
-        places = {rank: (rank, *cluster.share(rank)) for rank in range(parallel.tensor_parallel_size)}
+        places = [RankPlace(rank, *cluster.share(rank)) for rank in range(parallel.tensor_parallel_size)]
         self._start(config, path, cluster.keys, places, cluster.address)
         joining = endpoint(resolve(cluster.address), parallel.master_port)
         served = [cluster.serve(link.rank, joining) for link in self.links]

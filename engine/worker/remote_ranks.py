@@ -7,9 +7,10 @@ torch.distributed meets at the one behind that.
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -34,6 +35,17 @@ _NAME_SECONDS = 60.0
 """For this host's own name to have an address: caches keep for half a minute that it had none."""
 
 
+class RankPlace(NamedTuple):
+    """Where a rank runs."""
+
+    node: int
+    """Number of its host; 0 is the engine core's own."""
+    local_rank: int
+    """Among the ranks of its host."""
+    local_size: int
+    """How many those are."""
+
+
 class RemoteRanks:
     """See `RankPlaces`."""
 
@@ -45,19 +57,15 @@ class RemoteRanks:
         parallel = config.parallel_config
         per_node = parallel.tensor_parallel_size // parallel.nnodes
         key = read_cluster_key(parallel.cluster_key_file, parallel.master_addr)
-        places = {rank: divmod(rank, per_node) for rank in range(parallel.tensor_parallel_size)}
-        hosts = {rank: (*place, per_node) for rank, place in places.items()}
-        self._start(config, path, ClusterKeys.of(key), hosts, parallel.master_addr)
+        places = [RankPlace(*divmod(rank, per_node), per_node) for rank in range(parallel.tensor_parallel_size)]
+        self._start(config, path, ClusterKeys.of(key), places, parallel.master_addr)
         _log.info("waiting for %d of %d hosts to join at %s", parallel.nnodes - 1, parallel.nnodes, self._joining)
 
-    def _start(
-        self, config: Config, path: Path, keys: ClusterKeys, places: Mapping[int, tuple[int, int, int]], address: str
-    ) -> None:
-        """`places`: of each rank the node, and which of how many ranks of that host it is."""
+    def _start(self, config: Config, path: Path, keys: ClusterKeys, places: Sequence[RankPlace], address: str) -> None:
+        """`places`: by rank."""
         host, port = resolve(address, _NAME_SECONDS), config.parallel_config.master_port
         self._steps_port = f"port {port + STEPS_PORT} on {host}"
-        store = endpoint(host, port + STORE_PORT)
-        size, here = len(places), places[0][2]
+        size, here = len(places), places[0].local_size
         ground = CommonGround.of(config, path)
         own, theirs = CurvePair.new(), CurvePair.new()
         steps = StepAddress(endpoint(host, port + STEPS_PORT), own.public, theirs.public, theirs.secret)
@@ -70,40 +78,46 @@ class RemoteRanks:
             doorkeeper.admit(keys.host.public)
             doorkeeper.admit(theirs.public)
             self._joining = joining = endpoint(host, port)
-            remote = [RemoteRank(rank, node, joining) for rank, (node, _, _) in places.items() if node]
+            remote = [RemoteRank(rank, place.node, joining) for rank, place in enumerate(places) if place.node]
             nodes = {node: [link for link in remote if link.node == node] for node in {link.node for link in remote}}
             try:
                 self._steps = StepSocket(self._context, steps.address, own, size - 1)
                 listener = listening_socket(host, port + STORE_PORT)
                 undo.callback(listener.close)
                 self._router = HostRouter(
-                    self._context, joining, keys.core, ground, nodes, config.parallel_config.rank_start_timeout
+                    self._context,
+                    joining,
+                    keys.core,
+                    ground=ground,
+                    nodes=nodes,
+                    timeout=config.parallel_config.rank_start_timeout,
                 )
             except OSError as error:
                 raise ValueError(str(error)) from error
             undo.callback(self._router.close)
-            memory = available_host_memory() // here
-            self.shard = Shard(0, size, 0, here, store, None, memory, listener.detach())
-            by_rank = {link.rank: link for link in remote}
+            shard = Shard(
+                rank=0,
+                size=size,
+                local_rank=0,
+                local_size=here,
+                store=endpoint(host, port + STORE_PORT),
+                memory=None,
+                available_bytes=available_host_memory() // here,
+            )
+            self.shard = shard._replace(listener=listener.detach())
+            elsewhere = {link.rank: link for link in remote}
             links: list[RankLink] = []
-            for rank, (node, local_rank, local_size) in list(places.items())[1:]:
+            for rank, place in list(enumerate(places))[1:]:
                 launch = RankLaunch(
-                    f"kaon-worker-0.{rank}",
-                    0,
-                    rank,
-                    size,
-                    local_rank,
-                    local_size,
-                    config.model_dump_json(),
-                    str(path),
-                    store,
-                    memory,
-                    steps,
-                    None,
+                    name=f"kaon-worker-0.{rank}",
+                    shard=shard._replace(rank=rank, local_rank=place.local_rank, local_size=place.local_size),
+                    config=config.model_dump_json(),
+                    path=str(path),
+                    steps=steps,
                 )
-                if node:
-                    by_rank[rank].send(launch)
-                    links.append(by_rank[rank])
+                if place.node:
+                    elsewhere[rank].send(launch)
+                    links.append(elsewhere[rank])
                 else:
                     links.append(RankProc(launch, ()))
             self.links = links

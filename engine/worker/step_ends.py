@@ -5,10 +5,10 @@ Rank 0 takes them all before the next step begins. An anonymous file, as the ste
 
 import ctypes
 import mmap
-import os
 import struct
 from typing import Self
 
+from engine.anonymous_file import anonymous_file
 from engine.worker.semaphore import Semaphore
 
 _LENGTH = struct.Struct("q")
@@ -30,8 +30,7 @@ class StepEnds:
     @classmethod
     def create(cls, num_ranks: int) -> tuple[int, Self]:
         """New ones, and the descriptor that the ranks map them by."""
-        descriptor = os.memfd_create("kaon-step-ends")
-        os.truncate(descriptor, num_ranks * _ENTRY)
+        descriptor = anonymous_file("kaon-step-ends", num_ranks * _ENTRY)
         ends = cls(descriptor, num_ranks)
         for ended in ends._ended:
             ended.initialise(0)

@@ -74,17 +74,17 @@ def encode_step(
     """The message of a step."""
     return _encoder.encode(
         StepMessage(
-            number,
-            sampled,
-            batch.slot_list,
-            batch.num_scheduled_tokens,
-            batch.context_lens,
-            batch.total_seqs_num_decode,
-            [NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter) for seq in batch.new_seqs],
-            batch.appended_blocks,
-            [(span.first, len(span.token_ids)) for span in batch.prompt_spans],
-            is_greedy,
-            tokens_across_dp,
+            number=number,
+            sampled=sampled,
+            slots=batch.slot_list,
+            num_scheduled_tokens=batch.num_scheduled_tokens,
+            context_lens=batch.context_lens,
+            num_decodes=batch.total_seqs_num_decode,
+            new_rows=[NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter) for seq in batch.new_seqs],
+            appended_blocks=batch.appended_blocks,
+            prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
+            is_greedy=is_greedy,
+            tokens_across_dp=tokens_across_dp,
         )
     )
 
@@ -97,14 +97,14 @@ def decode_step(message: bytes) -> StepMessage:
 def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
     """The step of a message."""
     return RankBatch(
-        np.array(message.slots, dtype=np.int64),
-        message.num_scheduled_tokens,
-        message.context_lens,
-        sum(message.num_scheduled_tokens),
-        message.num_decodes,
-        [_sequence(row, block_size) for row in message.new_rows],
-        message.appended_blocks,
-        [PromptSpan(-1, first, [0] * count, 0) for first, count in message.prompt_spans],
+        slots=np.array(message.slots, dtype=np.int64),
+        num_scheduled_tokens=message.num_scheduled_tokens,
+        context_lens=message.context_lens,
+        total_tokens_num=sum(message.num_scheduled_tokens),
+        total_seqs_num_decode=message.num_decodes,
+        new_seqs=[_sequence(row, block_size) for row in message.new_rows],
+        appended_blocks=message.appended_blocks,
+        prompt_spans=[PromptSpan(-1, first, [0] * count, 0) for first, count in message.prompt_spans],
     )
 
 

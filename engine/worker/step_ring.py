@@ -6,10 +6,10 @@ nothing is left of it when its processes are gone.
 
 import ctypes
 import mmap
-import os
 import struct
 from typing import Self
 
+from engine.anonymous_file import anonymous_file
 from engine.worker.semaphore import Semaphore
 
 SLOTS = 8
@@ -38,8 +38,7 @@ class StepRing:
     @classmethod
     def create(cls, num_readers: int) -> tuple[int, Self]:
         """A new ring, and the descriptor that readers map it by."""
-        descriptor = os.memfd_create("kaon-steps")
-        os.truncate(descriptor, _num_bytes(num_readers))
+        descriptor = anonymous_file("kaon-steps", _num_bytes(num_readers))
         ring = cls(descriptor, num_readers)
         for filled, free in zip(ring._filled, ring._free, strict=True):
             filled.initialise(0)

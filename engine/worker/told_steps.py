@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from engine.worker.rank_messages import RankLaunch, SharedMemory
+from engine.worker.rank_messages import SharedMemory, StepAddress
 from engine.worker.step_ends import StepEnds
 from engine.worker.step_ring import StepRing
 
@@ -17,19 +17,19 @@ class ToldSteps(Protocol):
         """This rank has ended the step; `failure` says why it could not compute it."""
 
 
-def open_steps(launch: RankLaunch) -> ToldSteps:
-    """This rank's end."""
-    if isinstance(launch.steps, SharedMemory):
-        return _SharedSteps(launch.steps, launch)
+def open_steps(steps: SharedMemory | StepAddress, rank: int, size: int) -> ToldSteps:
+    """The end of that one of so many ranks."""
+    if isinstance(steps, SharedMemory):
+        return _SharedSteps(steps, rank, size)
     from engine.worker.step_socket import RankSocket
 
-    return RankSocket(launch.steps, launch.rank)
+    return RankSocket(steps, rank)
 
 
 class _SharedSteps:
-    def __init__(self, shared: SharedMemory, launch: RankLaunch) -> None:
-        others = launch.size - 1
-        self._index = launch.rank - 1
+    def __init__(self, shared: SharedMemory, rank: int, size: int) -> None:
+        others = size - 1
+        self._index = rank - 1
         self._ring, self._ends = StepRing(shared.ring, others), StepEnds(shared.ends, others)
 
     def read(self) -> bytes:

@@ -8,6 +8,9 @@ import openai
 import pytest
 
 from engine import core_process
+from engine.config import CLUSTER_KEY_ENV
+from tests.e2e.core_host import CoreHost
+from tests.e2e.kaon_host import KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import KaonServer, free_port
 
 
@@ -48,3 +51,32 @@ def client(server: KaonServer) -> Iterator[openai.OpenAI]:
     """The official client of the shared server."""
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Where several hosts meet, whose key this process has too."""
+    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
+    return free_ports()
+
+
+@pytest.fixture
+def host_kind() -> Callable[..., KaonHost | CoreHost]:
+    """Makes what `start_host` starts; modules choose another one."""
+    return KaonHost
+
+
+@pytest.fixture
+def start_host(
+    tmp_path: Path, host_kind: Callable[..., KaonHost | CoreHost]
+) -> Iterator[Callable[..., KaonHost | CoreHost]]:
+    """Starts further hosts of a server with settings of their own; they end with the test."""
+    started: list[KaonHost | CoreHost] = []
+
+    def start(port: int, **settings: Any) -> KaonHost | CoreHost:
+        started.append(host_kind(tmp_path / f"host{len(started)}", port, **settings))
+        return started[-1]
+
+    yield start
+    for host in started:
+        host.stop()

@@ -14,10 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig
+from engine.config import Config, ParallelConfig
 from engine.core_manager import EngineDeadError
 from tests.e2e.core_host import CoreHost, replica_fields
-from tests.e2e.kaon_host import KEY, free_ports
 from tests.e2e.processes import wait_gone
 from tests.e2e.stub_core import DEADLY
 from tests.e2e.test_core_restarts import WAIT_SECONDS, Run
@@ -29,26 +28,11 @@ pytestmark = pytest.mark.usefixtures("stub_core")
 @pytest.fixture(autouse=True)
 def _setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_CORE_COUNTS", "1")
-    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
 
 
 @pytest.fixture
-def port() -> int:
-    return free_ports()
-
-
-@pytest.fixture
-def start_host(tmp_path: Path) -> Iterator[Callable[..., CoreHost]]:
-    """Starts hosts, which end with the test."""
-    started: list[CoreHost] = []
-
-    def start(port: int, **settings: Any) -> CoreHost:
-        started.append(CoreHost(tmp_path / f"host{len(started)}", port, **settings))
-        return started[-1]
-
-    yield start
-    for host in started:
-        host.stop()
+def host_kind() -> type[CoreHost]:
+    return CoreHost
 
 
 def first_host(port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> Run:
@@ -74,6 +58,19 @@ def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
     assert host.wait() == 0
     wait_gone([core.pid])
     assert "Traceback" not in host.stderr
+
+
+def test_a_host_ends_with_a_server_that_is_told_to_end_while_its_cores_load(
+    port: int, start_host: Callable[..., CoreHost], stub_core: Callable[[str], None]
+) -> None:
+    stub_core("slow")
+    host = start_host(port)
+    run = first_host(port)
+    with run.manager:
+        run.until(lambda: bool(host.cores()))
+        [core] = host.cores()
+    assert host.wait() == 0
+    wait_gone([core.pid])
 
 
 @pytest.fixture

@@ -1,17 +1,17 @@
 """Replicas of the embedded model on two hosts: the answers of one engine, and what a server tells of them."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from engine.config import CLUSTER_KEY_ENV, ParallelConfig
+from engine.config import ParallelConfig
 from engine.llm_engine import LLMEngine
 from tests.e2e.core_host import replica_fields
-from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports
+from tests.e2e.kaon_host import FIELDS, KaonHost
 from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
 from tests.e2e.processes import wait_gone
 from tests.e2e.test_data_parallel_serving import PARAMS, PROMPTS, answers, engine_of
@@ -19,24 +19,14 @@ from tests.e2e.test_tensor_parallel import ranks_of
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
-    return free_ports()
+def host_kind() -> Callable[..., KaonHost]:
+    """A host that runs replicas."""
 
-
-@pytest.fixture
-def start_host(tmp_path: Path) -> Iterator[Callable[..., KaonHost]]:
-    """Starts hosts that run replicas, which end with the test."""
-    started: list[KaonHost] = []
-
-    def start(port: int, *, parallel: dict[str, Any] | None = None, **settings: Any) -> KaonHost:
+    def make(log: Path, port: int, *, parallel: dict[str, Any] | None = None, **settings: Any) -> KaonHost:
         fields = {**replica_fields(port, node_rank=1), "tensor_parallel_size": 1, **(parallel or {})}
-        started.append(KaonHost(tmp_path / f"host{len(started)}", port, parallel=fields, **settings))
-        return started[-1]
+        return KaonHost(log, port, parallel=fields, **settings)
 
-    yield start
-    for host in started:
-        host.stop()
+    return make
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from engine.config import CLUSTER_KEY_ENV, ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports, parallel_fields
-from tests.e2e.kaon_server import SETTINGS, KaonServer
+from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
 from tests.e2e.processes import wait_gone
 from tests.e2e.test_tensor_parallel import LONG, answers, engine_of, ranks_of
 from tests.parity.checkpoints import make_checkpoint
@@ -29,25 +29,6 @@ from tests.parity.variants import all_variants
 @pytest.fixture(autouse=True)
 def _cluster_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CLUSTER_KEY_ENV, KEY)
-
-
-@pytest.fixture
-def port() -> int:
-    return free_ports()
-
-
-@pytest.fixture
-def start_host(tmp_path: Path) -> Iterator[Callable[..., KaonHost]]:
-    """Starts hosts, which end with the test."""
-    started: list[KaonHost] = []
-
-    def start(port: int, **settings: Any) -> KaonHost:
-        started.append(KaonHost(tmp_path / f"host{len(started)}", port, **settings))
-        return started[-1]
-
-    yield start
-    for host in started:
-        host.stop()
 
 
 def first_host(port: int, *, parallel: dict[str, Any] | None = None, **fields: Any) -> LLMEngine:
@@ -289,6 +270,21 @@ def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callab
         wait_gone(ranks)
         with pytest.raises(EngineDeadError, match=r"rank 1 on node 1 \(.+\) is gone"):
             engine.generate(["Hello"], LONG, use_tqdm=False)
+
+
+def test_a_host_ends_with_a_server_that_is_told_to_end_while_it_loads(
+    port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
+) -> None:
+    host = start_host(port, **{**SETTINGS, **FIELDS})
+    server = start_server(**FIELDS, parallel_config=parallel_fields(port))
+    # Which are started as the host joins; the first rank waits for what they load.
+    eventually(lambda: bool(host.ranks()))
+    ranks = host.ranks()
+    assert server.stop() == 0
+    assert "serving" not in server.process.stdout.read()
+    assert host.wait() == 0
+    wait_gone([rank.pid for rank in ranks])
+    assert "Traceback" not in host.stderr + server.stderr
 
 
 def test_ranks_end_with_a_host_that_is_stopped_and_killed(port: int, start_host: Callable[..., KaonHost]) -> None:

@@ -1,5 +1,6 @@
 """Experts spread over ranks and replicas compute what one rank does."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from engine.worker.sampled_tokens import SampledTokens
 from engine.worker.warm_up import WarmUpRow, WarmUpStep
 from models.errors import CheckpointError
 from models.forward_context import DPMetadata, ForwardContext
-from models.kernels.cpu.exchange import SharedMemoryExchange
+from models.kernels.cpu.exchange import SharedMemoryExchange, _Shape
 from models.kernels.cpu.library import load_library
 from models.kernels.cpu.program import Program
 from models.layers import moe
@@ -51,7 +52,7 @@ AtOnce: TypeAlias = Callable[[list[Callable[[], torch.Tensor]]], list[torch.Tens
 
 @contextmanager
 def open_memory() -> Iterator[int]:
-    descriptor = os.memfd_create("test")
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     yield descriptor
     os.close(descriptor)
 
@@ -245,6 +246,26 @@ def test_processes_exchange_any_number_of_tokens_until_one_leaves() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
+
+
+@needs_operators
+def test_what_replicas_share_is_committed_before_a_step_writes_to_it() -> None:
+    with memory_of(1, 3) as [replicas]:
+        for replica in replicas:
+            replica._room(_Shape(4096, torch.bfloat16, 2, range(EXPERTS), range(EXPERTS)))
+        found = os.fstat(replicas[0]._descriptor)
+        assert found.st_size > 3 * MOST_TOKENS * 4096 * 2
+        assert found.st_blocks * 512 >= found.st_size
+
+
+@needs_operators
+def test_memory_that_the_system_refuses_is_told_of_in_a_sentence() -> None:
+    """Not by SIGBUS in the first step that writes to it."""
+    with memory_of(1, 3) as [[replica, *_]]:
+        fcntl.fcntl(replica._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        sentence = "share 1 MiB of memory for steps of max_num_batched_tokens 12, which the system refuses"
+        with pytest.raises(MemoryError, match=sentence):
+            replica._room(_Shape(8192, torch.bfloat16, 2, range(EXPERTS), range(EXPERTS)))
 
 
 @needs_operators

@@ -25,7 +25,7 @@ def serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
         case "exit":
             os._exit(7)
         case "loaded":
-            rank_process._send(core, RankLoaded([launch.rank], 1000))
+            rank_process._send(core, RankLoaded([launch.shard.rank], 1000))
     threading.Event().wait()
 
 

@@ -12,8 +12,8 @@ import torch
 from models.kernels import aiter
 from models.kernels.aiter import library as bindings
 from models.kernels.aiter import reduce
-from models.meeting import Meeting
 from models.process_group import ProcessGroupCollectives
+from models.rendezvous import Rendezvous
 from tests.aiter_library import Library, library
 
 __all__ = ["library"]
@@ -160,7 +160,7 @@ def test_a_graph_whose_sums_the_library_cannot_tell_of_fails_in_a_sentence() -> 
 
 
 def test_a_group_takes_the_fast_sum_and_else_the_slow_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    group = ProcessGroupCollectives(0, 2, CPU, Meeting(f"file://{tmp_path}/store", 1.0))
+    group = ProcessGroupCollectives(0, 2, CPU, Rendezvous(f"file://{tmp_path}/store", 1.0))
     slow: list[torch.Tensor] = []
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: slow.append(x))
     x = torch.ones(3)

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,13 +138,6 @@ def test_hosts_that_cannot_be_are_refused_in_a_sentence(fields: dict[str, object
 
 
 # -- sockets ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 def free_address() -> str:

@@ -18,14 +18,16 @@ import zmq
 
 from engine.cluster_key import ClusterKeys
 from engine.cluster_settings import CommonGround
-from engine.config import Config
+from engine.config import Config, ParallelConfig
 from engine.rank_host import HostError, RankHost
+from engine.worker import host_socket
 from engine.worker.curve import Doorkeeper, dial, endpoint, listen
-from engine.worker.host_messages import Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.worker.host_messages import Farewell, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
 from engine.worker.host_router import HostRouter
 from engine.worker.rank_messages import Join, RankLaunch, RankServes, StepAddress
 from engine.worker.rank_proc import RankProc
 from engine.worker.remote_rank import RemoteRank
+from engine.worker.shard import Shard
 from models.demo import CHECKPOINT_DIR
 
 WAIT_MS = 10_000
@@ -34,13 +36,6 @@ KEYS = ClusterKeys.of("correct-horse-battery-staple")
 GROUND = CommonGround.of(Config(), CHECKPOINT_DIR)
 
 Caller = Callable[[str], "zmq.Socket[bytes]"]
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture
@@ -61,7 +56,8 @@ def router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, ranks: list[
     before, threading.excepthook = threading.excepthook, lambda end: raised.append(end.exc_value)
     doorkeeper = Doorkeeper(context)
     doorkeeper.admit(KEYS.host.public)
-    made = HostRouter(context, address, KEYS.core, GROUND, {link.node: [link] for link in ranks}, WAIT_MS / 1e3)
+    nodes = {link.node: [link] for link in ranks}
+    made = HostRouter(context, address, KEYS.core, ground=GROUND, nodes=nodes, timeout=WAIT_MS / 1e3)
     yield made
     made.close()
     doorkeeper.close()
@@ -199,6 +195,39 @@ def test_who_connects_and_is_silent_or_talks_nonsense_holds_nobody_up(
         assert heard(host) == TellRank(1, Join())
 
 
+def test_who_parts_waits_until_those_who_joined_and_those_who_wait_have_heard(
+    call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends at once takes with it what has not left."""
+    monkeypatch.setattr(host_socket, "_FAREWELL_SECONDS", 600.0)
+    first, second = call("first"), call("second")
+    say(first, Hello(1, "worker-1", GROUND))
+    ranks[0].send(Join())
+    assert heard(first) == TellRank(1, Join())
+    say(second, Hello(1, "worker-1", GROUND))
+    wait_for(lambda: set(router._waiting) == {b"second"})
+    parting = threading.Thread(target=router.part, args=("the model is damaged",))
+    parting.start()
+    assert heard(first) == heard(second) == Farewell("the model is damaged")
+    first.close(linger=0)
+    assert parting.is_alive()
+    second.close(linger=0)
+    parting.join(WAIT_MS / 1e3)
+    assert not parting.is_alive()
+
+
+def test_a_host_that_is_silent_holds_up_who_parts_for_a_while_only(
+    call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_socket, "_FAREWELL_SECONDS", 0.1)
+    silent = call("silent")
+    say(silent, Hello(1, "worker-1", GROUND))
+    ranks[0].send(Join())
+    assert heard(silent) == TellRank(1, Join())
+    router.part("")
+    assert heard(silent) == Farewell()
+
+
 # -- the host ---------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +263,9 @@ def core(address: str) -> Iterator[Core]:
 
 
 def host_at(address: str, timeout: float = 10.0, cpu_threads: int | None = None) -> RankHost:
-    return RankHost(1, address, KEYS, GROUND, CHECKPOINT_DIR, timeout, Config(cpu_threads=cpu_threads))
+    parallel = ParallelConfig(rank_start_timeout=timeout)
+    config = Config(cpu_threads=cpu_threads, parallel_config=parallel)
+    return RankHost(config, CHECKPOINT_DIR, node=1, address=address, keys=KEYS)
 
 
 def served(host: RankHost) -> tuple[threading.Thread, list[BaseException]]:
@@ -278,12 +309,15 @@ def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
     core.hear()
     steps = StepAddress(address, b"", b"", b"")
     config = Config(cpu_threads=64, max_num_seqs=7).model_dump_json()
-    told = RankLaunch("kaon-worker-0.1", 0, 1, 2, 0, 1, config, "/elsewhere", "tcp://a:1", 1, steps, None)
+    shard = Shard(rank=1, size=2, local_rank=0, local_size=1, store="tcp://a:1", memory=None, available_bytes=1)
+    told = RankLaunch(name="kaon-worker-0.1", shard=shard, config=config, path="/elsewhere", steps=steps)
     core.say(msgspec.msgpack.encode(TellRank(1, told)))
     thread.join(WAIT_MS / 1e3)
     assert [str(error) for error in raised] == ["seen"]
     [got] = launched
     assert got.path == str(CHECKPOINT_DIR)
+    assert got.shard == shard._replace(available_bytes=got.shard.available_bytes)
+    assert got.shard.available_bytes > 1
     settings = json.loads(got.config)
     assert settings["cpu_threads"] == 3
     assert settings["max_num_seqs"] == 7

@@ -36,19 +36,13 @@ from engine.worker.host_messages import (
     StopCore,
     ToHost,
 )
+from engine.worker.shard import HostShare
 from models.demo import CHECKPOINT_DIR
 from tests.e2e.kaon_host import free_ports
 
 WAIT_SECONDS = 30
 ADDRESS = CoreAddress("tcp://10.0.0.1:29501", "a-name", b"", b"", b"")
-LAUNCH = LaunchCore(7, 1, 0, 1, 64, True, ADDRESS)
-
-
-@pytest.fixture
-def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.destroy(linger=0)
+LAUNCH = LaunchCore(core=7, share=HostShare(1), num_kvcache_blocks=64, is_first=True, front_end=ADDRESS)
 
 
 @pytest.fixture
@@ -227,6 +221,17 @@ def told(host: "zmq.Socket[bytes]") -> ToHost:
     return message
 
 
+def parted(hosts: CoreHosts, why: str, host: "zmq.Socket[bytes]") -> ToHost:
+    """What a host is told when there will be no other core; it ends its connection, as hosts do."""
+    parting = threading.Thread(target=hosts.part, args=(why,))
+    parting.start()
+    assert host.poll(WAIT_SECONDS * 1000)
+    heard = told(host)
+    host.close(linger=0)
+    parting.join()
+    return heard
+
+
 def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told_what_to_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,20 +250,20 @@ def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told
     with dial(there, keys.host, keys.core.public, b"gone") as gone:
         gone.connect(hosts.joining)
         gone.send(msgspec.msgpack.encode(Hello(1, "worker-6", ground)))
-        while hosts._router._early.keys() != {b"gone"}:
+        while set(hosts._router._waiting) != {b"gone"}:
             time.sleep(0.01)
     with dial(there, keys.host, keys.core.public, b"host") as host:
         host.connect(hosts.joining)
         host.send(msgspec.msgpack.encode(Hello(1, "worker-7", ground)))
         core = hosts.core(1, "engine core 1", None)
         core.start()
-        while hosts._router._early.keys() != {b"gone", b"host"}:
+        while set(hosts._router._waiting) != {b"gone", b"host"}:
             time.sleep(0.01)
         assert not host.poll(300)
         found.set()
         launch = told(host)
         assert isinstance(launch, LaunchCore)
-        assert (launch.replica, launch.place, launch.places, launch.is_first) == (1, 0, 1, True)
+        assert (launch.share, launch.is_first) == (HostShare(replica=1, place=0, places=1), True)
         assert not core.is_awaited
         later = hosts.core(1, "engine core 1", 64)
         assert core.join_by == later.join_by == math.inf
@@ -268,10 +273,9 @@ def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told
         assert core.why_gone() == Failed(
             "engine core 1 on node 1 (worker-7): it cannot be started: no room", usage=True
         )
-        hosts.part("")
+        assert parted(hosts, "", host) == Farewell()
         hosts.close()
         hosts.close()
-        assert told(host) == Farewell()
     there.destroy(linger=0)
 
 
@@ -316,12 +320,10 @@ def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monk
     with dial(there, keys.host, keys.core.public, b"host") as host:
         host.connect(hosts.joining)
         host.send(msgspec.msgpack.encode(Hello(1, "worker-7", ground)))
-        while not hosts._router._early:
+        while not set(hosts._router._waiting):
             time.sleep(0.01)
-        hosts.part("no such checkpoint")
+        assert parted(hosts, "no such checkpoint", host) == Farewell("no such checkpoint")
         hosts.close()
-        assert host.poll(WAIT_SECONDS * 1000)
-        assert told(host) == Farewell("no such checkpoint")
     there.destroy(linger=0)
 
 

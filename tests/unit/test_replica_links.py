@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from engine.arrivals import Arrivals
-from engine.meeting import Meeting, Seat
 from engine.replica_links import MeetingError, ReplicaLinks
+from engine.seats import Seat, Seats
 
 WAIT_SECONDS = 20.0
 
@@ -33,8 +33,8 @@ class Core:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    made = Meeting(3)
+def seats() -> Iterator[Seats]:
+    made = Seats(3)
     yield made
     made.close()
 
@@ -53,8 +53,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_each_core_meets_all_others_and_wakes_them(meeting: Meeting) -> None:
-    cores = met([meeting.seat(replica) for replica in range(3)])
+def test_each_core_meets_all_others_and_wakes_them(seats: Seats) -> None:
+    cores = met([seats.give(replica) for replica in range(3)])
     for number, core in enumerate(cores):
         core.links.ring(number)
         for other in cores:
@@ -63,8 +63,8 @@ def test_each_core_meets_all_others_and_wakes_them(meeting: Meeting) -> None:
     assert all(core.rings.empty() for core in cores)
 
 
-def test_the_end_of_one_is_told_to_all_others(meeting: Meeting) -> None:
-    cores = met([meeting.seat(replica) for replica in range(3)])
+def test_the_end_of_one_is_told_to_all_others(seats: Seats) -> None:
+    cores = met([seats.give(replica) for replica in range(3)])
     cores[1].end()
     for other in (cores[0], cores[2]):
         assert other.gone.get(timeout=WAIT_SECONDS) == 1
@@ -73,8 +73,8 @@ def test_the_end_of_one_is_told_to_all_others(meeting: Meeting) -> None:
     assert cores[2].rings.get(timeout=WAIT_SECONDS) == 5
 
 
-def test_ends_that_are_expected_are_no_news(meeting: Meeting) -> None:
-    cores = met([meeting.seat(replica) for replica in range(3)])
+def test_ends_that_are_expected_are_no_news(seats: Seats) -> None:
+    cores = met([seats.give(replica) for replica in range(3)])
     for core in cores:
         core.links.part()
     cores[1].end()
@@ -83,9 +83,9 @@ def test_ends_that_are_expected_are_no_news(meeting: Meeting) -> None:
         cores[0].gone.get_nowait()
 
 
-def test_one_that_does_not_come_is_named(meeting: Meeting) -> None:
+def test_one_that_does_not_come_is_named(seats: Seats) -> None:
     with ThreadPoolExecutor(2) as threads:
-        tries = [threads.submit(Core(meeting.seat(replica)).links.meet, 0.3) for replica in range(2)]
+        tries = [threads.submit(Core(seats.give(replica)).links.meet, 0.3) for replica in range(2)]
         errors = [each.exception(WAIT_SECONDS) for each in tries]
     for replica, error in enumerate(errors):
         assert str(error) == f"replica 2 did not meet replica {replica} within rank_start_timeout 0.3 s"
@@ -94,16 +94,16 @@ def test_one_that_does_not_come_is_named(meeting: Meeting) -> None:
 
 
 @pytest.mark.parametrize("said", [None, b"", b"\x01", struct.pack("=q", 0), struct.pack("=q", 7)])
-def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(meeting: Meeting, said: bytes | None) -> None:
+def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(seats: Seats, said: bytes | None) -> None:
     """It says nothing, ends, or says what no other replica would."""
-    first = Core(meeting.seat(0))
+    first = Core(seats.give(0))
     with ThreadPoolExecutor(3) as threads, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         meets = [threads.submit(first.links.meet, WAIT_SECONDS)]
         wait_until((Path(first.links.seat.directory) / "0").exists)
         stranger.connect(f"{first.links.seat.directory}/0")
         if said is not None:
             stranger.send(said) if said else stranger.shutdown(socket.SHUT_RDWR)
-        others = [Core(meeting.seat(replica)) for replica in (1, 2)]
+        others = [Core(seats.give(replica)) for replica in (1, 2)]
         meets += [threads.submit(core.links.meet, WAIT_SECONDS) for core in others]
         for each in meets:
             each.result(WAIT_SECONDS)
@@ -113,8 +113,8 @@ def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(meeting: Meet
 
 def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None:
     """At any of its ranks. One that is itself waited for is not, nor is any while all are at the same one."""
-    ranks = Meeting(3, 2)
-    seats = [ranks.seat(replica) for replica in range(3)]
+    ranks = Seats(3, 2)
+    seats = [ranks.give(replica) for replica in range(3)]
     columns = [Arrivals(descriptor, 3) for descriptor in seats[0].memory]
     assert len(columns) == 2
     assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
@@ -127,41 +127,41 @@ def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None
     columns[0].note(0)
     columns[1].note(1)
     assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
-    ranks.seat(1)  # Its core has ended, and those of the others will.
+    ranks.give(1)  # Its core has ended, and those of the others will.
     assert [ranks.is_held_up(replica) for replica in range(3)] == [True, False, True]
     ranks.close()
 
 
-def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(meeting: Meeting) -> None:
-    waiting = Core(meeting.seat(0))
-    meeting.seat(1)
+def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(seats: Seats) -> None:
+    waiting = Core(seats.give(0))
+    seats.give(1)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(waiting.links.meet, WAIT_SECONDS)
-        meeting.seat(1)  # Another takes its place.
+        seats.give(1)  # Another takes its place.
         error = future.exception(WAIT_SECONDS)
     assert isinstance(error, MeetingError)
     assert error.is_over
 
 
-def test_each_seat_is_given_once_and_a_replacement_begins_a_new_round(meeting: Meeting) -> None:
-    first = [meeting.seat(replica) for replica in range(3)]
+def test_each_seat_is_given_once_and_a_replacement_begins_a_new_round(seats: Seats) -> None:
+    first = [seats.give(replica) for replica in range(3)]
     assert len({seat.directory for seat in first}) == 1
-    again = meeting.seat(1)
+    again = seats.give(1)
     assert again.directory != first[1].directory
-    assert [meeting.seat(0).directory, meeting.seat(2).directory] == [again.directory] * 2
-    assert meeting.seat(2).directory != again.directory
+    assert [seats.give(0).directory, seats.give(2).directory] == [again.directory] * 2
+    assert seats.give(2).directory != again.directory
 
 
-def test_directories_are_private_and_are_gone_in_the_end(meeting: Meeting) -> None:
-    directories = [Path(meeting.seat(0).directory) for _ in range(2)]
+def test_directories_are_private_and_are_gone_in_the_end(seats: Seats) -> None:
+    directories = [Path(seats.give(0).directory) for _ in range(2)]
     assert not directories[0].exists()
     assert os.stat(directories[1]).st_mode & 0o777 == 0o700
-    meeting.close()
+    seats.close()
     assert not directories[1].exists()
 
 
-def test_who_has_met_leaves_no_names_behind(meeting: Meeting) -> None:
-    cores = met([meeting.seat(replica) for replica in range(3)])
+def test_who_has_met_leaves_no_names_behind(seats: Seats) -> None:
+    cores = met([seats.give(replica) for replica in range(3)])
     assert os.listdir(cores[0].links.seat.directory) == []
     cores[0].links.forget_place()
     assert not Path(cores[0].links.seat.directory).exists()

@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 
+from models.child_environment import own_code
 from models.kernels.aiter import library
 from models.kernels.aiter.sizes import Sizes
 
@@ -85,11 +85,8 @@ def _watched(call: str, seconds: float) -> tuple[_Found, str | None]:
     """Run a probe's call; what it told, and how it ended where it did not end well."""
     # Files: a pipe that a compiler it started holds open would be waited for.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        # The parent's own code, whatever the directory.
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, "-P", "-c", call]
-        child = subprocess.Popen(command, stdout=out, stderr=errors, env=environment, start_new_session=True)
+        child = subprocess.Popen(command, stdout=out, stderr=errors, env=own_code(), start_new_session=True)
         try:
             is_late = _is_late(child, lambda: os.fstat(out.fileno()).st_size, seconds)
         finally:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from models.child_environment import own_code
 from models.kernels.aiter import library
 
 _log = logging.getLogger(__name__)
@@ -106,11 +107,10 @@ def join(rank: int, size: int, device: torch.device, store: Path, agree: Callabl
 def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: float = _SECONDS) -> str | None:
     """What is wrong with sums over ranks' own processes, which meet at `store`; None: nothing."""
     call = f"from models.kernels.aiter import reduce; reduce.report({rank}, {size}, {str(device)!r}, {str(store)!r})"
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
-    command, environment = [sys.executable, "-P", "-c", call], {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-c", call]
     try:
         done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=seconds, check=False, env=environment
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=seconds, check=False, env=own_code()
         )
     except subprocess.TimeoutExpired:
         return f"its sums over {size} ranks took longer than {seconds:g} s"

@@ -155,21 +155,21 @@ class SharedMemoryExchange:
     ) -> ShareTokens:
         assert ids.stride(0) == ids.shape[1]
         return ShareTokens(
-            self._address,
-            ids.data_ptr(),
-            ids.shape[1],
-            room.ids.data_ptr(),
-            self._most_tokens,
-            asked.start,
-            len(asked),
-            local.start,
-            len(local),
-            room.counts[1].data_ptr(),
-            room.counts[0].data_ptr(),
-            room.tokens.data_ptr(),
-            room.to.data_ptr(),
-            places.data_ptr(),
-            ctypes.addressof(self._pairs),
+            exchange=self._address,
+            ids=ids.data_ptr(),
+            top_k=ids.shape[1],
+            shared_ids=room.ids.data_ptr(),
+            most_tokens=self._most_tokens,
+            first_asked=asked.start,
+            asked=len(asked),
+            first_local=local.start,
+            local=len(local),
+            next=room.counts[1].data_ptr(),
+            counts=room.counts[0].data_ptr(),
+            tokens=room.tokens.data_ptr(),
+            to=room.to.data_ptr(),
+            places=places.data_ptr(),
+            pairs=ctypes.addressof(self._pairs),
         )
 
     def _room(self, shape: _Shape) -> _Room:
@@ -196,11 +196,23 @@ class SharedMemoryExchange:
         return torch.frombuffer(self._kept[-1], dtype=dtype, count=num_rows * columns).view(num_rows, columns)
 
     def _map(self, num_bytes: int) -> int:
-        """The address of the next so many bytes of the file, which commits them as they are written."""
+        """The address of the next so many bytes of the file. Raises `MemoryError`, a sentence, where there is no room.
+
+        Each replica commits its part of them, which is on its own node of memory then: written to without room, they
+        would end the process by a signal.
+        """
         num_bytes = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        # Whoever comes first makes the file longer, and nobody shorter, as truncating it might. The last byte is 0, or
-        # nobody's.
-        os.pwrite(self._descriptor, b"\0", self._end + num_bytes - 1)
+        first, end = (num_bytes * part // self._num_replicas for part in (self._replica, self._replica + 1))
+        try:
+            os.posix_fallocate(self._descriptor, self._end + first, end - first)
+            # Whoever comes first makes the file as long as all need it.
+            os.posix_fallocate(self._descriptor, self._end + num_bytes - 1, 1)
+        except OSError as error:
+            raise MemoryError(
+                f"the replicas on this host share {(self._end + num_bytes) / 2**20:.0f} MiB of memory for steps of "
+                f"max_num_batched_tokens {self._most_tokens}, which the system refuses ({error.strerror}); lower it, "
+                "or free memory"
+            ) from error
         self._kept.append(mmap.mmap(self._descriptor, num_bytes, offset=self._end))
         self._end += num_bytes
         return ctypes.addressof(ctypes.c_char.from_buffer(self._kept[-1]))

@@ -1,10 +1,10 @@
 """A chat template that a request brings can neither take the server's time and memory nor reach out of its sandbox."""
 
+import subprocess
 from typing import Any
 
 import pytest
 
-from engine import template_sandbox
 from engine.template_sandbox import render_untrusted
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -72,4 +72,14 @@ def test_what_it_may_not_do_is_told_in_a_sentence(template: str, said: str) -> N
 
 def test_it_is_told_nothing_of_the_servers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAON_API_KEY", "sk-secret")
-    assert "sk-secret" not in template_sandbox._environment().values()
+    given: list[dict[str, str]] = []
+    run = subprocess.run
+
+    def noted(*arguments: Any, env: dict[str, str], **named: Any) -> subprocess.CompletedProcess[bytes]:
+        given.append(env)
+        return run(*arguments, env=env, **named)
+
+    monkeypatch.setattr(subprocess, "run", noted)
+    assert render("{{ 6 * 7 }}") == "42"
+    [environment] = given
+    assert "sk-secret" not in environment.values()

@@ -1,4 +1,4 @@
-"""`Meeting`: where engine cores that compute in lockstep find each other, and who belongs together. No torch here.
+"""`Seats`: where engine cores that compute in lockstep find each other, and who belongs together. No torch here.
 
 Owned by `CoreManager`. Each core is given a `Seat` when it is started. One that takes the place of another cannot
 join the cores that were there: all begin a new round of seats, in a directory of their own.
@@ -26,8 +26,8 @@ class Seat(msgspec.Struct, frozen=True):
     """By rank, a descriptor of what it shares with those of its place in the other replicas: see `Arrivals`."""
 
 
-class Meeting:
-    """Gives out seats. That of a core that has ended stays empty, and the others of its round end by themselves."""
+class Seats:
+    """Gives them out. That of a core that has ended stays empty, and the others of its round end by themselves."""
 
     def __init__(self, num_replicas: int, num_ranks: int = 1) -> None:
         """`num_ranks`: of each replica."""
@@ -37,7 +37,7 @@ class Meeting:
         self._seated: set[int] = set()
         self._remove = weakref.finalize(self, _remove, self._directories, self._memory)
 
-    def seat(self, replica: int) -> Seat:
+    def give(self, replica: int) -> Seat:
         """For a core that is about to be started, with descriptors that it is to inherit.
 
         Raises `OSError` where no directory can be made.

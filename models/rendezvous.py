@@ -1,4 +1,4 @@
-"""`Meeting`: where the ranks of a process group find each other, and the network interface that leads there."""
+"""`Rendezvous`: where the ranks of a process group find each other, and the network interface that leads there."""
 
 import ctypes
 import fcntl
@@ -19,7 +19,7 @@ _ANY_PORT = 9
 """No packet is sent there: the system only says which way it would go."""
 
 
-class Meeting:
+class Rendezvous:
     """A file of one host, or a TCP store that rank 0 keeps."""
 
     def __init__(self, address: str, timeout: float, listener: int | None = None) -> None:
