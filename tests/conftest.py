@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 # Two spinning OpenMP teams on two cores, one a test worker, slow torch down a hundredfold: idle threads shall sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,3 +19,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Other people's clients, each in an environment of its own: `make conformance`.
 collect_ignore = ["conformance"]
+
+_HERE = Path(__file__).parent
+_OVER_PROCESSES = (_HERE / "e2e", _HERE / "chaos")
+_PROCESS_SECONDS = 600
+"""Of a test over real processes, which waits up to two minutes for each state of theirs: it says which never came."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent in _OVER_PROCESSES and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_PROCESS_SECONDS))

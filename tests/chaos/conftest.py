@@ -10,6 +10,8 @@ import pytest
 from tests.chaos.faults import ChaosServer
 from tests.chaos.outcomes import Outcome
 from tests.chaos.workload import WORKLOAD, perform_all
+from tests.e2e.held_checkpoint import HeldCheckpoint
+from tests.e2e.kaon_server import MODEL
 
 StartServer = Callable[..., ChaosServer]
 
@@ -30,16 +32,28 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """The outcomes of `WORKLOAD` on a server that nothing happens to."""
-    server = ChaosServer(tmp_path_factory.mktemp("undisturbed") / "log")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> HeldCheckpoint:
+    """Of `mortal`."""
+    return HeldCheckpoint(tmp_path_factory.mktemp("mortal") / "model")
+
+
+@pytest.fixture(scope="session")
+def mortal(checkpoint: HeldCheckpoint) -> Iterator[ChaosServer]:
+    """A server whose core tests may injure, as long as another one serves and nothing is live when they end."""
+    options = (str(checkpoint.path), "--served-model-name", MODEL, "--max-core-restarts", "1000")
+    server = ChaosServer(checkpoint.path.with_name("log"), *options)
     try:
-        server.ready()
-        outcomes = asyncio.run(perform_all(server.url, WORKLOAD))
+        yield server.ready()
         assert server.stop() == 0
-        return outcomes
+        assert "Traceback" not in server.stderr
     finally:
         server.end()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(mortal: ChaosServer) -> dict[str, Outcome]:
+    """The outcomes of `WORKLOAD` when nothing happens to the server."""
+    return asyncio.run(perform_all(mortal.url, WORKLOAD))
 
 
 @pytest.fixture

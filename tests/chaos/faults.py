@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 
 from engine.core_process import CORE_MODULE
 from engine.worker.rank_proc import RANK_MODULE
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
-from tests.e2e.processes import LoggedProcess
+from tests.e2e.processes import LoggedProcess, command_line
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 
@@ -38,7 +37,7 @@ class ChaosServer(KaonServer):
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name and labels, as in the text format."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = self.get("/metrics").text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -58,7 +57,11 @@ class ChaosServer(KaonServer):
         return self.metric("kaon_core_restarts_total")
 
     def is_ready(self) -> bool:
-        return httpx.get(f"{self.url}/readyz", timeout=30).status_code == 200
+        return self.get("/readyz").status_code == 200
+
+    def generated(self) -> float:
+        """Tokens that its cores have generated."""
+        return self.metric("kaon_generation_tokens_total")
 
     def is_idle(self) -> bool:
         """Whether nothing is live, in the server or in the core, and every block is free."""
@@ -67,11 +70,11 @@ class ChaosServer(KaonServer):
         return all(metrics[f"kaon_{gauge}"] == 0 for gauge in gauges)
 
     def balance(self) -> tuple[float, float]:
-        """Requests received, and those finished or rejected: at rest, the same."""
+        """Requests received, and those finished, rejected or live: at any time, the same."""
         metrics = self.metrics()
         ended = sum(metrics[f'kaon_requests_finished_total{{reason="{reason}"}}'] for reason in FINISH_REASONS)
         rejected = sum(value for name, value in metrics.items() if name.startswith("kaon_requests_rejected_total{"))
-        return metrics["kaon_requests_received_total"], ended + rejected
+        return metrics["kaon_requests_received_total"], ended + rejected + metrics["kaon_requests_live"]
 
     def resident(self) -> tuple[int, int]:
         """Bytes of the API process and of the core."""
@@ -84,6 +87,23 @@ class ChaosServer(KaonServer):
             for process in (*self.process.children(recursive=True), self.process):
                 process.kill()
             self.process.wait()
+
+    def until_generated(self, tokens: float) -> None:
+        """Return once its cores have generated so many tokens in all."""
+        self.until(lambda: self.generated() >= tokens)
+
+    def until_all_go_on(self) -> None:
+        """Return once every live request has a token of the core that runs, or none is live."""
+        decodes = 'kaon_step_duration_seconds_count{kind="decode"}'
+        before = self.metric(decodes)
+
+        def all_go_on() -> bool:
+            metrics = self.metrics()
+            # Prompts come first: a decode is of all that run, and nothing waits then.
+            decoded = metrics[decodes] > before and not metrics["kaon_requests_waiting"]
+            return decoded or not metrics["kaon_requests_live"]
+
+        self.until(all_go_on)
 
     # -- what is done to it ---------------------------------------------------------------------------------------
 
@@ -130,12 +150,12 @@ class ChaosServer(KaonServer):
         return self.cores()[0]
 
     def _running_rank(self) -> psutil.Process:
-        return random.choice([each for each in self._running_core().children() if RANK_MODULE in each.cmdline()])
+        return random.choice([each for each in self._running_core().children() if RANK_MODULE in command_line(each)])
 
 
 def _is_core(process: psutil.Process) -> bool:
     """Whether this child of the API process is an engine core, and neither dead nor a helper of the front end."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and CORE_MODULE in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and CORE_MODULE in command_line(process)
     except psutil.NoSuchProcess:
         return False

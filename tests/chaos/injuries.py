@@ -1,19 +1,42 @@
-"""The whole load on a server that something happens to."""
+"""A load on a server that something happens to, at moments that its progress decides."""
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.chaos.faults import ChaosServer
 from tests.chaos.outcomes import Outcome
-from tests.chaos.workload import WORKLOAD, perform_all
+from tests.chaos.workload import WORKLOAD, Ask, perform_all
 
 
-async def injured(server: ChaosServer, fault: Callable[[], object]) -> dict[str, Outcome]:
-    """The outcomes of the whole load, during which the fault happens; and nothing is left behind."""
+async def injured(
+    server: ChaosServer, fault: Callable[[], object], load: Mapping[str, Ask] = WORKLOAD
+) -> dict[str, Outcome]:
+    """The outcomes of a load, during which the fault happens; and nothing is left behind."""
     happening = asyncio.create_task(asyncio.to_thread(fault))
-    outcomes = await perform_all(server.url, WORKLOAD)
+    outcomes = await perform_all(server.url, load)
     await happening
     await asyncio.to_thread(server.until, server.is_idle)
     received, ended = server.balance()
     assert received == ended
     return outcomes
+
+
+def at_random_moments(
+    server: ChaosServer, answers: Mapping[str, Outcome], faults: Sequence[Callable[[], object]], moments: random.Random
+) -> None:
+    """Inject faults one after the other while the server gives those answers, each in the midst of them."""
+    before, tokens = server.generated(), sum(map(_tokens, answers.values()))
+    # Some of the load is always left, so that there is something to injure.
+    parts = sorted(moments.uniform(0.02, 0.6) for _ in faults)
+    for fault, part in zip(faults, parts, strict=True):
+        server.until_generated(before + part * tokens)
+        fault()
+        # A request on which core after core dies without a token between them is not tried again.
+        server.until_all_go_on()
+
+
+def _tokens(outcome: Outcome) -> int:
+    usage = outcome["usage"]
+    tokens: int = usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"]
+    return tokens

@@ -4,12 +4,12 @@ import json
 import socket
 from typing import Any
 
-from tests.e2e.kaon_server import MODEL, START_SECONDS, KaonServer
+from tests.e2e.kaon_server import MODEL, START_SECONDS, KaonServer, hold_little
 
 REQUEST: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "Tell me a story"}],
-    "max_tokens": 1500,
+    "max_tokens": 400,
     "ignore_eos": True,
     "temperature": 0,
     "n": 4,
@@ -18,9 +18,7 @@ REQUEST: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-"""Some 10 MB of events: the system buffers a few megabytes of each connection before the server notices anything."""
-
-_RECEIVE_BUFFER = 4096
+"""Some 3 MB of events, of which the connection holds little."""
 
 
 class SlowReader:
@@ -30,8 +28,7 @@ class SlowReader:
         content = json.dumps({**REQUEST, **fields}).encode()
         self._socket = socket.socket()
         self._socket.settimeout(START_SECONDS)
-        # Before connecting: the window that the other side learns of is made then.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+        hold_little(self._socket)
         self._socket.connect(("127.0.0.1", server.port))
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
         self._socket.sendall((head % len(content)).encode() + content)

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import httpx
-import openai
 import pytest
 
 from tests.chaos.conftest import StartServer
@@ -27,6 +27,16 @@ REQUEST: dict[str, Any] = {
 ENDLESS = {**REQUEST, "max_tokens": 3900}
 
 TIMES_THE_CAPACITY = 10
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
+    """For the test of clients that come back first: an overload leaves promises behind of room in a minute only."""
+    server = ChaosServer(tmp_path_factory.mktemp("narrow") / "log", *OPTIONS)
+    try:
+        yield server.ready()
+    finally:
+        server.end()
 
 
 class Answer(NamedTuple):
@@ -68,11 +78,34 @@ async def measured_rate(http: httpx.AsyncClient) -> float:
     return (RUNNING + QUEUED) / (time.monotonic() - began)
 
 
+async def test_clients_that_come_back_when_they_are_told_to_all_get_in(narrow: ChaosServer) -> None:
+    server, before = narrow, narrow.metrics()
+    clients = 3 * (RUNNING + QUEUED)
+    async with server.async_client().with_options(max_retries=100) as sdk:
+
+        async def answered() -> str:
+            fields: dict[str, Any] = {name: value for name, value in REQUEST.items() if name != "ignore_eos"}
+            fields["stream"] = False
+            answer = await sdk.completions.create(**fields, extra_body={"ignore_eos": True})
+            text: str = answer.choices[0].text
+            return text
+
+        texts = await asyncio.gather(*(answered() for _ in range(clients)))
+    assert len(set(texts)) == 1
+    after = server.metrics()
+    refused, answers = (
+        'kaon_requests_rejected_total{reason="queue_requests"}',
+        'kaon_requests_finished_total{reason="length"}',
+    )
+    assert after[refused] > before[refused]
+    assert after[answers] == before[answers] + clients
+
+
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def test_of_a_tenfold_overload_what_is_not_accepted_is_told_when_to_come_back_and_nothing_else(
-    seconds: int, start_server: StartServer, record_property: Any
+    seconds: int, narrow: ChaosServer, record_property: Any
 ) -> None:
-    server = start_server(*OPTIONS)
+    server = narrow
     async with client(server.url) as http:
         await measured_rate(http)
         rate = TIMES_THE_CAPACITY * await measured_rate(http)
@@ -81,14 +114,15 @@ async def test_of_a_tenfold_overload_what_is_not_accepted_is_told_when_to_come_b
         tasks: list[asyncio.Task[Answer]] = []
         began = time.monotonic()
         while (elapsed := time.monotonic() - began) < seconds:
-            while len(tasks) < rate * elapsed:
+            # However unevenly the machine computes, more ask at any time than there is room for.
+            while len(tasks) < rate * elapsed or unfinished(tasks) < 2 * (RUNNING + QUEUED):
                 tasks.append(asyncio.create_task(ask(http)))
             sample = await http.get("/metrics")
             longest_queue = max(longest_queue, sample_of(sample.text, "kaon_requests_waiting"))
         answers = await asyncio.gather(*tasks)
     counts = Counter(answer.status for answer in answers)
     assert counts[200] >= RUNNING
-    assert counts[429] > counts[200], "the load was no overload"
+    assert counts[429] >= RUNNING + QUEUED, "the load was no overload"
     assert longest_queue <= QUEUED
     after = server.metrics()
     grown = {name: after[name] - before[name] for name in after if name in before}
@@ -106,27 +140,13 @@ async def test_of_a_tenfold_overload_what_is_not_accepted_is_told_when_to_come_b
     )
 
 
+def unfinished(tasks: Iterable[asyncio.Task[Answer]]) -> int:
+    return sum(not task.done() for task in tasks)
+
+
 def sample_of(text: str, name: str) -> float:
     """One sample of /metrics."""
     return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-
-async def test_clients_that_come_back_when_they_are_told_to_all_get_in(start_server: StartServer) -> None:
-    server = start_server(*OPTIONS)
-    clients = 3 * (RUNNING + QUEUED)
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=10) as sdk:
-
-        async def answered() -> str:
-            fields: dict[str, Any] = {name: value for name, value in REQUEST.items() if name != "ignore_eos"}
-            fields["stream"] = False
-            answer = await sdk.completions.create(**fields, extra_body={"ignore_eos": True})
-            text: str = answer.choices[0].text
-            return text
-
-        texts = await asyncio.gather(*(answered() for _ in range(clients)))
-    assert len(set(texts)) == 1
-    assert server.metric('kaon_requests_rejected_total{reason="queue_requests"}') > 0
-    assert server.metric('kaon_requests_finished_total{reason="length"}') == clients
 
 
 @pytest.mark.slow  # On a server that others use before: tests/e2e/test_http_overload.py.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import httpx
 
 from tests.chaos.outcomes import Outcome, merged, read_events, reduced
-from tests.e2e.kaon_server import MODEL, START_SECONDS
+from tests.e2e.kaon_server import MODEL, PLAIN_HTTP, START_SECONDS
 
 Fields: TypeAlias = dict[str, Any]
 
@@ -71,7 +71,7 @@ async def perform_all(url: str, asks: Mapping[str, Ask]) -> dict[str, Outcome]:
 def client(url: str) -> httpx.AsyncClient:
     """A client with as many connections as anyone asks for."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=url, timeout=START_SECONDS, limits=limits)
+    return httpx.AsyncClient(base_url=url, timeout=START_SECONDS, limits=limits, verify=PLAIN_HTTP)
 
 
 def _completion(prompt: str, max_tokens: int, **fields: Any) -> Ask:
@@ -184,3 +184,6 @@ WORKLOAD: dict[str, Ask] = {
     "response, whole": _response("What is the capital of France?", 60),
 }
 """By name. Together 41 sequences, of 10 to 900 tokens."""
+
+SOME = dict(list(WORKLOAD.items())[::3])
+"""A third of them, in which there is something of most kinds."""

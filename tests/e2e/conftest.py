@@ -1,6 +1,9 @@
 """Fixtures of the tests over real processes."""
 
+import contextlib
+import fcntl
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,22 @@ def stub_core(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr(core_process, "CORE_MODULE", "stub_core")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     return lambda fault: monkeypatch.setenv("STUB_CORE", fault)
+
+
+@pytest.fixture
+def held_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], AbstractContextManager[None]]:
+    """`with held_starts():` stub cores that start within become ready after it only."""
+    path = tmp_path / "gate"
+    path.touch()
+    monkeypatch.setenv("STUB_CORE_GATE", str(path))
+
+    @contextlib.contextmanager
+    def hold() -> Iterator[None]:
+        with path.open() as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            yield
+
+    return hold
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import psutil
 
 from engine.config import CLUSTER_KEY_ENV, Config
 from tests.e2e.kaon_host import KEY
-from tests.e2e.processes import LoggedProcess, run_config
+from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 _HERE = Path(__file__).parent
 _PATH = os.pathsep.join(map(str, (_HERE.parents[1], _HERE)))
@@ -18,7 +18,7 @@ _RUNS_STUBS = "from engine import core_process; core_process.CORE_MODULE = 'stub
 
 def replica_fields(port: int, **fields: Any) -> dict[str, Any]:
     """Of two hosts with a replica each, which meet at a second loopback address."""
-    common = {"data_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 60.0}
+    common = {"data_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 120.0}
     return {**common, "master_port": port, **fields}
 
 
@@ -33,7 +33,7 @@ class CoreHost(LoggedProcess):
     def cores(self) -> list[psutil.Process]:
         """Processes of its cores."""
         found: list[psutil.Process] = self.process.children()
-        return [child for child in found if "kaon-engine" in " ".join(child.cmdline())]
+        return [child for child in found if "kaon-engine" in " ".join(command_line(child))]
 
     def stop(self) -> int:
         """End it as a service manager does; its exit code."""

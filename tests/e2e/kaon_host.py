@@ -1,17 +1,15 @@
 """`KaonHost`: a host that computes ranks for a server elsewhere, as a real process; and ports for them to meet at."""
 
-import random
 import signal
-import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from engine.config import CLUSTER_KEY_ENV, Config
-from tests.e2e.processes import LoggedProcess, run_config
+from tests.e2e.ports import free_row
+from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 KEY = "correct-horse-battery-staple"
 FIELDS: dict[str, Any] = {
@@ -25,21 +23,13 @@ FIELDS: dict[str, Any] = {
 
 
 def free_ports(host: str = "127.0.0.2") -> int:
-    """The first of three ports in a row that nothing listened on a moment ago."""
-    while True:
-        first = random.randrange(20000, 30000)
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + 3):
-                    stack.enter_context(socket.create_server((host, port)))
-            except OSError:
-                continue
-            return first
+    """The first of three ports in a row on which nothing listens, and that no other test process is given."""
+    return free_row(3, host)
 
 
 def parallel_fields(port: int, **fields: Any) -> dict[str, Any]:
     """Of two hosts with a rank each, which meet at a second loopback address."""
-    common = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 60.0}
+    common = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.2", "rank_start_timeout": 120.0}
     return {**common, "master_port": port, **fields}
 
 
@@ -70,7 +60,7 @@ class KaonHost(LoggedProcess):
     def ranks(self) -> list[psutil.Process]:
         """Processes of its ranks."""
         found: list[psutil.Process] = self.process.children()
-        return [child for child in found if "rank_process" in " ".join(child.cmdline())]
+        return [child for child in found if "rank_process" in " ".join(command_line(child))]
 
     def stop(self) -> int:
         """End it as a service manager does; its exit code."""

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, Self
 
 import httpx
 import psutil
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
 from engine.config import Config
-from tests.e2e.processes import LoggedProcess, run_config
+from tests.e2e.ports import free_row
+from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 START_SECONDS = 120
 MODEL = "kaon-demo"
@@ -22,11 +24,13 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "cpu_kvcache_gib": 0.25, "max_nu
 """float32, so that greedy text does not depend on what else is in the batch."""
 
 
+PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For `verify` of a client that needs no certificates: loading the system's takes each new client 60 ms."""
+
+
 def free_port() -> int:
-    """A port that nothing listened on a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port on which nothing listens, and that no other test process is given."""
+    return free_row(1, "127.0.0.1")
 
 
 class KaonServer(LoggedProcess):
@@ -49,7 +53,8 @@ class KaonServer(LoggedProcess):
     @property
     def core(self) -> psutil.Process:
         """The engine core's process."""
-        (core,) = (child for child in self.process.children() if "engine.structured.checker" not in child.cmdline())
+        children = self.process.children()
+        (core,) = (child for child in children if "engine.structured.checker" not in command_line(child))
         return core
 
     def stop(self) -> int:
@@ -57,34 +62,54 @@ class KaonServer(LoggedProcess):
         return self.end_by(signal.SIGINT)
 
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)
+        http = DefaultHttpxClient(verify=PLAIN_HTTP)
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS, http_client=http
+        )
 
     def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS)
+        http = DefaultAsyncHttpxClient(verify=PLAIN_HTTP)
+        return AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=START_SECONDS, http_client=http
+        )
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=START_SECONDS)
+        return httpx.Client(base_url=self.url, timeout=START_SECONDS, verify=PLAIN_HTTP)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=START_SECONDS, verify=PLAIN_HTTP)
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=START_SECONDS, verify=PLAIN_HTTP)
 
     def metric(self, sample: str) -> float:
         """The value of one sample, named as in the text format."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.get("/metrics").text
         found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
         assert found, f"{sample} is not in /metrics"
         return float(found[1])
 
-    def connect(self, path: str, body: dict[str, Any], receive_buffer: int | None = None) -> socket.socket:
-        """A raw connection on which a POST has been sent; `receive_buffer`: the most that waits there, in bytes."""
+    def connect(self, path: str, body: dict[str, Any], *, holds_little: bool = False) -> socket.socket:
+        """A raw connection on which a POST has been sent; `holds_little`: of an answer that is not read."""
         content = json.dumps(body).encode()
         connection = socket.socket()
         connection.settimeout(START_SECONDS)
-        if receive_buffer is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        if holds_little:
+            hold_little(connection)
         connection.connect(("127.0.0.1", self.port))
         connection.sendall(
             b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content))
         )
         connection.sendall(content)
         return connection
+
+
+def hold_little(connection: socket.socket) -> None:
+    """Before it connects: some 80 KB of an answer that is not read fill the connection, in place of 3 MB."""
+    # The window that the other side learns of is made when connecting.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    # The other side's buffer grows with the size of a segment, which between processes of a machine is 64 KB.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1200)
 
 
 def eventually(holds: Callable[[], bool]) -> None:

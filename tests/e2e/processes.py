@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from engine.config import Config
 
 END_SECONDS = 120
 """The longest that anything here waits for an end."""
+
+_IDLE_SECONDS, _IDLE_SPENDS = 2.0, 0.1
 
 _RUN = "import sys; from engine.config import Config; from server.serve import run; "
 _RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
@@ -56,6 +59,30 @@ class LoggedProcess:
         except psutil.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Of a process; empty once it has ended."""
+    try:
+        line: list[str] = process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+    return line
+
+
+def until_idle(processes: Sequence[psutil.Process]) -> None:
+    """Return once none of them has used a processor for longer than a moment within two seconds; spinning uses all.
+
+    A process that has just become idle may still do what it does once then, and that late on a machine in use.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    while True:
+        before = [sum(each.cpu_times()[:2]) for each in processes]
+        time.sleep(_IDLE_SECONDS)
+        spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
+        if max(spent) <= _IDLE_SPENDS:
+            return
+        assert time.monotonic() < deadline, f"idle processes used {spent} s of {_IDLE_SECONDS:g} s"
 
 
 def wait_gone(pids: Iterable[int]) -> None:

@@ -3,6 +3,7 @@
 Run in place of `engine.engine_core`; the tests choose a way to fail by `STUB_CORE` in its environment.
 """
 
+import fcntl
 import os
 import threading
 import time
@@ -30,6 +31,10 @@ FIRST_TOKEN = 1000
 
 DEADLY, RAISING, ENDLESS, OUTSIDE = 901, 902, 903, 904
 """Prompt tokens that kill the process, raise, or never come to an end when computed; or kill it before they are."""
+
+
+GATE = os.environ.get("STUB_CORE_GATE")
+"""A file: the core starts no further while a test has it locked."""
 
 
 class StubRunner:
@@ -83,6 +88,9 @@ def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedMod
             os._exit(3)
         case "slow":
             threading.Event().wait()
+    if GATE is not None:
+        with open(GATE) as gate:
+            fcntl.flock(gate, fcntl.LOCK_SH)
     config = config.model_copy(update={"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 8192, "eos_token_id": 2})
     info = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, VOCAB_SIZE, 8192, [2], 16, NUM_BLOCKS)
     tokenizer_path = resolve_checkpoint(None)

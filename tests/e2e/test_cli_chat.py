@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 CHAT = [sys.executable, "-m", "server", "chat"]
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which a test gives up on something that should have come."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 def doctor(*flags: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "server", "doctor", *flags], capture_output=True, text=True, check=False, timeout=170
+        [sys.executable, "-m", "server", "doctor", *flags], capture_output=True, text=True, check=False, timeout=500
     )
     return done.returncode, done.stdout
 

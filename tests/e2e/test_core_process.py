@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,8 @@ from engine.core_manager import CoreManager, EngineDeadError
 from engine.core_process import CoreProcess
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
-from tests.e2e.processes import wait_gone
+from tests.e2e.kaon_server import eventually
+from tests.e2e.processes import until_idle, wait_gone
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 
@@ -152,7 +152,8 @@ def test_ten_thousand_requests_added_and_aborted_at_random_leave_nothing(manager
     added, outputs, sizes = 0, list[RequestOutput](), list[int]()
     for total in (5_000, 10_000):
         while len(outputs) < total:
-            if added < total:
+            # As many live at a time however fast the core is: memory for more would not be a leak.
+            if added < total and len(manager.live) < 500:
                 ids = range(added, added + 20)
                 manager.add_requests(
                     [
@@ -176,11 +177,7 @@ def test_ten_thousand_requests_added_and_aborted_at_random_leave_nothing(manager
 def test_idle_core_uses_no_processor(manager: CoreManager) -> None:
     manager.add_requests(requests(1, params=SamplingParams(max_tokens=5)))
     drain(manager, 1)
-    core = psutil.Process(manager.pid)
-    before = core.cpu_times()
-    time.sleep(2.0)
-    after = core.cpu_times()
-    assert after.user + after.system - before.user - before.system <= 0.1  # spinning would take 2
+    until_idle([psutil.Process(manager.pid)])
 
 
 def test_two_engines_do_not_meet(manager: CoreManager) -> None:
@@ -205,7 +202,7 @@ def test_process_names_itself(manager: CoreManager) -> None:
 def test_shutdown_aborts_what_runs_and_leaves_nothing(manager: CoreManager) -> None:
     manager.add_requests(requests(1, 2))
     first_tokens(manager)
-    manager.shutdown()
+    manager.shutdown(WAIT_SECONDS)
     assert ends(drain(manager, 1, 2)) == {1: "abort", 2: "abort"}
     assert not psutil.pid_exists(manager.pid)
     with pytest.raises(EngineDeadError, match="has stopped"):
@@ -305,7 +302,7 @@ def test_core_and_its_sockets_are_gone_when_the_parent_is_killed(stage: str, stu
         pid, directory = parent.stdout.readline().split()
         parent.kill()
     wait_gone([int(pid)])
-    assert not Path(directory).exists()
+    eventually(lambda: not Path(directory).exists())
 
 
 # -- failing to start -------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
@@ -20,8 +21,9 @@ from tests.e2e.stub_core import DEADLY, ENDLESS, FIRST_TOKEN, OUTSIDE, RAISING
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 
-WAIT_SECONDS = 60
+WAIT_SECONDS = 120
 PROMPT = [1, 2, 3]
+HeldStarts: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,10 @@ class Run:
     def until_begun(self, *request_ids: int) -> None:
         self.until(lambda: all(self.tokens[request_id] for request_id in request_ids))
 
+    def until_replaced(self, pid: int) -> None:
+        """Until another core than that one serves."""
+        self.until(lambda: pid not in self.manager.pids and len(self.manager.serving) == len(self.manager.pids))
+
     def kill(self) -> None:
         os.kill(self.manager.pid, signal.SIGKILL)
 
@@ -90,13 +96,14 @@ def test_requests_go_on_where_they_were_when_the_core_is_killed(run: Run) -> Non
     assert not run.manager.live
 
 
-def test_requests_that_come_while_the_core_is_started_again_wait_for_it(run: Run) -> None:
+def test_requests_that_come_while_the_core_is_started_again_wait_for_it(run: Run, held_starts: HeldStarts) -> None:
     run.add(0)
     run.until_begun(0)
     pid = run.manager.pid
-    run.kill()
-    run.until(lambda: not run.manager.is_serving)
-    run.add(1, 2)
+    with held_starts():
+        run.kill()
+        run.until(lambda: not run.manager.is_serving)
+        run.add(1, 2)
     run.until_ended(0, 1, 2)
     run.assert_complete(0, 1, 2)
     assert run.manager.pid != pid
@@ -132,24 +139,27 @@ async def test_an_event_loop_s_requests_go_on_too() -> None:
         ended = asyncio.Event()
         resumed: list[int] = []
 
+        killed: list[int] = []
+
         def take(step: StepOutputs) -> None:
             run.take(step)
+            if len(run.tokens) == 5 and not killed:
+                killed.append(manager.pid)
+                run.kill()
             if len(run.ends) == 5:
                 ended.set()
 
         manager.attach(asyncio.get_running_loop(), take, lambda count, replica: resumed.append(count))
         await manager.wait_ready_async(WAIT_SECONDS)
-        run.add(*range(5))
-        while len(run.tokens) < 5:
-            await asyncio.sleep(0.01)
-        run.kill()
+        run.add(*range(5), max_tokens=1000)
         await asyncio.wait_for(ended.wait(), WAIT_SECONDS)
-    run.assert_complete(*range(5))
+    run.assert_complete(*range(5), max_tokens=1000)
     assert resumed == [5]
 
 
 def test_what_was_aborted_ends_with_the_core_and_does_not_go_on(run: Run) -> None:
-    run.add(0, 1)
+    run.add(0, max_tokens=8000)
+    run.add(1)
     run.until_begun(0, 1)
     os.kill(run.manager.pid, signal.SIGSTOP)
     run.manager.abort([0])
@@ -159,16 +169,16 @@ def test_what_was_aborted_ends_with_the_core_and_does_not_go_on(run: Run) -> Non
     run.assert_complete(1)
 
 
-def test_what_is_aborted_while_there_is_no_core_ends_at_once(run: Run) -> None:
-    run.add(0)
+def test_what_is_aborted_while_there_is_no_core_ends_at_once(run: Run, held_starts: HeldStarts) -> None:
+    run.add(0, max_tokens=8000)
     run.until_begun(0)
-    run.kill()
-    run.until(lambda: not run.manager.is_serving)
-    run.add(1)
-    run.manager.abort([0, 1])
-    step = run.manager.get_outputs(0)
-    assert step is not None
-    run.take(step)
+    with held_starts():
+        run.kill()
+        run.until(lambda: not run.manager.is_serving)
+        run.add(1)
+        run.manager.abort([0, 1])
+        run.until_ended(0, 1)
+        assert not run.manager.is_serving
     assert {id: output.finish_reason for id, output in run.ends.items()} == {0: "abort", 1: "abort"}
     run.add(2)
     run.until_ended(2)
@@ -213,7 +223,7 @@ def test_the_request_that_makes_a_step_raise_fails_alone_and_the_core_stays(run:
 def test_a_core_that_completes_no_step_is_killed_after_its_threads_were_written_down(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = Run(stall_timeout=0.5)
+    run = Run(stall_timeout=1.0)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
         run.add(0)
@@ -237,12 +247,12 @@ def test_a_stopped_core_is_noticed_before_the_longest_step_would_be_over(run: Ru
 
 
 def test_an_idle_core_does_not_count_as_stalled() -> None:
-    run = Run(stall_timeout=0.2)
+    run = Run(stall_timeout=2.0)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
         pid = run.manager.pid
-        assert run.manager.get_outputs(1.0) is None
-        run.add(0)
+        assert run.manager.get_outputs(2.5) is None
+        run.add(0, max_tokens=1)
         run.until_ended(0)
         assert run.manager.pid == pid
 
@@ -281,27 +291,29 @@ def test_cores_that_die_at_once_are_not_started_for_ever(stub_core: Callable[[st
 def test_restarts_are_counted_over_a_window() -> None:
     run = Run(max_core_restarts=2)
     with run.manager:
+        run.manager.wait_ready(WAIT_SECONDS)
         for round in range(3):
-            run.until(lambda: run.manager.is_serving)
-            run.add(round)
+            run.add(round, max_tokens=8000)
             run.until_begun(round)
+            pid = run.manager.pid
             run.kill()
-            run.until(lambda: not run.manager.is_serving)
+            if round < 2:
+                run.until_replaced(pid)
         run.until_ended(2)
         assert "started again 2 times within 600 s (max_core_restarts)" in str(run.ends[2].error)
 
 
 def test_a_paused_request_is_silent_until_it_is_resumed_and_goes_on_where_it_was(run: Run) -> None:
-    run.add(0, 1)
+    run.add(0, 1, max_tokens=1000)
     run.until_begun(0, 1)
     run.manager.pause([0, 77])
     run.until_ended(1)
     told = len(run.tokens[0])
     assert run.manager.get_outputs(0.1) is None
-    assert len(run.tokens[0]) == told < 300
+    assert len(run.tokens[0]) == told < 1000
     run.manager.resume([0, 77])
     run.until_ended(0)
-    run.assert_complete(0, 1)
+    run.assert_complete(0, 1, max_tokens=1000)
 
 
 def test_pausing_and_resuming_at_random_loses_nothing(run: Run) -> None:
@@ -324,16 +336,17 @@ def test_pausing_and_resuming_at_random_loses_nothing(run: Run) -> None:
 
 
 def test_a_paused_request_outlives_the_core_and_can_be_aborted(run: Run) -> None:
-    run.add(0, 1)
+    run.add(0, max_tokens=1000)
+    run.add(1, max_tokens=8000)
     run.until_begun(0, 1)
     run.manager.pause([0, 1])
+    pid = run.manager.pid
     run.kill()
-    run.until(lambda: not run.manager.is_serving)
-    run.until(lambda: run.manager.is_serving)
+    run.until_replaced(pid)
     run.manager.abort([1])
     run.manager.resume([0, 1])
     run.until_ended(0, 1)
-    run.assert_complete(0)
+    run.assert_complete(0, max_tokens=1000)
     assert run.ends[1].finish_reason == "abort"
 
 
@@ -357,11 +370,12 @@ def test_each_request_ends_once_whatever_happens_to_it() -> None:
         assert not run.manager.live
 
 
-def test_several_requests_that_kill_the_core_end_nobody_else(run: Run) -> None:
+@pytest.mark.parametrize("killers", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_several_requests_that_kill_the_core_end_nobody_else(run: Run, killers: int) -> None:
     run.add(*range(4), max_tokens=1000)
     run.until_begun(*range(4))
-    run.add(*range(10, 18), prompt=[DEADLY])
-    run.until_ended(*range(4), *range(10, 18))
+    run.add(*range(10, 10 + killers), prompt=[DEADLY])
+    run.until_ended(*range(4), *range(10, 10 + killers))
     run.assert_complete(*range(4), max_tokens=1000)
 
 
@@ -398,7 +412,7 @@ def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_reques
 
 
 def test_a_long_prompt_that_is_computed_alone_does_not_count_as_a_stall() -> None:
-    run = Run(stall_timeout=0.4, max_num_batched_tokens=8, max_num_seqs=8)
+    run = Run(stall_timeout=1.0, max_num_batched_tokens=4, max_num_seqs=4)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
         run.add(0, max_tokens=20, prompt=[7] * 7600)

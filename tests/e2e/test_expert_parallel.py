@@ -16,7 +16,9 @@ from engine import core_process
 from engine.config import Config, ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
-from tests.e2e.processes import wait_gone
+from tests.e2e.engines import until_begun, until_replaced
+from tests.e2e.kaon_server import START_SECONDS
+from tests.e2e.processes import until_idle, wait_gone
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants
@@ -127,67 +129,67 @@ def test_dummies_of_an_idle_replica_leave_its_prefix_cache_alone(alone: LLMEngin
 def test_idle_replicas_use_no_processor(two: LLMEngine) -> None:
     tokens(two, PROMPTS)
     processes = [psutil.Process(pid) for pid in two._core.pids]
-    time.sleep(2.0)  # Past what an idle core does once.
-    before = [sum(each.cpu_times()[:2]) for each in processes]
-    time.sleep(2.0)
-    spent = [sum(each.cpu_times()[:2]) - start for each, start in zip(processes, before, strict=True)]
-    assert max(spent) < 0.1
+    until_idle(processes)
+
+
+@pytest.fixture(scope="module")
+def mortal(checkpoint: Path) -> Iterator[LLMEngine]:
+    """Two replicas, which tests may kill: others are started."""
+    with engine_of(checkpoint, 2, max_core_restarts=100) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_requests_of_all_replicas_go_on_when_one_is_killed(
-    checkpoint: Path, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
+    mortal: LLMEngine, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = tokens(alone, PROMPTS, LONG)
-    with engine_of(checkpoint, 2) as engine:
-        before = engine._core.pids
-        ids = engine.add_request(PROMPTS, LONG)
-        time.sleep(0.3)
-        os.kill(before[victim], signal.SIGKILL)
-        assert [result["token_ids"] for result in engine.collect(ids)] == expected
-        wait_gone(before)
-        after = engine._core.pids
-        assert not set(before) & set(after)
-        assert tokens(engine, PROMPTS, GREEDY) == [each[:24] for each in expected]
-    wait_gone(after)
+    before = mortal._core.pids
+    ids = mortal.add_request(PROMPTS, LONG)
+    until_begun(mortal)
+    os.kill(before[victim], signal.SIGKILL)
+    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
+    wait_gone(before)
+    for pid in before:
+        until_replaced(mortal, pid)
+    assert tokens(mortal, PROMPTS, GREEDY) == [each[:24] for each in expected]
     assert f"engine core {victim} was killed by SIGKILL; another is started" in caplog.text
     assert f"replica {victim} is gone, with which this one computes in lockstep" in caplog.text
 
 
 def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_again(
-    checkpoint: Path, alone: LLMEngine
+    mortal: LLMEngine, alone: LLMEngine
 ) -> None:
     expected = tokens(alone, PROMPTS[:2])
-    with engine_of(checkpoint, 2) as engine:
-        assert tokens(engine, PROMPTS[:2]) == expected
-        before = engine._core.pids
-        os.kill(before[1], signal.SIGKILL)
-        wait_gone(before)
-        assert tokens(engine, PROMPTS[:2]) == expected
+    assert tokens(mortal, PROMPTS[:2]) == expected
+    before = mortal._core.pids
+    os.kill(before[1], signal.SIGKILL)
+    wait_gone(before)
+    assert tokens(mortal, PROMPTS[:2]) == expected
 
 
-def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(checkpoint: Path, alone: LLMEngine) -> None:
+def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LLMEngine, alone: LLMEngine) -> None:
     """Those that wait for it learn that it will not come, and meet the next one."""
     expected = tokens(alone, PROMPTS[:2])
-    with engine_of(checkpoint, 2) as engine:
-        os.kill(engine._core.pids[0], signal.SIGKILL)
-        ids = engine.add_request(PROMPTS[:2], GREEDY)
-        first = engine._core.pids[0]
-        deadline = time.monotonic() + 30
-        while engine._core.pids[0] == first and time.monotonic() < deadline:
-            engine._core._wait(time.monotonic() + 0.1)
-        os.kill(engine._core.pids[0], signal.SIGKILL)
-        assert [result["token_ids"] for result in engine.collect(ids)] == expected
+    first = mortal._core.pids[0]
+    os.kill(first, signal.SIGKILL)
+    ids = mortal.add_request(PROMPTS[:2], GREEDY)
+    deadline = time.monotonic() + START_SECONDS
+    while mortal._core.pids[0] == first:
+        assert time.monotonic() < deadline, "no other core was started"
+        mortal._core._wait(time.monotonic() + 0.1)
+    os.kill(mortal._core.pids[0], signal.SIGKILL)
+    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
 
 
-def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(checkpoint: Path, alone: LLMEngine) -> None:
+def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(mortal: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
-    with engine_of(checkpoint, 2) as engine:
-        before = engine._core.pids
-        ids = engine.add_request(PROMPTS[:1], LONG)
-        os.kill(before[1], signal.SIGSTOP)
-        assert [result["token_ids"] for result in engine.collect(ids)] == expected
-        assert not set(before) & set(engine._core.pids)
+    before = mortal._core.pids
+    ids = mortal.add_request(PROMPTS[:1], LONG)
+    (idle,) = (replica.number for replica in mortal._core._replicas if not replica.live)
+    os.kill(before[idle], signal.SIGSTOP)
+    assert [result["token_ids"] for result in mortal.collect(ids)] == expected
+    assert not set(before) & set(mortal._core.pids)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_busy_replicas_end_together_with_an_output_for_each_request(checkpoint: 
     with engine_of(checkpoint, 2) as engine:
         pids = engine._core.pids
         ids = engine.add_request(PROMPTS, LONG)
-        time.sleep(0.2)
+        until_begun(engine)
         engine._core.shutdown()
         assert not engine._core.live
         results = engine.collect(ids)
@@ -224,6 +226,7 @@ def test_busy_replicas_end_together_with_an_output_for_each_request(checkpoint: 
     wait_gone(pids)
 
 
+@pytest.mark.slow  # Of ranks: test_tensor_parallel.py; of replicas by themselves: test_data_parallel_serving.py.
 def test_replicas_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tests.e2e.test_expert_parallel import engine_of\n"

@@ -36,6 +36,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 OPENING = {"deepseek": "</think>", "harmony": "<|channel|>", "mistral": "[TOOL_CALLS]"}
 """What an answer is pulled towards, so that it comes to its point."""
 
@@ -171,7 +172,7 @@ def test_responses_tell_reasoning_calls_and_text_as_items(dialect: Dialect) -> N
             )
         )
         for event in events:
-            TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(by_alias=True))
+            EVENT.validate_python(event.model_dump(by_alias=True))
         Response.model_validate(final.model_dump(by_alias=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))
         done = [event.item for event in events if event.type == "response.output_item.done"]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.kaon_server import MODEL, KaonServer
+from tests.e2e.kaon_server import MODEL, START_SECONDS, KaonServer, eventually
 
 PATHS = ("/", "/livez", "/readyz", "/health", "/ping", "/metrics", "/version", "/docs", "/v1/models")
 
@@ -67,7 +67,7 @@ def test_streams_are_neither_cached_nor_buffered(http_client: httpx.Client) -> N
 
 
 def test_one_connection_serves_answers_streams_and_errors_in_turn(server: KaonServer) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_SECONDS)
     connection.connect()
     first = connection.sock
     for fields in ({}, {"stream": True}, {"n": 0}, {"prompt": "x" * 11 * 2**20}, {}):
@@ -78,7 +78,7 @@ def test_one_connection_serves_answers_streams_and_errors_in_turn(server: KaonSe
 
 
 def test_pipelined_requests_are_answered_in_order(server: KaonServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=START_SECONDS) as connection:
         request = b"GET %b HTTP/1.1\r\nHost: x\r\n%b\r\n"
         connection.sendall(request % (b"/version", b"") + request % (b"/livez", b"Connection: close\r\n"))
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -99,7 +99,7 @@ def test_pipelined_requests_are_answered_in_order(server: KaonServer) -> None:
 def test_what_is_no_http_or_has_endless_headers_gets_an_error_object_and_goodbye(
     server: KaonServer, sent: bytes, status: int
 ) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=START_SECONDS) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)
         answer = http.client.HTTPResponse(connection)
@@ -108,10 +108,11 @@ def test_what_is_no_http_or_has_endless_headers_gets_an_error_object_and_goodbye
             assert (answer.status, answer.headers["connection"]) == (status, "close")
             assert answer.headers["x-request-id"].startswith("req_")
             assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
-    assert httpx.get(f"{server.url}/livez").status_code == 200
+    assert server.get("/livez").status_code == 200
 
 
 def test_metrics_count_what_was_generated(server: KaonServer, http_client: httpx.Client) -> None:
+    eventually(lambda: server.metric("kaon_requests_live") == server.metric("kaon_requests_running") == 0)
     before = server.metric("kaon_generation_tokens_total")
     finished = server.metric('kaon_requests_finished_total{reason="length"}')
     post(http_client, max_tokens=7, ignore_eos=True)

@@ -10,6 +10,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.held_checkpoint import HeldCheckpoint
 from tests.e2e.kaon_server import MODEL, KaonServer, eventually
 
 StartServer = Callable[..., KaonServer]
@@ -19,7 +20,7 @@ ENDLESS = {"model": MODEL, "prompt": "A story", "max_tokens": 3000, "ignore_eos"
 def answers(server: KaonServer, path: str) -> int | None:
     """The status of a GET; None while nothing listens."""
     try:
-        return httpx.get(server.url + path).status_code
+        return server.get(path).status_code
     except httpx.TransportError:
         return None
 
@@ -45,12 +46,10 @@ def text_of(events: str) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-def test_the_start_line_says_what_is_served_where(start_server: StartServer) -> None:
-    server = start_server(port=0).ready()
+def test_the_start_line_says_what_is_served_where(server: KaonServer) -> None:
     assert server.start_line.startswith("Kaon ")
-    assert f"serving {MODEL} on http://127.0.0.1:" in server.start_line
-    url = server.start_line.split(" on ")[1].split()[0]
-    assert httpx.get(f"{url}/readyz").status_code == 200
+    assert f"serving {MODEL} on {server.url} (ready in " in server.start_line
+    assert answers(server, "/readyz") == 200
 
 
 def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: StartServer) -> None:
@@ -61,13 +60,13 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: S
     try:
         eventually(lambda: answers(server, "/livez") == 200)
         for path in ("/readyz", "/health"):
-            response = httpx.get(server.url + path)
+            response = server.get(path)
             assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
-        refused = httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"})
+        refused = server.post("/v1/completions", {"model": MODEL, "prompt": "Hi"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "still loading" in refused.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == MODEL
-        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert server.get("/v1/models").json()["data"][0]["id"] == MODEL
+        assert server.get("/metrics").status_code == 200
     finally:
         core.resume()
     server.ready()
@@ -81,9 +80,12 @@ def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, 
     meanwhile: list[httpx.Response] = []
 
     def end() -> None:
-        server.process.send_signal(number)
-        eventually(lambda: answers(server, "/readyz") == 503)
-        meanwhile.append(httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "Hi"}))
+        # As long as this client stays, there is something to drain.
+        with server.connect("/v1/completions", {**ENDLESS, "max_tokens": 3900, "stream": True}):
+            eventually(lambda: server.metric("kaon_requests_received_total") == 2)
+            server.process.send_signal(number)
+            eventually(lambda: answers(server, "/readyz") == 503)
+            meanwhile.append(server.post("/v1/completions", {"model": MODEL, "prompt": "Hi"}))
 
     events = receive_all(server, "/v1/completions", end, max_tokens=500)
     assert events.endswith("data: [DONE]\n\n")
@@ -93,16 +95,6 @@ def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, 
     assert "shutting down" in refused.json()["error"]["message"]
     assert server.wait() == 0
     assert not core.is_running()
-    assert "Traceback" not in server.stderr
-
-
-def test_what_has_not_ended_in_time_ends_with_an_error(start_server: StartServer) -> None:
-    server = start_server(server_config={"drain_timeout": 0.2}).ready()
-    events = receive_all(server, "/v1/completions", lambda: server.process.send_signal(signal.SIGTERM))
-    last = json.loads(events.strip().split("\n\n")[-1].removeprefix("data: "))
-    assert "shutting down" in last["error"]["message"]
-    assert events.count('"error"') == 1
-    assert server.wait() == 0
     assert "Traceback" not in server.stderr
 
 
@@ -120,15 +112,20 @@ def test_a_second_signal_ends_the_server_now(start_server: StartServer) -> None:
     assert "Traceback" not in server.stderr
 
 
-def test_clients_that_neither_send_nor_read_on_do_not_keep_the_server(start_server: StartServer) -> None:
-    server = start_server(server_config={"drain_timeout": 1}).ready()
-    fields = {"model": MODEL, "prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with server.connect("/v1/completions", {**fields, "n": 32, "logprobs": 20}), socket.socket() as sender:
+def test_what_has_not_ended_in_time_ends_with_an_error_also_beside_clients_that_neither_send_nor_read_on(
+    start_server: StartServer,
+) -> None:
+    server = start_server(server_config={"drain_timeout": 0.5}).ready()
+    fields = {**ENDLESS, "stream": True, "n": 8, "logprobs": 20}
+    with server.connect("/v1/completions", fields, holds_little=True), socket.socket() as sender:
         sender.connect(("127.0.0.1", server.port))
         sender.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
-        eventually(lambda: server.metric("kaon_generation_tokens_total") > 32 * 40)
-        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: server.metric("kaon_generation_tokens_total") > 8 * 60)
+        events = receive_all(server, "/v1/completions", lambda: server.process.send_signal(signal.SIGTERM))
         assert server.wait() == 0
+    last = json.loads(events.strip().split("\n\n")[-1].removeprefix("data: "))
+    assert "shutting down" in last["error"]["message"]
+    assert events.count('"error"') == 1
     assert "Traceback" not in server.stderr
 
 
@@ -157,18 +154,21 @@ def test_a_missing_checkpoint_is_one_sentence(start_server: StartServer, tmp_pat
     assert "Traceback" not in server.stderr
 
 
-def test_when_the_engine_dies_streams_go_on(start_server: StartServer) -> None:
-    server = start_server().ready()
-    undisturbed = receive_all(server, "/v1/completions", max_tokens=500)
+def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path: Path) -> None:
+    checkpoint = HeldCheckpoint(tmp_path / "model")
+    settings = {"served_model_name": [MODEL]}
+    server = start_server(model=str(checkpoint.path), server_config=settings).ready()
+    undisturbed = receive_all(server, "/v1/completions", max_tokens=300)
     core = server.core
     states: list[int | None] = []
 
     def kill() -> None:
-        core.kill()
-        eventually(lambda: answers(server, "/readyz") == 503)
-        states.append(answers(server, "/livez"))
+        with checkpoint.held():
+            core.kill()
+            eventually(lambda: answers(server, "/readyz") == 503)
+            states.append(answers(server, "/livez"))
 
-    events = receive_all(server, "/v1/completions", kill, max_tokens=500)
+    events = receive_all(server, "/v1/completions", kill, max_tokens=300)
     assert text_of(events) == text_of(undisturbed)
     assert events.endswith("data: [DONE]\n\n")
     assert states == [200]

@@ -214,7 +214,8 @@ def test_a_background_response_runs_without_its_client(client: openai.OpenAI) ->
 
 def test_a_background_response_can_be_cancelled(client: openai.OpenAI, server: KaonServer) -> None:
     begun = ask(client, "Tell me a story.", background=True, **ENDLESS)
-    eventually(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+    eventually(lambda: client.responses.retrieve(begun.id).output_text != "")
+    assert client.responses.retrieve(begun.id).status == "in_progress"
     with pytest.raises(openai.BadRequestError, match="still running"):
         ask(client, previous_response_id=begun.id)
     assert client.responses.cancel(begun.id).status == "cancelled"

@@ -133,18 +133,9 @@ def test_a_form_for_the_content_leaves_the_model_free_to_call(client: openai.Ope
     assert isinstance(json.loads(said.choices[0].message.content or ""), dict)
 
 
-def test_tool_calls_are_text_where_no_dialect_is_chosen(start_server: Any) -> None:
-    server = start_server(server_config={"tool_call_parser": "none"}).ready()
-    with server.client() as client:
-        answer = ask(client)
-        assert "<tool_call>" in (answer.choices[0].message.content or "")
-        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-            ask(client, tool_choice="required")
-
-
 def test_an_unknown_parser_ends_the_start_with_a_sentence(start_server: Any) -> None:
     server = start_server(server_config={"tool_call_parser": "hermess"})
-    assert server.process.wait(60) == 1
+    assert server.wait() == 1
     assert "tool_call_parser is hermess; it must be auto, none or one of" in server.stderr
 
 

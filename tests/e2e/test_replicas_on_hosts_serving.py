@@ -11,8 +11,9 @@ import pytest
 from engine.config import ParallelConfig
 from engine.llm_engine import LLMEngine
 from tests.e2e.core_host import replica_fields
+from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_host import FIELDS, KaonHost
-from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
+from tests.e2e.kaon_server import SETTINGS, START_SECONDS, KaonServer, eventually
 from tests.e2e.processes import wait_gone
 from tests.e2e.test_data_parallel_serving import PARAMS, PROMPTS, answers, engine_of
 from tests.e2e.test_tensor_parallel import ranks_of
@@ -45,8 +46,10 @@ def test_two_hosts_answer_what_one_engine_does_also_when_a_core_is_killed(
         assert answers(engine) == alone
         ids = engine.add_request(PROMPTS, PARAMS)
         assert all(replica.live for replica in engine._core._replicas), "each computes some"
+        until_begun(engine)
         core.kill()
         assert [result["token_ids"] for result in engine.collect(ids)] == alone
+        until_replaced(engine, core.pid)
         assert engine._core.pids[0] == cores[0]
         left = [*engine._core.pids, *(rank.pid for rank in ranks_of(psutil.Process(engine._core.pids[1])))]
     assert host.wait() == 0
@@ -80,14 +83,14 @@ def test_a_stream_goes_on_and_the_server_stays_ready_while_a_host_is_away(
     for thread in threads:
         thread.start()
     for _ in range(8):
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=START_SECONDS)
     host.process.kill()
     eventually(lambda: server.metric('kaon_core_serving{replica="1"}') == 0)
     with server.http() as http:
         assert http.get("/readyz").status_code == 200
     host = start_host(port, **settings)
     for thread in threads:
-        thread.join(120)
+        thread.join()
     assert texts == [whole, whole]
     assert server.metric('kaon_core_restarts_total{replica="1"}') == 1
     assert server.stop() == 0

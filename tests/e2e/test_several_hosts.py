@@ -17,6 +17,7 @@ import pytest
 from engine.config import CLUSTER_KEY_ENV, ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
+from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports, parallel_fields
 from tests.e2e.kaon_server import SETTINGS, KaonServer, eventually
 from tests.e2e.processes import wait_gone
@@ -134,6 +135,7 @@ def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_ca
     port: int, start_host: Callable[..., KaonHost]
 ) -> None:
     host = start_host(port, key="another-horse-battery-staple")
+    assert "joins" in host.process.stdout.readline()
     with pytest.raises(EngineDeadError) as raised:
         first_host(port, parallel={"rank_start_timeout": 5.0})
     assert f"rank 1 on node 1 did not join at tcp://127.0.0.2:{port} within rank_start_timeout 5 s" in str(
@@ -224,11 +226,12 @@ def test_requests_go_on_when_a_remote_rank_is_killed(joined: Joined, caplog: pyt
     [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
     core, [rank] = engine._core.pid, joined.host.ranks()
     ids = engine.add_request(["Hello", "A"], LONG)
+    until_begun(engine)
     rank.kill()
     results = engine.collect(ids)
     assert results[0]["token_ids"] == expected["token_ids"]
     assert len(results[1]["token_ids"]) == LONG.max_tokens
-    assert engine._core.pid != core
+    until_replaced(engine, core)
     wait_gone([core, rank.pid])
     assert re.search(r"tensor-parallel rank 1 on node 1 \(.+\) was killed by SIGKILL", caplog.text)
 
@@ -237,6 +240,7 @@ def test_the_host_joins_again_when_the_engine_is_killed(joined: Joined) -> None:
     [expected] = joined.engine.generate(["Hello"], LONG, use_tqdm=False)
     ranks = [rank.pid for rank in joined.host.ranks()]
     ids = joined.engine.add_request(["Hello"], LONG)
+    until_begun(joined.engine)
     psutil.Process(joined.engine._core.pid).kill()
     [result] = joined.engine.collect(ids)
     assert result["token_ids"] == expected["token_ids"]
@@ -251,11 +255,12 @@ def test_requests_go_on_when_a_host_is_killed_and_started_again(
         [expected] = engine.generate(["Hello"], LONG, use_tqdm=False)
         core, ranks = engine._core.pid, [rank.pid for rank in host.ranks()]
         ids = engine.add_request(["Hello"], LONG)
+        until_begun(engine)
         host.process.kill()
         host = start_host(port)
         [result] = engine.collect(ids)
         assert result["token_ids"] == expected["token_ids"]
-        assert engine._core.pid != core
+        until_replaced(engine, core)
         wait_gone([core, *ranks])
     assert host.wait() == 0
     assert re.search(r"rank 1 on node 1 \(.+\) is gone: the connection to its host has ended", caplog.text)

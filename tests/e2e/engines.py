@@ -1,0 +1,26 @@
+"""Waits for what becomes of an `LLMEngine`'s requests and cores between `add_request` and `collect`."""
+
+import time
+from collections.abc import Callable
+
+from engine.llm_engine import LLMEngine
+from tests.e2e.kaon_server import START_SECONDS
+
+
+def until_begun(engine: LLMEngine) -> None:
+    """Return once each live request has a token; what came waits to be collected."""
+    replicas = engine._core._replicas
+    _until(engine, lambda: all(entry.token_ids for replica in replicas for entry in replica.journal))
+
+
+def until_replaced(engine: LLMEngine, pid: int) -> None:
+    """Return once another core than that one serves in its place, whose requests may have ended before it did."""
+    core = engine._core
+    _until(engine, lambda: pid not in core.pids and len(core.serving) == len(core.pids))
+
+
+def _until(engine: LLMEngine, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        engine._core._wait(time.monotonic() + 0.1)
