@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.core_wait import CoreWait
 from engine.messages import AddRequest, Failed, Ready, StepOutputs
 from engine.placement import Placement
+from engine.relocation import Relocation
 from engine.replica import Replica
 from engine.replica_places import deal_out
 from engine.seats import Seats
@@ -40,9 +41,10 @@ class CoreManager:
 
     Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies
     or stalls, another is started, and the live requests go on in it where they were: nothing of them is lost or told
-    twice; the other replicas' are not held up. Where that does not help, all end with an error, and `failure` says
-    why. Outputs go to the callback given to `attach`, or without one wait for `get_outputs`. An engine dropped without
-    `shutdown` is ended when it is collected, or at the interpreter's exit.
+    twice; the other replicas' are not held up. Those of a replica that stays away go on in the others: see
+    `Relocation`. Where none of that helps, all end with an error, and `failure` says why. Outputs go to the callback
+    given to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is ended when it is
+    collected, or at the interpreter's exit.
     """
 
     def __init__(self, config: Config) -> None:
@@ -54,9 +56,12 @@ class CoreManager:
         self._config = config
         self._inbox: deque[StepOutputs] = deque()
         self._on_restart: Callable[[int, int], object] = lambda resumed, replica: None
+        self._on_move: Callable[[int, int], object] = lambda resumed, replica: None
         self._settled = asyncio.Event()
         self._placement: Placement | None = None
         """Where there are several replicas, from when they are ready."""
+        self._relocation: Relocation | None = None
+        """The same, unless they end together."""
         self._closing = False
         size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
@@ -205,13 +210,15 @@ class CoreManager:
         loop: asyncio.AbstractEventLoop,
         on_outputs: Callable[[StepOutputs], object],
         on_restart: Callable[[int, int], object] = lambda resumed, replica: None,
+        on_move: Callable[[int, int], object] = lambda resumed, replica: None,
     ) -> None:
         """From now on, call `on_outputs` from `loop` with the outputs of every step. Call from the loop's thread.
 
         `on_restart` is called when another core is ready to serve, before its first outputs, with the number of
-        requests that go on in it behind tokens that they had, and with its replica.
+        requests that go on in it behind tokens that they had, and with its replica. `on_move` is called with the same
+        when a replica takes over requests of another that is away.
         """
-        self._on_restart = on_restart
+        self._on_restart, self._on_move = on_restart, on_move
         for replica in self._replicas:
             replica.deliver = on_outputs
             replica.supervisor.attach(loop)
@@ -236,7 +243,17 @@ class CoreManager:
         self.ready = _merged(ready)
         if len(ready) > 1 and self._placement is None:
             self._placement = self._place_among(ready)
+            if not self._config.parallel_config.in_lockstep:
+                self._relocation = Relocation(self._replicas, self._placement, self._tell_of_move)
         self._settled.set()
+
+    def on_away(self, replica: Replica) -> None:
+        """Its requests need not wait for it."""
+        if self._relocation is not None and not self._closing:
+            self._relocation.look_after(replica)
+
+    def _tell_of_move(self, resumed: int, replica: int) -> None:
+        self._on_move(resumed, replica)
 
     def on_end(self, replica: Replica, failure: Failed) -> None:
         """One that can be started no more ends all: nobody may count on the rest to be enough."""

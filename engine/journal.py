@@ -17,6 +17,9 @@ _MOST_CRASHES = 2
 _MOST_KILLS = 3
 """The same where the last core was killed from outside, which is a request's doing only if it took all memory."""
 
+_MOST_LOSSES = 3
+"""Successive cores that were lost with a request in them; then no other replica takes it over."""
+
 
 class Place(Enum):
     """Where a live request is."""
@@ -32,8 +35,8 @@ class Entry:
     """One live request."""
 
     __slots__ = (
-        "aborted", "crashes", "paused", "place", "request", "steps_at_start",
-        "token_ids", "tokens_at_crash", "tokens_at_start",
+        "aborted", "crashes", "losses", "paused", "place", "request", "steps_at_start",
+        "token_ids", "tokens_at_crash", "tokens_at_loss", "tokens_at_start",
     )  # fmt: skip
 
     def __init__(self, request: AddRequest) -> None:
@@ -46,10 +49,24 @@ class Entry:
         self.crashes = 0
         """Successive ones that found it in a step, without a token of its own between them."""
         self.tokens_at_crash = -1
+        self.losses = 0
+        """Successive cores that were lost with it, in a step that nobody knows, without a token of its own between."""
+        self.tokens_at_loss = -1
         self.tokens_at_start = 0
         """When it was brought to the core where it is."""
         self.steps_at_start = 0
         """Steps that cores had told of by then."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was in the step in which a core died, and has not had a token since."""
+        return len(self.token_ids) == self.tokens_at_crash
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another replica may go on with it: it is in no core, and does not take one after the other along."""
+        progressed = len(self.token_ids) > self.tokens_at_loss
+        return self.place is Place.HERE and (progressed or self.losses < _MOST_LOSSES)
 
     def message(self) -> AddRequest:
         """What has a core begin with it, or go on."""
@@ -63,7 +80,7 @@ class Entry:
             self.request,
             sampling_params=params,
             resumed_token_ids=self.token_ids,
-            suspect=len(self.token_ids) == self.tokens_at_crash,
+            suspect=self.is_suspect,
         )
 
     def note_crash(self) -> None:
@@ -72,9 +89,15 @@ class Entry:
         self.crashes = 1 if progressed else self.crashes + 1
         self.tokens_at_crash = len(self.token_ids)
 
+    def note_loss(self) -> None:
+        """The core that had it is gone, and what it did last is not known."""
+        progressed = len(self.token_ids) > self.tokens_at_loss
+        self.losses = 1 if progressed else self.losses + 1
+        self.tokens_at_loss = len(self.token_ids)
+
 
 class Journal:
-    """The live requests by id, in order of arrival. One is live until its output with `finished` set is recorded."""
+    """The live requests by id, as they came here. One is live until its output with `finished` set is recorded."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
@@ -109,6 +132,15 @@ class Journal:
         ids = {request.request_id for request in requests}
         if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
             raise ValueError("a request id is used twice; each live request needs an id of its own")
+
+    def give_away(self, entries: Iterable[Entry]) -> None:
+        """Forget live requests, which go on in another journal."""
+        for entry in entries:
+            del self._entries[entry.request.request_id]
+
+    def take_over(self, entries: Iterable[Entry]) -> None:
+        """Take in live requests of another journal, with all that is known of them."""
+        self._entries |= {entry.request.request_id: entry for entry in entries}
 
     def send(self, entries: Iterable[Entry]) -> list[AddRequest]:
         """The messages that bring those of `entries` to the core that may go there."""
@@ -176,8 +208,8 @@ class Journal:
     def core_died(self, in_step: Collection[int] | None, *, killed: bool) -> list[RequestOutput]:
         """Call every request back from a core that is gone, which died, or was `killed`, in a step of `in_step`.
 
-        None: it followed another into its end, and no request is suspected. The last outputs of those that do not go
-        on: they were aborted, or one core after the other died on them.
+        None: it followed another into its end, or its host is gone, and no request is suspected. The last outputs of
+        those that do not go on: they were aborted, or one core after the other died on them.
         """
         there = [entry for entry in self if entry.place is not Place.HERE]
         # A core that dies between steps may have died of a request that it had not begun with.
@@ -187,6 +219,9 @@ class Journal:
             suspects &= set(there)
         for entry in suspects:
             entry.note_crash()
+        if in_step is None:
+            for entry in there:
+                entry.note_loss()
         ended = []
         for entry in there:
             entry.place = Place.HERE

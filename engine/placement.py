@@ -96,6 +96,23 @@ class Placement:
             first = end
         return chosen
 
+    def move(self, requests: Sequence[AddRequest], among: Sequence[int]) -> dict[int, list[AddRequest]]:
+        """As `place`, for live requests whose replicas are away: what they have generated is computed anew as well."""
+        before = [self._placed.pop(request.request_id) for request in requests]
+        for placed in before:
+            if not placed.paused:
+                self._leave(placed)
+        chosen = self.place(requests, among)
+        for request, placed in zip(requests, before, strict=True):
+            moved = self._placed[request.request_id]
+            moved.token_ids = placed.token_ids
+            moved.queued += len(placed.token_ids)
+            self._loads[moved.replica].queued += len(placed.token_ids)
+            if placed.paused:
+                self._leave(moved)
+                moved.paused = True
+        return chosen
+
     def follow(self, request_id: int, token_ids: Sequence[int]) -> None:
         """What a request has generated is in `token_ids`, which grows with its outputs."""
         self._placed[request_id].token_ids = token_ids

@@ -33,6 +33,9 @@ class Owner(Protocol):
     def on_core_ready(self, replica: "Replica", /, *, again: bool, resumed: int) -> None:
         """A core serves, in which so many requests will go on behind tokens that they had."""
 
+    def on_away(self, replica: "Replica", /) -> None:
+        """A core that served is gone, and the next does not serve yet; told again and again."""
+
     def on_end(self, replica: "Replica", failure: Failed, /) -> None:
         """There is no core of this replica, and will be none."""
 
@@ -40,7 +43,7 @@ class Owner(Protocol):
 class Replica:
     """A supervised core, and the journal of its requests. All calls come from one thread.
 
-    Requests that are here when its core dies go on in its next one, wherever others might.
+    Requests that are here when its core dies go on in its next one, unless `Relocation` has others take them over.
     """
 
     def __init__(
@@ -91,6 +94,11 @@ class Replica:
         entries = self.journal.add(requests)
         self._go_on(entries)
         return entries
+
+    def take_over(self, entries: Sequence[Entry]) -> None:
+        """Go on with requests that another replica has given away."""
+        self.journal.take_over(entries)
+        self._go_on(entries)
 
     def abort(self, request_ids: Collection[int]) -> None:
         """Ask the core to end those of the requests that are this one's."""
@@ -184,6 +192,10 @@ class Replica:
         ended = self.journal.core_died(in_step, killed=killed)
         self._tell(ended)
         return any(output.is_poison for output in ended)
+
+    def on_away(self) -> None:
+        """What waits for the next core may be taken over by others."""
+        self._owner.on_away(self)
 
     def on_end(self, failure: Failed) -> None:
         """What follows from the last core's end: every live request ends with an error."""

@@ -53,9 +53,12 @@ class Keeper(Protocol):
     def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:
         """The core that served is gone, in a step of these requests; `killed` by another process.
 
-        `in_step` is None where it followed another core into its end: no request is to blame. Whether one was found to
-        be at fault, and is gone too.
+        `in_step` is None where it followed another core into its end, or was lost with its host: no request is to
+        blame. Whether one was found to be at fault, and is gone too.
         """
+
+    def on_away(self) -> None:
+        """The core that served is gone, and the next does not serve yet; told again and again."""
 
     def on_end(self, failure: Failed, /) -> None:
         """There is no core, and will be none."""
@@ -72,6 +75,8 @@ class Supervisor:
         self.name = name
         self.is_serving = False
         """Whether there is a core that is ready, and not known to be stuck."""
+        self.since = time.monotonic()
+        """When that last changed, on the monotonic clock."""
         self.failure: Failed | None = None
         """Why there is no core any more, and will be none."""
         self._pid = -1
@@ -109,6 +114,11 @@ class Supervisor:
     def link(self) -> CoreLink | None:
         """The core's process and sockets, while there is one."""
         return self._links[0] if self._links else None
+
+    @property
+    def longest_start(self) -> float:
+        """Seconds that a core may take to take another's place, where its host is there, before it is killed."""
+        return self._config.stall_timeout + 2 * self._first_start_seconds
 
     def send(self, messages: Sequence[Inbound]) -> None:
         """Send messages to the core, which serves. To one that just died they go nowhere, and its death is told."""
@@ -162,6 +172,7 @@ class Supervisor:
                 self._watchdog.note_progress()
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self._start_again()
+        self._tell_of_absence()
 
     def _listen(self, loop: asyncio.AbstractEventLoop, link: CoreLink) -> None:
         messages, lifeline = link.descriptors
@@ -189,7 +200,7 @@ class Supervisor:
                     self._watchdog.note_progress()
                 self._keeper.on_step(message)
             case Ready():
-                self.is_serving = True
+                self._note_serving(True)
                 self._watchdog.note_progress()
                 # What requests were checked against holds for every core that serves them.
                 self._config = self._config.model_copy(update={"num_kvcache_blocks": message.model.num_kvcache_blocks})
@@ -229,6 +240,15 @@ class Supervisor:
             self._check_progress()
         else:
             self._watchdog.note_progress()
+        self._tell_of_absence()
+
+    def _tell_of_absence(self) -> None:
+        if self._served and not self.is_serving and self.failure is None:
+            self._keeper.on_away()
+
+    def _note_serving(self, is_serving: bool) -> None:
+        if is_serving != self.is_serving:
+            self.is_serving, self.since = is_serving, time.monotonic()
 
     def _check_progress(self) -> None:
         """Kill a core that has stalled, once it has written what its threads do."""
@@ -240,7 +260,7 @@ class Supervisor:
         self._stalled = self._watchdog.why_stalled(link.stopped_process, more)
         if self._stalled is None:
             return
-        self.is_serving = False
+        self._note_serving(False)
         _log.error("%s stalls: %s; it is killed, and its threads' stacks follow", self.name, self._stalled)
         link.dump_stacks()
         if self._loop is not None:
@@ -307,7 +327,8 @@ class Supervisor:
             for descriptor in link.descriptors:
                 self._loop.remove_reader(descriptor)
         self._links.clear()
-        self.is_serving, self._stalled = False, None
+        self._note_serving(False)
+        self._stalled = None
         link.close()
 
     def _end(self, failure: Failed) -> None:

@@ -57,7 +57,8 @@ class Frontend:
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
         """Load tokenizer and chat template while the core loads the model; then serve; `on_ready` hears the names."""
-        self._core.attach(asyncio.get_running_loop(), self.hub.receive, self.metrics.core_restarted)
+        loop = asyncio.get_running_loop()
+        self._core.attach(loop, self.hub.receive, self.metrics.core_restarted, self.metrics.requests_moved)
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         try:
             AnswerFormat.check_names(*parsers)

@@ -90,6 +90,10 @@ class Metrics:
         """Another core is ready, whose counts begin anew, and in which so many requests go on."""
         self._replicas[replica].core_restarted(resumed)
 
+    def requests_moved(self, resumed: int, replica: int) -> None:
+        """A replica has taken over requests of another, of which so many go on in it."""
+        self._replicas[replica].requests_moved(resumed)
+
     def show_serving(self, replicas: Callable[[], Collection[int]]) -> None:
         """`replicas` tells, at each scrape, whose cores are ready."""
         for number, replica in enumerate(self._replicas):

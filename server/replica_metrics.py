@@ -103,6 +103,10 @@ class ReplicaMetrics:
         self._tell_counts()
         self._stats = self._told = _NO_STATS
 
+    def requests_moved(self, resumed: int) -> None:
+        """So many requests of another replica go on in this one."""
+        self._resumed.inc(resumed)
+
     def show_serving(self, is_serving: Callable[[], bool]) -> None:
         """`is_serving` tells, at each scrape, whether the core is ready."""
         self._is_serving = is_serving

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine import relocation
 from engine.config import Config, ParallelConfig
 from engine.core_manager import CoreManager, EngineDeadError
 from engine.messages import AddRequest, StepOutputs
@@ -253,6 +254,36 @@ def test_a_core_that_is_started_no_more_ends_all_and_says_which() -> None:
         with pytest.raises(EngineDeadError, match="engine core 1"):
             run.manager.get_outputs()
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
+    stub_core: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were queued at once, and those that may have killed it when no start takes that long."""
+    monkeypatch.setattr(relocation, "AWAY_SECONDS", 0.2)
+
+    async def serve() -> None:
+        run.manager.attach(asyncio.get_running_loop(), run.take, on_move=lambda *told: moves.append(told))
+        await run.manager.wait_ready_async(WAIT_SECONDS)
+        for request_id in range(8):
+            run.add(request_id, max_tokens=1000)
+        await until(lambda: sum(map(bool, run.tokens.values())) == 4)
+        stub_core("slow")
+        kill(run.manager, 1)
+        await until(lambda: len(run.ends) == 8)
+        assert run.manager.serving == [0]
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.01)
+
+    moves: list[tuple[int, int]] = []
+    run = Run(parallel_config=replicas(), max_num_seqs=2, stall_timeout=2.0)
+    with run.manager:
+        asyncio.run(asyncio.wait_for(serve(), WAIT_SECONDS))
+    run.assert_complete(*range(8), max_tokens=1000)
+    assert {replica for _, replica in moves} == {0}
+    assert sum(resumed for resumed, _ in moves) == 2, "two were running"
 
 
 def test_a_core_that_takes_another_s_place_may_use_the_cpus_that_its_parent_keeps_off() -> None:

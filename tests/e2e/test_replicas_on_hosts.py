@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from engine import relocation
 from engine.config import Config, ParallelConfig
 from engine.core_manager import EngineDeadError
 from tests.e2e.core_host import CoreHost, replica_fields
@@ -103,43 +104,83 @@ def test_requests_go_on_when_a_core_on_another_host_is_killed(
     assert "engine core 1 was killed by SIGKILL; another is started" in caplog.text
 
 
-def test_others_serve_while_a_host_is_away_and_its_requests_go_on_when_it_joins_again(
-    two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], caplog: pytest.LogCaptureFixture
-) -> None:
-    run, host = two
+def begin_on_both(run: Run) -> list[int]:
+    """Eight long requests, which have begun; those of the other host."""
     for request_id in range(8):
         run.add(request_id, max_tokens=1500)
-    away = [request_id for request_id in range(8) if homes(run.manager, request_id) == [1]]
-    here = [request_id for request_id in range(8) if request_id not in away]
-    assert away
+    there = [request_id for request_id in range(8) if homes(run.manager, request_id) == [1]]
+    assert 0 < len(there) < 8
     run.until_begun(*range(8))
+    return there
+
+
+def test_requests_of_a_host_that_is_lost_go_on_in_the_others_which_serve_meanwhile(
+    two: tuple[Run, CoreHost], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, host = two
+    away = begin_on_both(run)
     [core] = host.cores()
     host.process.kill()
     wait_gone([core.pid])
     run.until(lambda: run.manager.serving == [0])
-    run.add(8, 9)
-    run.until_ended(8, 9, *here)
     run.manager.abort(away[:1])
-    run.until_ended(away[0])
-    # Longer than a stall would be: who waits for a host does not stall.
-    supervisor = run.manager._replicas[1].supervisor
-    first_start, supervisor._first_start_seconds = supervisor._first_start_seconds, 0.0
-    deadline = time.monotonic() + 3.5
-    run.until(lambda: time.monotonic() > deadline)
-    supervisor._first_start_seconds = first_start
-    assert "stalls" not in caplog.text
-    assert set(run.manager.live) == set(away[1:])
-    again = start_host(port)
+    run.add(8, 9)
     run.until_ended(*range(10))
-    run.assert_complete(*here, *away[1:], max_tokens=1500)
+    assert run.ends[away[0]].finish_reason == "abort"
+    run.assert_complete(*(set(range(8)) - {away[0]}), max_tokens=1500)
     run.assert_complete(8, 9)
-    assert [each.pid for each in again.cores()] == run.manager.pids[1:]
+    assert run.manager.serving == [0]
+    # It is away for longer than a stall would be: who waits for a host does not stall.
+    supervisor = run.manager._replicas[1].supervisor
+    supervisor._first_start_seconds = 0.0
+    deadline = time.monotonic() + 1.0
+    run.until(lambda: time.monotonic() > deadline)
     log = caplog.text
+    assert "stalls" not in log
     assert "engine core 1 on node 1 (" in log
     assert "is gone: the connection to its host has ended; another is started" in log
     assert "node 1 has to join again" in log
+    assert f"engine core 1 is away: {len(away) - 1} of its requests go on in engine core 0" in log
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
+    two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relocation, "AWAY_SECONDS", 2.0 * WAIT_SECONDS)
+    run, host = two
+    away = begin_on_both(run)
+    host.process.kill()
+    run.until(lambda: run.manager.serving == [0])
+    again = start_host(port)
+    run.until(lambda: run.manager.serving == [0, 1])
+    assert homes(run.manager, *away) == [1] * len(away)
+    run.until_ended(*range(8))
+    run.assert_complete(*range(8), max_tokens=1500)
+    assert [each.pid for each in again.cores()] == run.manager.pids[1:]
     run.manager.shutdown()
     assert again.wait() == 0
+
+
+def test_a_host_that_joins_again_later_is_given_new_requests_only(
+    two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relocation, "AWAY_SECONDS", 0.0)
+    run, host = two
+    begin_on_both(run)
+    host.process.kill()
+    run.until(lambda: run.manager.serving == [0])
+    run.until(lambda: not run.manager._replicas[1].live)
+    start_host(port)
+    run.until(lambda: run.manager.serving == [0, 1])
+    assert not run.manager._replicas[1].live
+    run.until_ended(*range(8))
+    run.assert_complete(*range(8), max_tokens=1500)
+    run.add(8, max_tokens=1500)
+    run.add(9, max_tokens=1500)
+    assert sorted(homes(run.manager, 8, 9)) == [0, 1]
+    run.until_ended(8, 9)
+    run.assert_complete(8, 9, max_tokens=1500)
 
 
 def test_a_core_on_another_host_that_hangs_writes_its_stacks_and_another_goes_on(two: tuple[Run, CoreHost]) -> None:

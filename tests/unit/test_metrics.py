@@ -192,12 +192,13 @@ def test_of_several_replicas_each_tells_of_its_core_under_a_label() -> None:
     metrics.step(stats(num_running=3, prefix_queried_tokens=10), 5, 0)
     metrics.step(stats(num_running=4, prefix_queried_tokens=20), 7, 1)
     metrics.core_restarted(2, 1)
+    metrics.requests_moved(3, 0)
     for name, expected in (
         ("kaon_requests_running", [3, 0]),
         ("kaon_generation_tokens_total", [5, 7]),
         ("kaon_prefix_cache_queried_tokens_total", [10, 20]),
         ("kaon_core_restarts_total", [0, 1]),
-        ("kaon_requests_resumed_total", [0, 2]),
+        ("kaon_requests_resumed_total", [3, 2]),
         ("kaon_core_serving", [1, 0]),
     ):
         assert [value(metrics, name, replica=str(replica)) for replica in (0, 1)] == expected, name

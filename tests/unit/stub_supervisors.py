@@ -1,0 +1,225 @@
+"""`Cluster`: a real `CoreManager` over replicas whose cores are counters in this process, driven step by step."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self
+
+import pytest
+
+from engine import relocation
+from engine.config import Config, ParallelConfig
+from engine.core_manager import CoreManager
+from engine.messages import AbortRequests, AddRequest, Failed, Inbound, ModelInfo, Ready, RequestOutput, StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.supervisor import Keeper
+
+_MODEL = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, 50_000, 8192, [2], 16, 1024)
+_FIRST_TOKEN = 1000
+_LONG_AGO = 100.0
+LONGEST_START = 300.0
+
+
+class StubSupervisor:
+    """A core that counts: a request's n-th token is `_FIRST_TOKEN + n`. Stands in for `Supervisor`."""
+
+    link = None
+    next_look = 0.0
+    pid = 1
+    longest_start = LONGEST_START
+
+    def __init__(self, config: Config, keeper: Keeper, name: str) -> None:
+        self.name = name
+        self.is_serving = False
+        self.since = time.monotonic()
+        self.failure: Failed | None = None
+        self.core: dict[int, AddRequest] = {}
+        """What the core has."""
+        self.untried: list[int] = []
+        """Suspects among them that it computes first, each alone."""
+        self.tokens: dict[int, int] = {}
+        """By request in the core, how many it has."""
+        self.leaving: list[int] = []
+        self._keeper = keeper
+        self._has_served = False
+        self._looks_to_the_end: int | None = None
+
+    def attach(self, loop: object) -> None:
+        """As `Supervisor`."""
+
+    def note_work(self) -> None:
+        """As `Supervisor`."""
+
+    def look(self) -> None:
+        """As `Supervisor`; a core that was told to end has done so at the second look."""
+        if self._has_served and not self.is_serving and self.failure is None:
+            self._keeper.on_away()
+        if self._looks_to_the_end is not None:
+            self._looks_to_the_end -= 1
+            if not self._looks_to_the_end:
+                self.end(Failed(f"{self.name} has stopped"))
+
+    def begin_end(self, farewell: Sequence[Inbound]) -> None:
+        """As `Supervisor`."""
+        self._looks_to_the_end = 2 if self.is_serving else None
+
+    def end(self, failure: Failed) -> None:
+        """As `Supervisor`."""
+        if self.failure is None:
+            self.is_serving, self.failure = False, failure
+            self._keeper.on_end(failure)
+
+    def send(self, messages: Sequence[Inbound]) -> None:
+        """As `Supervisor`."""
+        if not self.is_serving:
+            return
+        for message in messages:
+            match message:
+                case AddRequest(request_id=request_id):
+                    assert request_id not in self.core
+                    self.core[request_id] = message
+                    self.tokens[request_id] = len(message.resumed_token_ids)
+                    if message.suspect:
+                        self.untried.append(request_id)
+                case AbortRequests():
+                    self.leaving += message.request_ids
+
+    # -- what the test has it do --------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """The next core is ready."""
+        assert not self.is_serving
+        self.is_serving, self.since = True, time.monotonic()
+        again, self._has_served = self._has_served, True
+        self._keeper.on_core_ready(Ready(_MODEL, {}), again=again)
+
+    def stall(self) -> None:
+        """The core is found to be stuck, and is about to be killed."""
+        self.is_serving, self.since = False, time.monotonic()
+
+    def lose(self, in_step: Collection[int] | None, *, killed: bool = False) -> None:
+        """The core is gone, in a step of these requests; None: with its host."""
+        if self.is_serving:
+            self.is_serving, self.since = False, time.monotonic()
+        self.core, self.tokens, self.leaving, self.untried = {}, {}, [], []
+        self._keeper.on_core_death(in_step, killed=killed)
+
+    def next_step(self) -> list[int]:
+        """The requests that the core's next step computes."""
+        return self.untried[:1] or list(self.core)
+
+    def step(self, among: Collection[int] | None = None) -> None:
+        """Of the next step's requests all, or those among these, get a token each; who was aborted ends."""
+        outputs = []
+        chosen = self.next_step()
+        for request_id in self.leaving:
+            if self.core.pop(request_id, None) is not None:
+                outputs.append(RequestOutput(request_id, [], True, "abort"))
+        self.leaving = []
+        for request_id in chosen:
+            if request_id in self.core and (among is None or request_id in among):
+                token = self.tokens[request_id]
+                self.tokens[request_id] += 1
+                done = token + 1 == self.core[request_id].sampling_params.max_tokens
+                outputs.append(RequestOutput(request_id, [_FIRST_TOKEN + token], done, "max_tokens" if done else None))
+                if done:
+                    del self.core[request_id]
+        told = {output.request_id for output in outputs}
+        self.untried = [each for each in self.untried if each in self.core and each not in told]
+        self._keeper.on_step(StepOutputs(outputs))
+
+
+class Cluster:
+    """The manager, its replicas' stubs, and what was told of each request."""
+
+    def __init__(self, size: int = 2, **parallel: Any) -> None:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr("engine.replica.Supervisor", StubSupervisor)
+        self.told: dict[int, list[int]] = {}
+        self.ends: dict[int, RequestOutput] = {}
+        self.moves: list[tuple[int, int]] = []
+        fields = {"data_parallel_size": size, **parallel}
+        self.manager = CoreManager(Config(parallel_config=ParallelConfig.model_validate(fields)))
+        self.manager.attach(None, self._take, on_move=lambda *told: self.moves.append(told))  # type: ignore[arg-type]
+        self.stubs: list[StubSupervisor] = [each.supervisor for each in self.manager._replicas]  # type: ignore[misc]
+        for stub in self.stubs:
+            stub.serve()
+        self.pass_time(_LONG_AGO)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all, and have nothing left that lives."""
+        self.manager.shutdown()
+        self._patch.undo()
+        assert not self.manager.live
+
+    def pass_time(self, seconds: float) -> None:
+        """As if so much time had gone by."""
+        for stub in self.stubs:
+            stub.since -= seconds
+
+    def look(self) -> None:
+        """What supervisors do again and again."""
+        for stub in self.stubs:
+            stub.look()
+
+    def stay_away(self, seconds: float = relocation.AWAY_SECONDS) -> None:
+        """As if so much time had gone by, and a look."""
+        self.pass_time(seconds)
+        self.look()
+
+    def add(self, *ids: int, to: int | None = None, prompt: list[int] | None = None, **params: Any) -> None:
+        """Requests of `prompt`, each of its own unless there is one; `to`: a replica, the others of which are away."""
+        others = [stub for number, stub in enumerate(self.stubs) if to not in (None, number) and stub.is_serving]
+        for stub in others:
+            stub.is_serving = False
+        requests = []
+        for request_id in ids:
+            self.told[request_id] = []
+            fields = {"max_tokens": 6, "ignore_eos": True, **params}
+            requests.append(AddRequest(request_id, prompt or [request_id + 1], SamplingParams(**fields)))
+        self.manager.add_requests(requests)
+        for stub in others:
+            stub.is_serving = True
+
+    def homes(self) -> dict[int, int]:
+        """The replica of each live request."""
+        found = [(id, replica.number) for replica in self.manager._replicas for id in replica.live]
+        assert len(found) == len(self.manager.live), "each is of one replica"
+        return dict(found)
+
+    def run(self, holds: Callable[[], bool]) -> None:
+        """Steps of all cores that serve, until it holds."""
+        for _ in range(1000):
+            if holds():
+                return
+            for stub in self.stubs:
+                if stub.is_serving:
+                    stub.step()
+        raise AssertionError("it never came to hold")
+
+    def until_ended(self, *ids: int) -> None:
+        """Steps until these have ended."""
+        self.run(lambda: self.ends.keys() >= set(ids))
+
+    def assert_complete(self, *ids: int, max_tokens: int = 6) -> None:
+        """Each has all its tokens, in order and once."""
+        for request_id in ids:
+            assert self.ends[request_id].finish_reason == "max_tokens", self.ends[request_id]
+            assert self.told[request_id] == [_FIRST_TOKEN + number for number in range(max_tokens)]
+
+    def assert_in_order(self) -> None:
+        """No token was lost or told twice."""
+        for tokens in self.told.values():
+            assert tokens == [_FIRST_TOKEN + number for number in range(len(tokens))]
+
+    def _take(self, step: StepOutputs) -> None:
+        for output in step.outputs:
+            assert output.request_id not in self.ends, "a request was told of after its end"
+            self.told[output.request_id] += output.output_tokens
+            if output.finished:
+                self.ends[output.request_id] = output
