@@ -111,7 +111,8 @@ def test_an_id_in_use_is_refused_wherever_it_is(run: Run) -> None:
     assert set(run.manager.live) == {0, 1}
 
 
-def test_on_an_event_loop_outputs_come_to_one_callback() -> None:
+def test_on_an_event_loop_outputs_come_to_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relocation, "AWAY_SECONDS", 2.0 * WAIT_SECONDS)
     run = Run(parallel_config=replicas())
 
     async def serve() -> list[tuple[int, int]]:
