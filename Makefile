@@ -23,8 +23,8 @@ chat: $(VENV)/.installed ## Chat in the terminal
 test: $(VENV)/.installed-test ## Run the tests
 	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one
-	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one, on examples drawn anew
+	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew $(ARGS)
 
 test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
 	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)

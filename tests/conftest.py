@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Two spinning OpenMP teams on two cores, one a test worker, slow torch down a hundredfold: idle threads shall sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -16,6 +17,11 @@ if not any(Path(device).exists() for device in ("/dev/kfd", "/dev/nvidia0", "/de
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A test passes or fails for what it tests: with the same examples each time, as long as they may take. Those of
+# `make test-long` are drawn anew.
+settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.
 collect_ignore = ["conformance"]

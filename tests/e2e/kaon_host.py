@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from engine.config import CLUSTER_KEY_ENV, Config
-from tests.e2e.ports import free_row
+from tests import ports
 from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 KEY = "correct-horse-battery-staple"
@@ -24,7 +24,7 @@ FIELDS: dict[str, Any] = {
 
 def free_ports(host: str = "127.0.0.2") -> int:
     """The first of three ports in a row on which nothing listens, and that no other test process is given."""
-    return free_row(3, host)
+    return ports.free_ports(host, 3)
 
 
 def parallel_fields(port: int, **fields: Any) -> dict[str, Any]:

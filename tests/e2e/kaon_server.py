@@ -15,7 +15,7 @@ import psutil
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
 from engine.config import Config
-from tests.e2e.ports import free_row
+from tests import ports
 from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 START_SECONDS = 120
@@ -30,7 +30,7 @@ PLAIN_HTTP = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 def free_port() -> int:
     """A port on which nothing listens, and that no other test process is given."""
-    return free_row(1, "127.0.0.1")
+    return ports.free_ports()
 
 
 class KaonServer(LoggedProcess):

@@ -15,8 +15,8 @@ import pytest
 from tests.e2e.kaon_server import MODEL, KaonServer
 from tests.fuzz.hostile import CHAT, HARMLESS, PATHS, Hostile, hostile
 
-PROMISED_SECONDS, ALLOWED_SECONDS = 1.0, 5.0
-"""What is promised of a refusal, and what a machine with other work to do may take."""
+PROMISED_SECONDS, ALLOWED_SECONDS = 1.0, 60.0
+"""What is promised of a refusal, and what a machine with other work to do may take: one without end is found by it."""
 
 NEIGHBOUR: dict[str, Any] = {
     "model": MODEL,

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from models.kernels import triton
 from models.kernels.cpu import runtime
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.name.startswith("test_triton_") and item.path.name != "test_triton_compiles.py":
                 item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Whichever tests ran before in this process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,7 @@ def test_the_prompt_equals_transformers(
     template = ChatTemplate.from_checkpoint(tmp_path)
     assert template is not None
     options = {"add_generation_prompt": True, **options}
-    assert template.render(chat, tools=tools, **options) == reference.apply_chat_template(
-        chat, tools=tools, tokenize=False, **options
-    )
+    before = reference.apply_chat_template(chat, tools=tools, tokenize=False, **options)
+    found = template.render(chat, tools=tools, **options)
+    # A template may write the date, and the day may end meanwhile.
+    assert found in (before, reference.apply_chat_template(chat, tools=tools, tokenize=False, **options))

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
 ) -> None:
     page_seconds, steps = 0.07, 100
     times = iter(range(10_000))
-    monkeypatch.setattr(committed.time, "perf_counter", lambda: page_seconds * next(times))
+    monkeypatch.setattr(committed, "time", SimpleNamespace(perf_counter=lambda: page_seconds * next(times)))
     blocks = CommittedBlocks(pools, THREADS)
     counts = [0]
     monkeypatch.setattr(blocks, "_commit_some", lambda reserve: counts.append(counts.pop() + 1))

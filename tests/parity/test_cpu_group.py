@@ -13,7 +13,7 @@ from models.parallel import CollectiveAborted
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the operators were not built")
 
-WAIT_SECONDS = 60
+WAIT_SECONDS = 300
 CHUNK_BYTES = 256 << 10
 
 

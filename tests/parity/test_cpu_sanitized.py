@@ -29,6 +29,7 @@ def compile_with(runtime: str, built: Path, *arguments: str) -> Path:
     return found
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rounds", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     built = tmp_path / "operators.so"
@@ -36,16 +37,17 @@ def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     environment = {**os.environ, "LD_PRELOAD": str(runtime), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
     for fuzz in (["tests.parity.cpu_fuzz", built, str(rounds)], ["tests.parity.exchange_fuzz", str(rounds), built]):
         run = subprocess.run(
-            [sys.executable, "-m", *fuzz], env=environment, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, "-m", *fuzz], env=environment, capture_output=True, text=True, timeout=1700, check=False
         )
         assert run.returncode == 0, run.stderr[-4000:]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("programs", [250, pytest.param(1000, marks=pytest.mark.slow)])
 def test_threads_share_nothing_unordered(programs: int, tmp_path: Path) -> None:
     built = tmp_path / "pool"
     compile_with("libtsan.so", built, "-fsanitize=thread", f"-I{SOURCES}", str(Path(__file__).with_name("cpu_pool.c")))
-    run = subprocess.run([built, str(programs)], capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run([built, str(programs)], capture_output=True, text=True, timeout=1700, check=False)
     if "unexpected memory mapping" in run.stderr:
         pytest.skip("the thread sanitizer of this gcc does not know this kernel's layout of memory")
     assert run.returncode == 0, run.stderr[-4000:]

@@ -11,7 +11,7 @@ from engine.worker.threads import bind_memory, node_memory
 
 def run(script: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], check=True, timeout=500, stdout=subprocess.PIPE, text=True
     ).stdout
 
 

@@ -23,19 +23,19 @@ from models.kernels.triton.report import compilations, is_page_complete
 FIRST_CLASS = [arch for arch, target in TARGETS.items() if target.first_class]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_kernels_on_the_first_class_targets(tmp_path: Path) -> None:
     """What .kernels.jsonl has of the very source, options and compiler is not compiled again."""
     assert_nothing_wrong(report(tmp_path, "--targets", ",".join(FIRST_CLASS)))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_kernels_on_the_other_targets(tmp_path: Path) -> None:
     assert_nothing_wrong(report(tmp_path, "--targets", ",".join(TARGETS.keys() - FIRST_CLASS)))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "files", [["moe_combine", "indexer_scores"], pytest.param([], marks=pytest.mark.slow)], ids=["some", "all"]
 )

@@ -43,7 +43,7 @@ def test_the_first_case_of_each_part_runs(name: str, bench: Bench) -> None:
 
 @requires_interpreter
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_all_cases_of_each_part_run(part: Part, bench: Bench) -> None:
     found: list[Finding] = []

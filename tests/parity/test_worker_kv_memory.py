@@ -1,10 +1,10 @@
 """The KV cache's memory on CPU: zeroed, of every type, aligned, and paid for only as it is written."""
 
-import psutil
 import pytest
 import torch
 
 from engine.worker.kv_memory import zeros
+from tests.parity.test_committed import resident
 
 CPU = torch.device("cpu")
 
@@ -20,11 +20,10 @@ def test_the_cache_is_zeroed_writable_and_aligned(dtype: torch.dtype):
 
 
 def test_memory_is_taken_only_where_it_is_written():
-    resident = psutil.Process().memory_info().rss
     cache = zeros((2**10, 2**10, 256), torch.float32, CPU)
-    assert psutil.Process().memory_info().rss - resident < 2**24
+    assert resident(cache) < 2**24
     cache[:16] = 1.0
-    assert 2**24 <= psutil.Process().memory_info().rss - resident < 2**26
+    assert 2**24 <= resident(cache) < 2**26
 
 
 @pytest.mark.parametrize("num_elements", [2**46, 2**100])

@@ -22,7 +22,7 @@ class Meeting:
     """Where so many threads wait for each other, and learn what each brings."""
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=300)
         self._brought: tuple[list[Any], list[Any]] = [None] * size, [None] * size
         """This time and the time before: who is slow may still read it when others come again."""
         self._times = [0] * size

@@ -77,7 +77,9 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine = Engine(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"))
-    yield engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.structured.check_process._WALL_SECONDS", 300.0)
+        yield engine
     engine.compiler.close()
 
 

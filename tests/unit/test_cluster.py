@@ -16,7 +16,9 @@ from engine.worker.rank_messages import RankLoaded, RankServes, StepAddress
 from engine.worker.remote_rank import RemoteRank
 from engine.worker.step_socket import RankSocket, StepsLost, StepSocket
 from models.demo import CHECKPOINT_DIR
+from tests.ports import free_ports
 
+WAIT_SECONDS = 60.0
 LONG_KEY = "correct-horse-battery-staple"
 
 
@@ -141,8 +143,7 @@ def test_hosts_that_cannot_be_are_refused_in_a_sentence(fields: dict[str, object
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return endpoint("127.0.0.1", listener.getsockname()[1])
+    return endpoint("127.0.0.1", free_ports())
 
 
 def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -159,7 +160,7 @@ def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Con
             with dial(context, pair, server_public, b"x") as caller:
                 caller.connect(address)
                 caller.send(b"hello")
-                assert bool(listener.poll(5000 if heard else 300)) == heard
+                assert bool(listener.poll(1e3 * WAIT_SECONDS if heard else 300)) == heard
         assert listener.recv_multipart() == [b"x", b"hello"]
         with context.socket(zmq.DEALER) as plain:
             plain.setsockopt(zmq.LINGER, 0)
@@ -199,7 +200,7 @@ def test_a_name_may_have_no_address_yet(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(socket, "getaddrinfo", look)
     monkeypatch.setattr("engine.worker.curve.is_loopback", lambda _: True)
-    assert resolve("pod-0.example", patience=60.0) == "127.0.0.3"
+    assert resolve("pod-0.example", patience=WAIT_SECONDS) == "127.0.0.3"
     assert caplog.text.count("master_addr is pod-0.example, which has no address yet") == 1
 
 
@@ -222,10 +223,14 @@ def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.S
         dial(context, friend, server.public, b"x") as caller,
     ):
         caller.connect(address)
+        ends = caller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         caller.send(bytes(1001))
+        assert ends.poll(1e3 * WAIT_SECONDS)
         assert not listener.poll(300)
         caller.send(b"short")
-        assert listener.poll(5000)
+        assert listener.poll(1e3 * WAIT_SECONDS)
+        caller.disable_monitor()
+        ends.close(linger=0)
         assert listener.recv_multipart() == [b"x", b"short"]
     doorkeeper.close()
 
@@ -237,9 +242,9 @@ def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.S
     address = free_address()
     steps = StepSocket(context, address, core, 1)
     end = RankSocket(StepAddress(address, core.public, rank.public, rank.secret), 1)
-    assert steps.wait_for_ranks(5.0) is None
+    assert steps.wait_for_ranks(WAIT_SECONDS) is None
     end.tell("it broke\n" + "x" * (3 << 20) + "\nthe last line")
-    failure = steps.take_within(0, 10.0)
+    failure = steps.take_within(0, WAIT_SECONDS)
     assert failure is not None
     assert failure.startswith("it broke\n")
     assert failure.endswith("\nthe last line")
@@ -262,7 +267,7 @@ def test_steps_reach_every_rank_and_their_ends_come_back(context: "zmq.Context[z
     with pytest.raises(StepsLost, match="the connection to tensor-parallel rank 2 is lost"):
         steps.write(b"too early")
     second = RankSocket(told, 2)
-    assert steps.wait_for_ranks(5.0) is None
+    assert steps.wait_for_ranks(WAIT_SECONDS) is None
     long = os.urandom(1 << 20)
     steps.write(long)
     assert first.read() == b"too early"
@@ -270,7 +275,7 @@ def test_steps_reach_every_rank_and_their_ends_come_back(context: "zmq.Context[z
     second.tell("it broke\nTraceback")
     first.tell()
     assert steps.take(0) == ""
-    assert steps.take_within(1, 5.0) == "it broke\nTraceback"
+    assert steps.take_within(1, WAIT_SECONDS) == "it broke\nTraceback"
     assert steps.take_within(0, 0.05) is None
     steps.close()
     doorkeeper.close()

@@ -20,7 +20,45 @@ from engine.sequence import Sequence
 from models.errors import ReplicaLeft
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, StubRunner, ends, outputs_of
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
+
+
+class Inbox(SimpleQueue[Any]):
+    """A core's input queue, which knows whether the core sleeps: waits here, having dealt with all that has come."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = False
+        self._taken = 0
+        self.sent = 0
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        with self._lock:
+            self.sent += 1
+            super().put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self._lock:
+            self._waits = True
+        try:
+            item = super().get(block, timeout)
+        finally:
+            with self._lock:
+                self._waits = False
+        return self._note(item)
+
+    def get_nowait(self) -> Any:
+        return self._note(super().get_nowait())
+
+    def _note(self, item: Any) -> Any:
+        with self._lock:
+            self._taken += 1
+        return item
+
+    @property
+    def is_waited_at(self) -> bool:
+        with self._lock:
+            return self._waits and self._taken == self.sent
 
 
 class Runner(StubRunner):
@@ -51,9 +89,10 @@ class Replicas:
         self.runners = [Runner(), Runner()]
         config = Config(num_kvcache_blocks=NUM_BLOCKS, max_num_seqs=8, eos_token_id=2)
         self.locksteps = [Lockstep(self.World(self, replica), self.Peers(self, replica)) for replica in range(2)]
+        self.inboxes = [Inbox(), Inbox()]
         self.cores = [
-            DPEngineCoreProc(config, runner, SimpleQueue(), SimpleQueue(), lockstep)
-            for runner, lockstep in zip(self.runners, self.locksteps, strict=True)
+            DPEngineCoreProc(config, runner, inbox, SimpleQueue(), lockstep)
+            for runner, inbox, lockstep in zip(self.runners, self.inboxes, self.locksteps, strict=True)
         ]
         self.threads = ThreadPoolExecutor(2)
         self.loops: list[Any] = []
@@ -121,17 +160,16 @@ class Replicas:
         return told
 
     def wait_asleep(self) -> None:
-        """Until nobody has work, and no request is on its way."""
+        """Until nobody has work, and nothing is on its way."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not (
-            all(
-                core._may_sleep and core.input_queue.empty() and not core.scheduler.has_requests()
-                for core in self.cores
-            )
-            and self.locksteps[0].round == self.locksteps[1].round
-        ):
+        while not self._all_sleep():
             assert time.monotonic() < deadline
             time.sleep(0.002)
+
+    def _all_sleep(self) -> bool:
+        """Both at once: who slept when the other was looked at was sent nothing meanwhile."""
+        sent = [inbox.sent for inbox in self.inboxes]
+        return all(inbox.is_waited_at for inbox in self.inboxes) and sent == [inbox.sent for inbox in self.inboxes]
 
 
 @pytest.fixture
@@ -194,7 +232,7 @@ def test_a_ring_of_an_earlier_round_wakes_nobody(replicas: Replicas) -> None:
     before = [lockstep.round for lockstep in replicas.locksteps]
     for number in range(before[0]):
         replicas.cores[1].input_queue.put(Wake(number))
-    time.sleep(0.1)
+    replicas.wait_asleep()
     assert [lockstep.round for lockstep in replicas.locksteps] == before
     replicas.add(1, 2)  # It still listens.
     replicas.wait_asleep()
@@ -211,18 +249,19 @@ def test_abort_is_answered_in_its_sleep(replicas: Replicas) -> None:
 
 @pytest.mark.parametrize("while_busy", [False, True])
 def test_replicas_end_together_whoever_is_told(replicas: Replicas, while_busy: bool) -> None:
-    replicas.start()
-    replicas.wait_asleep()
     if while_busy:
         replicas.add(1, 3, max_tokens=100)
         replicas.add(0, 4, max_tokens=100)
         replicas.runners[0].on_step = lambda step, batch: (
             replicas.cores[0].input_queue.put(Shutdown()) if step == 5 else None
         )
+        replicas.start()
         told = replicas.end()
         assert ends(told[1]) == {3: "abort"}
         assert ends(told[0]) == {4: "abort"}
     else:
+        replicas.start()
+        replicas.wait_asleep()
         told = replicas.end(0)
         assert [ends(messages) for messages in told] == [{}, {}]
 

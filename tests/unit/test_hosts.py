@@ -29,8 +29,9 @@ from engine.worker.rank_proc import RankProc
 from engine.worker.remote_rank import RemoteRank
 from engine.worker.shard import Shard
 from models.demo import CHECKPOINT_DIR
+from tests.ports import free_ports
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 SILENCE_MS = 200
 KEYS = ClusterKeys.of("correct-horse-battery-staple")
 GROUND = CommonGround.of(Config(), CHECKPOINT_DIR)
@@ -40,8 +41,7 @@ Caller = Callable[[str], "zmq.Socket[bytes]"]
 
 @pytest.fixture
 def address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return endpoint("127.0.0.1", listener.getsockname()[1])
+    return endpoint("127.0.0.1", free_ports())
 
 
 @pytest.fixture
@@ -89,6 +89,12 @@ def heard(caller: "zmq.Socket[bytes]", milliseconds: int = WAIT_MS) -> ToHost | 
             message: ToHost = msgspec.msgpack.decode(frame, type=ToHost)
             return message
     return None
+
+
+def wait_for_question(caller: "zmq.Socket[bytes]") -> None:
+    """Until the router asks whether this one is there: another has come with its number."""
+    assert caller.poll(WAIT_MS)
+    assert caller.recv() == b""
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -148,6 +154,7 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     ranks[0].send(Join())
     assert heard(first) == TellRank(1, Join())
     say(second, Hello(1, "worker-1", GROUND))
+    wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
     first.send(b"")
     told = heard(second)
@@ -164,6 +171,7 @@ def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_wo
     ranks[0].send(Join())
     assert heard(first) == TellRank(1, Join())
     say(second, Hello(1, "worker-1", GROUND))
+    wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
     first.close(linger=0)
     wait_for(lambda: ranks[0].receive() is None)
@@ -262,7 +270,7 @@ def core(address: str) -> Iterator[Core]:
     made.close()
 
 
-def host_at(address: str, timeout: float = 10.0, cpu_threads: int | None = None) -> RankHost:
+def host_at(address: str, timeout: float = WAIT_MS / 1e3, cpu_threads: int | None = None) -> RankHost:
     parallel = ParallelConfig(rank_start_timeout=timeout)
     config = Config(cpu_threads=cpu_threads, parallel_config=parallel)
     return RankHost(config, CHECKPOINT_DIR, node=1, address=address, keys=KEYS)

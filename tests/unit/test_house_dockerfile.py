@@ -4,6 +4,7 @@ import fnmatch
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -100,9 +101,13 @@ def test_the_health_check_tells_a_server_that_answers_from_none() -> None:
     assert subprocess.run([*ask, "/readyz"], cwd=ROOT, env=environment, check=False).returncode == 1
     thread.join()
     server.server_close()
-    refused = subprocess.run(ask, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    with socket.socket() as silent:  # Nobody else can listen there meanwhile.
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        environment["KAON_PORT"] = str(port)
+        refused = subprocess.run(ask, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert f"http://127.0.0.1:{server.server_port}/livez" in refused.stderr
+    assert f"http://127.0.0.1:{port}/livez" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

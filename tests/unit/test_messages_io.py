@@ -14,7 +14,7 @@ from engine.messages import AbortRequests, AddRequest, Outbound, RequestOutput, 
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 @pytest.fixture

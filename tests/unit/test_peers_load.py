@@ -14,6 +14,7 @@ from benchmarks.peers.load import Answer, LoadError, Request, Target, run, stead
 from benchmarks.peers.sse import Piece, ResponseError, events
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+WAIT_SECONDS = 60
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -54,12 +55,12 @@ def playing(
             while b"\r\n\r\n" not in received or not received.endswith(b"}"):
                 received += connection.recv(65536)
             requests.append(received)
-            gathered.wait(20)
+            gathered.wait(WAIT_SECONDS)
             for piece in pieces:
                 connection.sendall(piece)
                 time.sleep(pause)
             if linger:
-                over.wait(30)
+                over.wait(2 * WAIT_SECONDS)
 
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
 
@@ -78,7 +79,7 @@ def playing(
 
 
 def ask(port: int, asked: Sequence[Request] = (Request(" one two", 2, 3),), **target: Any) -> list[Answer]:
-    return run(Target(port, "model", **target), asked, timeout=20)
+    return run(Target(port, "model", **target), asked, timeout=WAIT_SECONDS)
 
 
 ANSWER = (HEAD + b"\r\n", text(" a"), text(" b"), text(" c"), usage(2, 3), DONE)
@@ -89,7 +90,8 @@ def test_an_answer_has_an_arrival_for_each_event_with_text() -> None:
         (answer,) = ask(port)
     assert answer.tokens == 3
     assert len(answer.arrivals) == 3
-    assert answer.started < answer.arrivals[0] < answer.arrivals[1] < answer.arrivals[2] == answer.ended
+    # Events that a busy machine reads together arrive together.
+    assert answer.started < answer.arrivals[0] <= answer.arrivals[1] <= answer.arrivals[2] == answer.ended
     assert answer.ttft == answer.arrivals[0] - answer.started
 
 
@@ -158,10 +160,11 @@ def test_a_refusal_is_an_error_with_its_status_and_body() -> None:
 
 
 def test_no_server_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    with pytest.raises(LoadError, match=f"no connection to port {port}"):
-        ask(port)
+    with socket.socket() as silent:  # Nobody else can listen there meanwhile.
+        silent.bind(("127.0.0.1", 0))
+        port: int = silent.getsockname()[1]
+        with pytest.raises(LoadError, match=f"no connection to port {port}"):
+            ask(port)
 
 
 def test_an_answer_that_does_not_end_in_time_is_an_error() -> None:

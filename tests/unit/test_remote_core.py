@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -38,9 +37,9 @@ from engine.worker.host_messages import (
 )
 from engine.worker.shard import HostShare
 from models.demo import CHECKPOINT_DIR
-from tests.e2e.kaon_host import free_ports
+from tests.ports import free_ports
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 ADDRESS = CoreAddress("tcp://10.0.0.1:29501", "a-name", b"", b"", b"")
 LAUNCH = LaunchCore(core=7, share=HostShare(1), num_kvcache_blocks=64, is_first=True, front_end=ADDRESS)
 
@@ -142,8 +141,7 @@ def test_a_first_core_fails_with_its_host_and_a_later_one_waits_for_the_right_ho
 @pytest.fixture
 def called(context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[tuple["zmq.Socket[bytes]", CoreAddress]]:
     """A front end's socket, and where a core calls."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = endpoint("127.0.0.1", probe.getsockname()[1])
+    address = endpoint("127.0.0.1", free_ports())
     own, theirs = CurvePair.new(), CurvePair.new()
     doorkeeper = Doorkeeper(context)
     doorkeeper.admit(theirs.public)
@@ -193,7 +191,6 @@ def test_messages_of_any_length_go_both_ways_and_what_an_earlier_core_left_is_dr
 def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
     called: tuple["zmq.Socket[bytes]", CoreAddress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_call, "_TRY_SECONDS", 0.2)
     listener, to = called
     there: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     call = CoreCall(there, to, WAIT_SECONDS)
@@ -205,6 +202,7 @@ def test_a_core_hears_that_its_front_end_is_gone_and_that_it_was_never_there(
     for connection in (call.input, call.output):
         connection.close(linger=0)
     stranger = CurvePair.new()
+    monkeypatch.setattr(core_call, "_TRY_SECONDS", 0.2)
     with pytest.raises(ConnectionError, match="was not reached within 0 s"):
         CoreCall(there, CoreAddress(to.address, to.name, to.front_end_public, *stranger), 0.0)
     there.destroy(linger=0)
@@ -235,9 +233,7 @@ def parted(hosts: CoreHosts, why: str, host: "zmq.Socket[bytes]") -> ToHost:
 def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told_what_to_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config(
-        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"))
-    )
+    config = Config(parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports(count=4)))
     keys, ground, found = ClusterKeys.of("k" * 16), CommonGround.of(config, CHECKPOINT_DIR), threading.Event()
 
     def of_in_time(*_: object) -> CommonGround:
@@ -282,9 +278,7 @@ def test_a_host_that_comes_before_the_checkpoint_is_found_waits_and_is_then_told
 def test_no_host_is_late_before_the_first_has_its_checkpoint_which_may_take_long_to_download(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parallel = ParallelConfig(
-        nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"), rank_start_timeout=0.1
-    )
+    parallel = ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports(count=4), rank_start_timeout=0.1)
     config = Config(parallel_config=parallel)
     ground, found = CommonGround.of(config, CHECKPOINT_DIR), threading.Event()
 
@@ -306,9 +300,7 @@ def test_no_host_is_late_before_the_first_has_its_checkpoint_which_may_take_long
 
 
 def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(
-        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports("127.0.0.1"))
-    )
+    config = Config(parallel_config=ParallelConfig(nnodes=2, data_parallel_size=2, master_port=free_ports(count=4)))
     keys, ground = ClusterKeys.of("k" * 16), CommonGround.of(config, CHECKPOINT_DIR)
 
     def of_none(*_: object) -> CommonGround:
@@ -328,9 +320,7 @@ def test_a_host_that_waits_for_the_checkpoint_hears_that_there_will_be_none(monk
 
 
 def test_only_the_last_core_of_a_replica_is_let_in() -> None:
-    config = Config(
-        parallel_config=ParallelConfig(nnodes=2, data_parallel_size=4, master_port=free_ports("127.0.0.1"))
-    )
+    config = Config(parallel_config=ParallelConfig(nnodes=2, data_parallel_size=4, master_port=free_ports(count=4)))
     hosts = CoreHosts(config, ClusterKeys.of("k" * 16), "127.0.0.1", deal_out(4, 2))
     assert [hosts.runs(replica) for replica in range(4)] == [False, False, True, True]
     first, other, second = (hosts.core(replica, "an engine core", None)._launch.front_end for replica in (2, 3, 2))

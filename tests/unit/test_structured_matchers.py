@@ -15,7 +15,7 @@ from engine.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 
 EOS, OTHER_EOS, PAD, STOP = 256, 257, 258, 300
 VOCAB_SIZE = 320
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 class ByteTokenizer:

@@ -167,7 +167,9 @@ def check(tools: list[Tool], name: str, arguments: str, text: str) -> None:
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler()
-    yield compiler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.structured.check_process._WALL_SECONDS", 300.0)
+        yield compiler
     compiler.close()
 
 
@@ -180,8 +182,9 @@ def compiler() -> Iterator[GrammarCompiler]:
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
-    schema: dict[str, Any], compiler: GrammarCompiler
+    schema: dict[str, Any], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("server.answers.tool_grammar._BLAME_SECONDS", 60.0)
     use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
         asyncio.run(tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler))

@@ -1,6 +1,7 @@
 """`RequestState`: engine outputs to deltas, finish reasons, and the final result with its timings."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ from engine.tokenizer import Tokenizer
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time, told by the test: each reading takes the first value, which stays when it is the last."""
     times = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: times.pop(0) if len(times) > 1 else times[0])
+    clock = SimpleNamespace(monotonic=lambda: times.pop(0) if len(times) > 1 else times[0])
+    monkeypatch.setattr("engine.request_state.time", clock)
     return times
 
 

@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 
+from engine import template_sandbox
 from engine.template_sandbox import render_untrusted
 
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def _as_long_as_a_busy_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "_WALL_SECONDS", 60.0)
 
 
 def render(template: str, **variables: Any) -> str:
@@ -29,7 +35,7 @@ def test_it_sees_what_the_models_own_template_sees() -> None:
     ],
 )
 def test_one_that_computes_without_end_is_stopped_within_seconds(template: str) -> None:
-    with pytest.raises(ValueError, match=r"took more than 1 s|was not rendered within"):
+    with pytest.raises(ValueError, match="took more than 1 s"):
         render(template)
 
 

@@ -1,4 +1,4 @@
-"""Ports for servers that tests start: numbers that no other test process is given.
+"""Ports for what tests listen at: numbers that no other test process is given.
 
 A port that the system picked is anybody's again until the server listens on it, and a test run beside this one may be
 given it. So each process claims a range for its life, below those that the system picks from.
@@ -16,7 +16,7 @@ _SIZE = 500
 """Ports of a range: the first is its claim, the others are given out in turn."""
 
 
-def free_row(count: int, host: str) -> int:
+def free_ports(host: str = "127.0.0.1", count: int = 1) -> int:
     """The first of so many ports in a row on which nothing listens at an address."""
     _, turn = _claim()
     while True:
