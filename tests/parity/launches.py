@@ -60,10 +60,11 @@ class Launches:
 def _specialized(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Key, Key]:
     parameters = _parameters(kernel)
     names = {parameter.name for parameter in parameters}
-    given = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names}).arguments
+    given = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k in names})
+    given.apply_defaults()
     constexprs, key = [], []
     for parameter in parameters:
-        value = given[parameter.name]
+        value = given.arguments[parameter.name]
         if parameter.is_constexpr:
             constexprs.append((parameter.name, value))
             continue

@@ -17,7 +17,7 @@ from models.kernels.triton.store import store
 from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.rope_config import RopeConfig
-from tests.parity.triton_interpreter import DEVICE
+from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -138,6 +138,18 @@ def test_head_sizes_and_groups_that_are_no_powers_of_two(num_heads: int, num_kv_
     spans.check(spans.prefill(PLAIN), spans.expected(PLAIN))
     decodes = Batch([1, 1], [18, 300], **shape)  # type: ignore[arg-type]
     decodes.check(decodes.decode(PLAIN), decodes.expected(PLAIN))
+
+
+@pytest.mark.usefixtures("rdna")
+@pytest.mark.parametrize("options", [PLAIN, CAPPED], ids=["plain", "window-soft-cap"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(200, torch.bfloat16), (80, torch.float32)])
+def test_queries_and_keys_that_are_multiplied_in_parts(
+    head_dim: int, dtype: torch.dtype, options: AttentionOptions
+) -> None:
+    spans = Batch([18, 1], [18, 53], head_dim=head_dim, dtype=dtype)
+    spans.check(spans.prefill(options), spans.expected(options))
+    decodes = Batch([2, 2], [18, 70], head_dim=head_dim, dtype=dtype)
+    decodes.check(decodes.decode(options), decodes.expected(options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -90,6 +90,12 @@ def test_what_is_wrong_is_said(assembly: Assembly, wrong: list[str]) -> None:
     assert problems(on_gfx942, assembly) == wrong
 
 
+def test_narrow_loads_are_wrong_on_first_class_targets_alone() -> None:
+    (on_gfx1201,) = (compilation for compilation in PROBE if compilation.target.arch == "gfx1201")
+    wrong = ["12 bytes of registers are spilled", "has a dot and no matrix instruction"]
+    assert problems(on_gfx1201, Assembly(8, 12, 3, 0, 8, {}, {2: 2})) == wrong
+
+
 def assert_nothing_wrong(lines: Iterable[str]) -> None:
     compiled = [json.loads(line) for line in lines]
     wrong = [f"{one['name']} on {one['target']}: {', '.join(one['problems'])}" for one in compiled if one["problems"]]

@@ -5,7 +5,7 @@ import torch
 
 from models.kernels.triton import gated_delta_net
 from models.kernels.triton.reference import gated_delta_net as reference
-from tests.parity.triton_interpreter import DEVICE
+from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
 # The norm behind it makes the rounding of what is nearly zero as large as anything: told by the sum of squares.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -25,6 +25,24 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
     ids=["decodes", "prompts", "both", "a prompt of one token"],
 )
 def test_each_rows_tokens_pass_its_state(
+    counts: list[int],
+    lengths: list[int],
+    decodes: int,
+    key_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    assert_as_the_reference(counts, lengths, decodes, key_heads, group, key_dim, value_dim, dtype)
+
+
+@pytest.mark.usefixtures("rdna")
+def test_keys_that_are_multiplied_in_parts() -> None:
+    assert_as_the_reference([19], [40], 0, 1, 1, 40, 20, torch.bfloat16)
+
+
+def assert_as_the_reference(
     counts: list[int],
     lengths: list[int],
     decodes: int,

@@ -10,7 +10,7 @@ from models.kernels.triton.latent_prefill import Piece
 from models.kernels.triton.reference import indexer_scores as indexer_reference
 from models.kernels.triton.reference import latent_attention as reference
 from models.layers.norm import RMSNorm
-from tests.parity.triton_interpreter import DEVICE
+from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,6 +49,22 @@ def test_latent_decode(heads: int, rank: int, rope: int, dtype: torch.dtype) -> 
     rows, lens = ints(3, 0, 1, 2, 3), ints(130, 1, 17, 48, 96)
     found = latent_attention.latent_attention(q, q_rope, vectors, tables, rows, lens, longest=130, scale=0.2)
     expected = reference.latent_attention(q, q_rope, vectors, tables, rows, lens, scale=0.2)
+    torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.usefixtures("rdna")
+@DTYPES
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_latents_that_are_multiplied_in_parts(is_sparse: bool, dtype: torch.dtype) -> None:
+    heads, rank, rope = 5, 300, 24
+    lengths = [1, 70]
+    vectors, tables = pages(lengths, rank + rope, dtype)
+    q, q_rope = random(2, heads, rank, dtype=dtype), random(2, heads, rope, dtype=dtype)
+    rows, lens = ints(1, 0), ints(70, 1)
+    selected = torch.tensor([[69, -1, 3, 44], [0, -1, -1, -1]], device=DEVICE)
+    options = {"scale": 0.05, "selected": selected if is_sparse else None}
+    found = latent_attention.latent_attention(q, q_rope, vectors, tables, rows, lens, longest=70, **options)
+    expected = reference.latent_attention(q, q_rope, vectors, tables, rows, lens, **options)
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from models.kernels import triton as kernels
+from models.kernels.triton import configs
+from models.kernels.triton.configs_dense import launch_of
 from tests.parity import triton_interpreter_speed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -31,6 +33,15 @@ def triton_kernels() -> Iterator[torch.device]:
     assert reason is None, reason
     yield DEVICE
     kernels.stop()
+
+
+@pytest.fixture(params=configs.RDNA)
+def rdna(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that are interpreted have the tiles of AMD's RDNA, where deep operands are multiplied in parts."""
+    monkeypatch.setattr(configs, "INTERPRETER", configs.TARGETS[request.param])
+    launch_of.cache_clear()
+    yield
+    launch_of.cache_clear()
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

@@ -15,7 +15,7 @@ from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
 from models.kernels.triton.attention_tile import MAX_PIECES, NOTHING_YET, attend_tile, piece_length
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, Target, config_of, target_of
+from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of, target_of
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
@@ -37,6 +37,7 @@ def attention_decode_kernel(
     scale,
     soft_cap,
     window,
+    head_dim,  # as in attend_tile
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     QUERY_LEN: tl.constexpr,
@@ -47,6 +48,7 @@ def attention_decode_kernel(
     D_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
 ):
     """Grid: KV heads x programs that share the items out. The query heads of a KV head are one tile's rows."""
     kv_head = tl.program_id(0)
@@ -56,7 +58,8 @@ def attention_decode_kernel(
     is_query = tokens < QUERY_LEN
     dims = tl.arange(0, D_TILE)
     is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = tokens[:, None] * q_stride + heads[:, None] * q_head_stride + dims[None, :]
+    q_rows = tokens[:, None] * q_stride + heads[:, None] * q_head_stride
+    q_offsets = q_rows + dims[None, :]
 
     for item in range(tl.program_id(1), tl.load(num_items_ptr), tl.num_programs(1)):
         place = tl.load(items_ptr + item)
@@ -70,15 +73,19 @@ def attention_decode_kernel(
             # From the first key that the row's first query sees. None may be left: the piece then adds nothing.
             start = tl.maximum(start, tl.maximum(length - QUERY_LEN - window + 1, 0) // BLOCK_N * BLOCK_N)
         positions = tl.where(is_query, length - QUERY_LEN + tokens, -1)
-        q = tl.load(q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_offsets, mask=is_value, other=0.0)
+        if DEPTH < D_TILE:
+            q = q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_rows
+        else:
+            q = tl.load(q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_offsets, mask=is_value, other=0.0)
         acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
         peak = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
         for key in range(start, end, BLOCK_N):
             acc, peak, total = attend_tile(
-                q, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head, block_stride,
-                scale, soft_cap, window, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N,
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+                block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+                D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
         is_any = total > 0
         safe = tl.where(is_any, total, 1.0)
@@ -137,6 +144,7 @@ def attention_decode(
         scale if options.soft_cap is None else scale / options.soft_cap,
         options.soft_cap or 0.0,
         options.sliding_window or 0,
+        head_dim,
         HAS_WINDOW=options.sliding_window is not None,
         HAS_SOFT_CAP=options.soft_cap is not None,
         QUERY_LEN=query_len,
@@ -146,7 +154,7 @@ def attention_decode(
         HEAD_DIM=head_dim,
         D_TILE=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_M=_tile_rows(query_len * group),
-        BLOCK_N=config.blocks["BLOCK_N"],
+        **config.blocks,
         **config.options(target),
     )
 
@@ -171,7 +179,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
             **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
             **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type),
             **dict.fromkeys(("items_ptr", "num_items_ptr", "seq_lens_ptr", "tables_ptr"), "*i32"),
-            **dict.fromkeys((*strides, "table_stride", "num_pieces", "window"), "i32"),
+            **dict.fromkeys((*strides, "table_stride", "num_pieces", "window", "head_dim"), "i32"),
             **dict.fromkeys(("scale", "soft_cap"), "fp32"),
         },
         constexprs={

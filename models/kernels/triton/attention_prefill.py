@@ -12,7 +12,7 @@ from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
 from models.kernels.triton.attention_tile import LOG2_E, NOTHING_YET, attend_tile
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, Config, Target, config_of, target_of
+from models.kernels.triton.configs import TARGETS, WHOLE, Config, Target, config_of, target_of
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # It differs from step to step.
@@ -34,6 +34,7 @@ def attention_prefill_kernel(
     soft_cap,
     v_scale,
     window,
+    head_dim,  # as in attend_tile
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -44,6 +45,7 @@ def attention_prefill_kernel(
     D_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
 ):
     """Grid: KV heads x tiles. KV heads come first: on MI300 neighbours run on different dies, each with its own L2."""
     kv_head = tl.program_id(0)
@@ -66,8 +68,8 @@ def attention_prefill_kernel(
     dims = tl.arange(0, D_TILE)
     is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     places = (query_start + tokens).to(tl.int64)
-    q_offsets = places[:, None] * q_stride + heads[:, None] * q_head_stride + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=is_value, other=0.0)
+    q_rows = places[:, None] * q_stride + heads[:, None] * q_head_stride
+    q = q_ptr + q_rows if DEPTH < D_TILE else tl.load(q_ptr + (q_rows + dims[None, :]), mask=is_value, other=0.0)
 
     acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
     if HAS_SINKS:
@@ -87,13 +89,15 @@ def attention_prefill_kernel(
         start = (first_position + 1) // BLOCK_N * BLOCK_N
         for key in range(0, start, BLOCK_N):
             acc, peak, total = attend_tile(
-                q, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head, block_stride,
-                scale, soft_cap, window, False, False, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N,
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+                block_stride, scale, soft_cap, window, head_dim, False, False, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+                D_TILE, BLOCK_N, DEPTH,
             )  # fmt: skip
     for key in range(start, end, BLOCK_N):
         acc, peak, total = attend_tile(
-            q, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head, block_stride,
-            scale, soft_cap, window, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM, D_TILE, BLOCK_N,
+            q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+            block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+            D_TILE, BLOCK_N, DEPTH,
         )  # fmt: skip
 
     out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -155,6 +159,7 @@ def attention_prefill(
         options.soft_cap or 0.0,
         options.v_scale,
         options.sliding_window or 0,
+        head_dim,
         HAS_WINDOW=options.sliding_window is not None,
         HAS_SOFT_CAP=options.soft_cap is not None,
         HAS_SINKS=sinks is not None,
@@ -163,8 +168,7 @@ def attention_prefill(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         D_TILE=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=_tile_rows(config, group),
-        BLOCK_N=config.blocks["BLOCK_N"],
+        **{**config.blocks, "BLOCK_M": _tile_rows(config, group)},
         **config.options(target),
     )
 
@@ -184,7 +188,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
             **pointers,
             **tables,
             "sinks_ptr": own,
-            **dict.fromkeys((*strides, "table_stride", "window"), "i32"),
+            **dict.fromkeys((*strides, "table_stride", "window", "head_dim"), "i32"),
             **dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32"),
         },
         constexprs={

@@ -68,7 +68,8 @@ class Compilation:
     def _source(self) -> Any:
         from triton.compiler import ASTSource
 
-        constexprs = {**self.config.blocks, **self.constexprs}
+        defaults = {one.name: one.default for one in self.kernel.params if one.has_default}
+        constexprs = {**defaults, **self.config.blocks, **self.constexprs}
         names = self.kernel.arg_names
         signature = {name: "constexpr" if name in constexprs else self.signature[name] for name in names}
         attributes = {}

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 
 KIB = 1024
+WHOLE = 1 << 16
+"""A depth beyond every operand's: none is multiplied in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Target:
     matrix: tuple[str, ...]
     """How its matrix instructions begin in assembly."""
     first_class: bool = False
-    """Whether spills, narrow loads and missing matrix instructions are errors there."""
+    """Whether narrow loads are errors there, as missing matrix instructions are everywhere."""
     like: str = ""
     """Whose rows of the table it takes beside its own."""
     waves: int = 64
@@ -166,14 +168,15 @@ ALL = (*TARGETS, INTERPRETER.arch)
 CONFIGS: dict[str, tuple[Row, ...]] = {
     "attention_decode": (
         # float32 is multiplied without matrix units but on CDNA, of operands that are whole in registers.
-        Row(RDNA, Config({"BLOCK_N": 16}, 8), {"element": (4,)}),
+        Row(RDNA, Config({"BLOCK_N": 16, "DEPTH": 32}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_N": 16})),
         Row(("gfx950",), Config({"BLOCK_N": 64}, 4, 1, 16), {"head_dim": range(129)}),
         Row(CDNA, Config({"BLOCK_N": 32}, 4, 1, 16)),
         Row(RDNA, Config({"BLOCK_N": 32}, 4, 1), {"head_dim": range(65)}),
         Row(RDNA, Config({"BLOCK_N": 16}, 4, 1), {"head_dim": range(129)}),
-        Row(RDNA, Config({"BLOCK_N": 16}, 8, 1)),
+        Row(("gfx1100",), Config({"BLOCK_N": 16, "DEPTH": 64}, 4, 1)),
+        Row(("gfx1201",), Config({"BLOCK_N": 16}, 8, 1)),
         Row(("sm_90",), Config({"BLOCK_N": 64}, 4, 3), {"head_dim": range(129)}),
         Row(("sm_90",), Config({"BLOCK_N": 32}, 4, 3)),
     ),
@@ -182,7 +185,7 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(ALL, Config({"BLOCK_P": 8}, 2)),
     ),
     "attention_prefill": (
-        Row(RDNA, Config({"BLOCK_M": 16, "BLOCK_N": 16}, 8), {"element": (4,)}),
+        Row(RDNA, Config({"BLOCK_M": 16, "BLOCK_N": 16, "DEPTH": 32}, 8), {"element": (4,)}),
         Row(("sm_90",), Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8), {"element": (4,)}),
         Row(ALL, Config({"BLOCK_M": 32, "BLOCK_N": 32}), {"element": (4,)}),
         Row((INTERPRETER.arch,), Config({"BLOCK_M": 16, "BLOCK_N": 16})),
@@ -192,7 +195,7 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
         Row(CDNA, Config({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 1, 16)),
         Row(("gfx1201",), Config({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 1), {"head_dim": range(129)}),
         Row(("gfx1100",), Config({"BLOCK_M": 64, "BLOCK_N": 16}, 4, 1), {"head_dim": range(129)}),
-        Row(RDNA, Config({"BLOCK_M": 32, "BLOCK_N": 16}, 8, 1)),
+        Row(RDNA, Config({"BLOCK_M": 64, "BLOCK_N": 32, "DEPTH": 64}, 8, 1)),
         Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3), {"head_dim": range(129)}),
         Row(AMPERE, Config({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2)),
         Row(("sm_90",), Config({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2)),

@@ -18,13 +18,16 @@ CONFIGS["vector_store"] = (Row(ALL, _config(1)),)
 CONFIGS["latent_attention"] = (
     Row(_INTERPRETER, _config(1, HEADS=16, KEYS=16, RUN=48)),
     # Tiles of float32 take twice the shared memory.
-    Row((*CDNA, *RDNA, "sm_90"), _config(8, HEADS=16, KEYS=16, RUN=1024), {"element": (4,)}),
+    Row(RDNA, _config(8, HEADS=16, KEYS=16, RUN=1024, DEPTH=32), {"element": (4,)}),
+    Row((*CDNA, "sm_90"), _config(8, HEADS=16, KEYS=16, RUN=1024), {"element": (4,)}),
     # The queries of a tile and its sums stay in registers: more heads read latents less often, until they spill.
     Row(CDNA, _config(4, HEADS=16, KEYS=16, RUN=512), {"heads": range(17)}),
     Row(CDNA, _config(4, HEADS=32, KEYS=16, RUN=1024), {"sparse": (True,)}),
     Row(("gfx90a",), _config(4, HEADS=32, KEYS=16, RUN=1024)),
     Row(CDNA, _config(8, HEADS=64, KEYS=16, RUN=1024)),
-    Row(RDNA, _config(8, HEADS=16, KEYS=16, RUN=512)),
+    # Queries of RDNA would take all registers: they are read again, in parts, for each tile of latents.
+    Row(("gfx1100",), _config(8, HEADS=16, KEYS=16, RUN=512, DEPTH=64)),
+    Row(("gfx1201",), _config(8, HEADS=16, KEYS=32, RUN=512, DEPTH=128)),
     Row(("sm_90",), _config(4, 2, HEADS=16, KEYS=32, RUN=512), {"heads": range(17)}),
     Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=32, RUN=1024), {"sparse": (True,)}, 144 * KIB),
     Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=64, RUN=1024), lds_bytes=152 * KIB),
@@ -53,7 +56,7 @@ CONFIGS["gated_delta_step"] = (
 CONFIGS["gated_delta_span"] = (
     Row(_INTERPRETER, _config(1, CHUNK=16, VALUES=16)),
     Row(CDNA, _config(8, CHUNK=64, VALUES=32)),
-    Row(RDNA, _config(8, CHUNK=16, VALUES=32)),
+    Row(RDNA, _config(8, CHUNK=16, VALUES=32, DEPTH=16)),
     # NVIDIA's products take an operand from registers: longer chunks spill.
     Row(("sm_90",), _config(4, CHUNK=16, VALUES=32)),
 )

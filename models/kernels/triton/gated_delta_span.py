@@ -11,9 +11,9 @@ import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, Target, config_of, target_of
+from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of, target_of
 from models.kernels.triton.configs_dense import launch_of
-from models.kernels.triton.gated_delta import gates, key_heads_of, unit_rows
+from models.kernels.triton.gated_delta import LENGTH_EPS, gates, key_heads_of, unit_rows
 
 
 @triton.jit
@@ -66,6 +66,26 @@ def delta_inverse_kernel(
     tl.store(at, inverse * share[None, :])
 
 
+@triton.jit
+def _unit_parts(rows, exists, scale, KEY: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """As `unit_rows`, in parts of PART keys. # pointers [CHUNK, 1], [CHUNK] -> PARTS x [CHUNK, PART] float32"""
+    loaded = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        x = tl.load(rows + keys[None, :], mask=exists[:, None] & (keys < KEY)[None, :], other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, 1, keep_dims=True)
+        if part == 0:
+            length = squares
+        else:
+            length += squares
+        loaded += (x,)
+    unit = scale * tl.rsqrt(length + LENGTH_EPS)
+    parts = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        parts += (loaded[part] * unit,)
+    return parts
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
 def gated_delta_span_kernel(
     convolved,  # As above
@@ -84,29 +104,33 @@ def gated_delta_span_kernel(
     CHUNK: tl.constexpr,
     VALUES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # Keys that are multiplied at a time
 ):
     """A span's chunks, one after the other, for a tile [KEY, VALUES] of one state that stays in registers.
 
     Grid: (tiles of values, value heads, rows).
     """
+    PART: tl.constexpr = DEPTH if DEPTH < KEY_TILE else KEY_TILE
+    PARTS: tl.constexpr = KEY_TILE // PART
     head, span = tl.program_id(1), spans + tl.program_id(2) * 4
     first, count = tl.load(span), tl.load(span + 1)
     chunk, is_new = tl.load(span + 2), tl.load(span + 3)
-    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    places = tl.arange(0, CHUNK)
     values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
-    has_key, has_value = keys < KEY, values < VALUE
+    has_value = values < VALUE
     key_head, key_channels = head // GROUP, num_heads // GROUP * KEY
 
     at_state = states + (tl.load(slots + tl.program_id(2)) * num_heads + head) * (KEY * VALUE)
-    at_state += keys[:, None] * VALUE + values[None, :]
-    in_state = has_key[:, None] & has_value[None, :]
-    state = tl.load(at_state, mask=in_state & (is_new == 0), other=0.0)
+    state = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        in_state = (keys < KEY)[:, None] & has_value[None, :] & (is_new == 0)
+        state += (tl.load(at_state + keys[:, None] * VALUE + values[None, :], mask=in_state, other=0.0),)
     for start in range(0, count, CHUNK):
         tokens = (first + start + places).to(tl.int64)
         exists = start + places < count
         rows = convolved + tokens[:, None] * num_channels
-        in_keys = exists[:, None] & has_key[None, :]
-        k = unit_rows(rows + key_channels + key_head * KEY + keys[None, :], in_keys, 1.0)
+        k = _unit_parts(rows + key_channels + key_head * KEY, exists, 1.0, KEY, PARTS, PART)
         in_values = exists[:, None] & has_value[None, :]
         v = tl.load(rows + 2 * key_channels + head * VALUE + values[None, :], mask=in_values, other=0.0)
         place = chunk.to(tl.int64) * num_heads + head
@@ -114,23 +138,35 @@ def gated_delta_span_kernel(
         inverse = tl.load(inverses + (place * CHUNK + places[:, None]) * CHUNK + places[None, :])
 
         shrunk = tl.exp(decay)[:, None]
-        wanted = v.to(tl.float32) - shrunk * tl.dot(k, state, input_precision=PRECISION)
+        held = tl.zeros([CHUNK, VALUES], tl.float32)
+        for part in tl.static_range(PARTS):
+            held = tl.dot(k[part], state[part], held, input_precision=PRECISION)
+        wanted = v.to(tl.float32) - shrunk * held
         corrections = tl.dot(inverse, tl.where(in_values, wanted, 0.0), input_precision=PRECISION)
-        q = unit_rows(rows + key_head * KEY + keys[None, :], in_keys, KEY**-0.5)
+        q = _unit_parts(rows + key_head * KEY, exists, KEY**-0.5, KEY, PARTS, PART)
         seen = places[:, None] >= places[None, :]
         between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
-        overlap = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-        read = shrunk * tl.dot(q, state, input_precision=PRECISION)
-        read = tl.dot(overlap, corrections, read, input_precision=PRECISION)
+        overlap = tl.zeros([CHUNK, CHUNK], tl.float32)
+        read = tl.zeros([CHUNK, VALUES], tl.float32)
+        for part in tl.static_range(PARTS):
+            overlap = tl.dot(q[part], tl.trans(k[part]), overlap, input_precision=PRECISION)
+            read = tl.dot(q[part], state[part], read, input_precision=PRECISION)
+        read = tl.dot(overlap * between, corrections, shrunk * read, input_precision=PRECISION)
         at = out + (tokens[:, None] * num_heads + head) * VALUE + values[None, :]
         tl.store(at, read.to(out.dtype.element_ty), mask=in_values)
 
         # Behind the last token the decay stays what it was there.
         to_end = tl.min(decay, 0)
-        k = k * tl.exp(to_end - decay)[:, None]
-        state = tl.dot(tl.trans(k), corrections, state * tl.exp(to_end), input_precision=PRECISION)
+        behind = tl.tuple(())
+        for part in tl.static_range(PARTS):
+            added = tl.trans(k[part] * tl.exp(to_end - decay)[:, None])
+            behind += (tl.dot(added, corrections, state[part] * tl.exp(to_end), input_precision=PRECISION),)
+        state = behind
         chunk += 1
-    tl.store(at_state, state, mask=in_state)
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        in_state = (keys < KEY)[:, None] & has_value[None, :]
+        tl.store(at_state + keys[:, None] * VALUE + values[None, :], state[part], mask=in_state)
 
 
 def delta_spans(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, config_of
+from models.kernels.triton.configs import TARGETS, WHOLE, config_of
 from models.kernels.triton.configs_dense import launch_of
 
 MAX_PARTIAL_ELEMENTS = 1 << 26
@@ -27,6 +27,13 @@ MAX_RUNS = tl.constexpr(64)
 def _run_length(length, RUN: tl.constexpr):
     """By the token's own number of latents alone."""
     return RUN * tl.maximum(tl.cdiv(length, RUN * MAX_RUNS), 1)
+
+
+@triton.jit
+def _load_part(rows, has_row, first, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """TILE numbers of some rows from `first` on, 0 behind the first WIDTH. # pointers [N, 1], [N] -> [N, TILE]"""
+    columns = first + tl.arange(0, TILE)[None, :]
+    return tl.load(rows + columns, mask=has_row[:, None] & (columns < WIDTH), other=0.0)
 
 
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.
@@ -54,6 +61,7 @@ def latent_attention_kernel(
     num_selected,
     num_heads,
     num_runs,
+    rank,  # RANK, as the compiler does not know it: of parts whose number it knows it would load all at once
     BLOCK_SIZE: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -63,6 +71,7 @@ def latent_attention_kernel(
     KEYS: tl.constexpr,  # Latents at a time
     RUN: tl.constexpr,  # Latents of one program, or a multiple where there are many
     IS_SPARSE: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # Of the latents' numbers, how many are multiplied with queries at a time
 ):
     """A tile [HEADS, RANK] of one token's attention to one run. Grid: (runs, tiles of heads, T)."""
     run, token = tl.program_id(0), tl.program_id(2)
@@ -75,12 +84,14 @@ def latent_attention_kernel(
     last = tl.minimum(first + width, length)
     table = block_tables + tl.load(token_rows + token).to(tl.int64) * table_stride
 
-    ranks, ropes = tl.arange(0, RANK_TILE), tl.arange(0, ROPE_TILE)
-    has_rank, has_rope, has_head = ranks < RANK, ropes < ROPE, heads < num_heads
+    ranks = tl.arange(0, RANK_TILE)
+    has_rank, has_head = ranks < RANK, heads < num_heads
+    dtype: tl.constexpr = q.dtype.element_ty
     queries = q + token.to(tl.int64) * q_stride + heads[:, None] * q_head_stride
-    q_latent = tl.load(queries + ranks[None, :], mask=has_head[:, None] & has_rank[None, :], other=0.0)
-    queries = q_rope + token.to(tl.int64) * rope_stride + heads[:, None] * rope_head_stride
-    q_keys = tl.load(queries + ropes[None, :], mask=has_head[:, None] & has_rope[None, :], other=0.0)
+    if DEPTH >= RANK_TILE:
+        q_latent = _load_part(queries, has_head, 0, RANK, RANK_TILE)
+    rope_queries = q_rope + token.to(tl.int64) * rope_stride + heads[:, None] * rope_head_stride
+    q_keys = _load_part(rope_queries, has_head, 0, ROPE, ROPE_TILE)
 
     # A row's maximum begins at a finite number: a run of which nothing is seen then has no NaN in it.
     highest = tl.full([HEADS], -1.0e30, tl.float32)
@@ -94,12 +105,22 @@ def latent_attention_kernel(
             seen = positions >= 0
         block = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0)
         at = vectors + block.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * (RANK + ROPE)
+        at = at[:, None]
         # One tile in two parts: the latents, both keys and values, and the key that all heads share.
-        latents = tl.load(at[:, None] + ranks[None, :], mask=seen[:, None] & has_rank[None, :], other=0.0)
-        keys = tl.load(at[:, None] + RANK + ropes[None, :], mask=seen[:, None] & has_rope[None, :], other=0.0)
-        latents, keys = latents.to(q_latent.dtype), keys.to(q_latent.dtype)
-        scores = tl.dot(q_keys, tl.trans(keys), input_precision="ieee")
-        scores = tl.dot(q_latent, tl.trans(latents), scores, input_precision="ieee")
+        if DEPTH < RANK_TILE:
+            scores = tl.zeros([HEADS, KEYS], tl.float32)
+            for begin in range(0, rank, DEPTH):
+                queries_part = _load_part(queries, has_head, begin, RANK, DEPTH)
+                part = _load_part(at, seen, begin, RANK, DEPTH).to(dtype)
+                scores = tl.dot(queries_part, tl.trans(part), scores, input_precision="ieee")
+            keys = _load_part(at + RANK, seen, 0, ROPE, ROPE_TILE).to(dtype)
+            scores = tl.dot(q_keys, tl.trans(keys), scores, input_precision="ieee")
+            latents = _load_part(at, seen, 0, RANK, RANK_TILE).to(dtype)
+        else:
+            latents = _load_part(at, seen, 0, RANK, RANK_TILE).to(dtype)
+            keys = _load_part(at + RANK, seen, 0, ROPE, ROPE_TILE).to(dtype)
+            scores = tl.dot(q_keys, tl.trans(keys), input_precision="ieee")
+            scores = tl.dot(q_latent, tl.trans(latents), scores, input_precision="ieee")
         scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.exp2(scores - higher[:, None])
@@ -209,6 +230,7 @@ def latent_attention(
             0 if selected is None else selected.shape[1],
             num_heads,
             num_runs,
+            rank,
             BLOCK_SIZE=vectors.shape[1],
             RANK=rank,
             ROPE=rope,
@@ -244,7 +266,7 @@ def _compilations() -> tuple[Compilation, ...]:
     }
     sums = {"partial": "*fp32", "partial_lse": "*fp32"}
     strides = ("q_stride", "q_head_stride", "rope_stride", "rope_head_stride", "block_stride")
-    integers = (*strides, "table_stride", "num_selected", "num_heads", "num_runs")
+    integers = (*strides, "rank", "table_stride", "num_selected", "num_heads", "num_runs")
     scales = {"score_scale": "fp32", "value_scale": "fp32"}
     shape = {"BLOCK_SIZE": 16, "RANK": 512, "ROPE": 64, "RANK_TILE": 512, "ROPE_TILE": 64}
     fp8 = {"e4m3fn": "*fp8e4nv", "e4m3fnuz": "*fp8e4b8"}
