@@ -136,7 +136,7 @@ def test_test_installs_what_tests_need_and_that_is_enough_to_serve(clone: Clone)
         "-m venv --clear .venv",
         pip_install("[test]"),
         pip_install("[interpreter]"),
-        "-m pytest -n 2 -m not slow tests/unit",
+        "-m pytest -n 2 --dist worksteal -m not slow tests/unit",
     ]
     clone.make("serve")
     assert clone.done() == ["kaon serve"]
