@@ -35,7 +35,7 @@ CORE_MODULE = "engine.engine_core"
 LOST_FRONT_END = 69
 """Exit code of a core that did not reach its front end, or lost it; sysexits.h has it for a missing service."""
 
-_FAREWELL_SECONDS = 5.0
+_FAREWELL_SECONDS = 3.0
 """For a core to part from hosts that have ranks of it, also while what it imports keeps Python from running."""
 
 _MAX_SOCKET_PATH = 107

@@ -18,7 +18,7 @@ _MOST_KILLS = 3
 """The same where the last core was killed from outside, which is a request's doing only if it took all memory."""
 
 _MOST_LOSSES = 3
-"""Successive cores that were lost with a request in them; then no other replica takes it over."""
+"""Successive cores that were lost with a request that is not suspected; then no other replica takes it over."""
 
 
 class Place(Enum):
@@ -50,7 +50,7 @@ class Entry:
         """Successive ones that found it in a step, without a token of its own between them."""
         self.tokens_at_crash = -1
         self.losses = 0
-        """Successive cores that were lost with it, in a step that nobody knows, without a token of its own between."""
+        """Successive cores that were lost with it, in no step of it that is known, without a token between."""
         self.tokens_at_loss = -1
         self.tokens_at_start = 0
         """When it was brought to the core where it is."""
@@ -90,7 +90,7 @@ class Entry:
         self.tokens_at_crash = len(self.token_ids)
 
     def note_loss(self) -> None:
-        """The core that had it is gone, and what it did last is not known."""
+        """The core that had it is gone, and not in a step that is known to have computed it."""
         progressed = len(self.token_ids) > self.tokens_at_loss
         self.losses = 1 if progressed else self.losses + 1
         self.tokens_at_loss = len(self.token_ids)
@@ -219,8 +219,9 @@ class Journal:
             suspects &= set(there)
         for entry in suspects:
             entry.note_crash()
-        if in_step is None:
-            for entry in there:
+        # A core may die of what no step computes, as of a grammar: nobody is to take one after the other along.
+        for entry in there:
+            if entry not in suspects:
                 entry.note_loss()
         ended = []
         for entry in there:

@@ -1,15 +1,15 @@
 """`Relocation`: has requests of a replica that stays away go on in others. Asked by `CoreManager`, again and again.
 
-A request that may have killed the core that had it is not to kill another replica's: it waits for its own. Should that
-take longer than a start may, others try such requests, one at a time and each alone. The deaths that it was in are
-counted on wherever it is, so it ends with as many as without.
+A request that may have killed the core that had it is not to kill another replica's: it waits for its own, and the
+other choices of its prompt with it. Should that take longer than a start may, others try such requests, one at a time
+and each alone. The deaths that it was in are counted on wherever it is, so it ends with as many as without.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from engine.journal import Entry
+from engine.journal import Entry, Place
 from engine.placement import Placement
 from engine.replica import Replica
 
@@ -44,13 +44,28 @@ class Relocation:
         if away < AWAY_SECONDS:
             return
         movable = [entry for entry in replica.journal if entry.may_move]
-        self._move(replica, [entry for entry in movable if not entry.is_suspect], serving)
-        if away > replica.supervisor.longest_start:
+        # Choices share one list of their prompt's tokens.
+        held = {id(each.request.prompt_token_ids) for each in self._entries() if _holds_back(each)}
+        self._move(replica, [each for each in movable if id(each.request.prompt_token_ids) not in held], serving)
+        if away > replica.supervisor.longest_start and not self._is_trying():
             suspect = next((entry for entry in movable if _is_to_be_tried(entry)), None)
-            # Its step may be their last, and all others stand still for it.
-            unburdened = [each for each in serving if not any(map(_is_to_be_tried, each.journal))]
-            if suspect is not None and unburdened:
-                self._move(replica, [suspect], unburdened)
+            if suspect is not None:
+                self._move(replica, [suspect], serving)
+
+    def _entries(self) -> Iterator[Entry]:
+        for replica in self._replicas:
+            yield from replica.journal
+
+    def _is_trying(self) -> bool:
+        """Whether some replica computes a suspect, or has died and may be back: its last step may have been one."""
+        now = time.monotonic()
+        for replica in self._replicas:
+            if not replica.is_serving:
+                if now - replica.supervisor.since <= replica.supervisor.longest_start:
+                    return True
+            elif any(map(_is_to_be_tried, replica.journal)):
+                return True
+        return False
 
     def _move(self, source: Replica, entries: Sequence[Entry], among: Sequence[Replica]) -> None:
         if not entries:
@@ -70,6 +85,11 @@ class Relocation:
             )
             self._on_move(resumed, number)
             target.take_over(moved)
+
+
+def _holds_back(entry: Entry) -> bool:
+    """Whether the other choices of its prompt wait until it is known what it does."""
+    return entry.is_suspect and (entry.may_move or entry.place is not Place.HERE)
 
 
 def _is_to_be_tried(entry: Entry) -> bool:

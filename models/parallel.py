@@ -115,7 +115,8 @@ class TensorParallel:
         if self.collectives is None:
             return x
         if self._state.is_alone:
-            return x if self.rank else torch.cat([x] * self.size, -1)
+            # Copies, as the parts of the others take memory too.
+            return x if self.rank else torch.cat([x.clone() for _ in range(self.size)], -1)
         return self.collectives.gather(x)
 
     @contextmanager

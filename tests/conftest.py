@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, settings
 
 # Two spinning OpenMP teams on two cores, one a test worker, slow torch down a hundredfold: idle threads shall sleep.
@@ -20,19 +19,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A test passes or fails for what it tests: with the same examples each time, as long as they may take. Those of
 # `make test-long` are drawn anew.
-settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("anew", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.
 collect_ignore = ["conformance"]
-
-_HERE = Path(__file__).parent
-_OVER_PROCESSES = (_HERE / "e2e", _HERE / "chaos")
-_PROCESS_SECONDS = 600
-"""Of a test over real processes, which waits up to two minutes for each state of theirs: it says which never came."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent in _OVER_PROCESSES and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_PROCESS_SECONDS))

@@ -110,9 +110,14 @@ class GPUDevice:
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        stream = torch.cuda.current_stream(self.torch_device)
+        try:
+            # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        finally:
+            # torch leaves its own stream only where the capture ended well.
+            torch.cuda.set_stream(stream)
         return graph
 
 

@@ -189,18 +189,19 @@ class GraphRunner:
 
     def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
         """Whether the pass, run as it is, neither fails on a rank nor takes memory that steps need there."""
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         shortage: str | None = None
         self._memory.begin()
         try:
             # A rank that fails among the others would leave them waiting for its part of a sum.
             with in_step(), self._parallel.alone():
+                self._seat_nobodys(size)
                 run()
                 self._device.record().synchronize()
             shortage = self._memory.shortage()
         except StepOutOfMemory as error:
             shortage = str(error)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001, compilers of kernels and libraries may raise any
             failure = error
         if failure is not None:
             self._tell_failure(size, failure)
@@ -238,19 +239,19 @@ class GraphRunner:
 
     def _captured_by_all(self, run: Callable[[], None]) -> Graph:
         """Raises `RuntimeError` on all ranks where one of them failed."""
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         try:
             graph = self._device.capture(run)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001, as above
             failure = error
         if not self._all_say(failure is None):
-            raise failure or RuntimeError("another rank failed to")
+            raise RuntimeError("another rank failed to" if failure is None else str(failure)) from failure
         return graph
 
     def _all_say(self, is_so: bool) -> bool:
         return self._parallel.agree(is_so, self._device.torch_device)
 
-    def _tell_failure(self, size: int, error: RuntimeError) -> None:
+    def _tell_failure(self, size: int, error: Exception) -> None:
         _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
 
     def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
@@ -268,7 +269,12 @@ class GraphRunner:
                     self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
                 self._hidden[:num_tokens].copy_(hidden)
 
-        # The pass is run before it is captured: its rows must be nobody's.
+        return run
+
+    def _seat_nobodys(self, size: int) -> None:
+        """Have the buffers hold rows of nobody's: the pass is run before it is captured."""
+        shape = self._shape
+        num_tokens = size * shape.query_len
         lengths = np.full(size, shape.query_len, dtype=np.int64)
         nobodys = self._backend.build_metadata(
             query_lens=lengths,
@@ -282,7 +288,6 @@ class GraphRunner:
         for tokens in self._tokens:
             tokens.zero_()
         self._backend.prepare_for_replay(nobodys, size)
-        return run
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:

@@ -14,8 +14,7 @@ class WaitingHosts:
 
     def __iter__(self) -> Iterator[bytes]:
         """All names."""
-        yield from self._for_ground
-        yield from self._for_place
+        return iter([*self._for_ground, *self._for_place])
 
     def wait_for_ground(self, name: bytes, hello: Hello) -> None:
         """Until the first host knows what others must have in common with it."""

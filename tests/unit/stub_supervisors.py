@@ -1,6 +1,5 @@
 """`Cluster`: a real `CoreManager` over replicas whose cores are counters in this process, driven step by step."""
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Self
 
@@ -19,6 +18,18 @@ _LONG_AGO = 100.0
 LONGEST_START = 300.0
 
 
+class _Clock:
+    """Time that only tests move, in place of the module `time`."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+_CLOCK = _Clock()
+
+
 class StubSupervisor:
     """A core that counts: a request's n-th token is `_FIRST_TOKEN + n`. Stands in for `Supervisor`."""
 
@@ -30,7 +41,7 @@ class StubSupervisor:
     def __init__(self, config: Config, keeper: Keeper, name: str) -> None:
         self.name = name
         self.is_serving = False
-        self.since = time.monotonic()
+        self.since = _CLOCK.monotonic()
         self.failure: Failed | None = None
         self.core: dict[int, AddRequest] = {}
         """What the core has."""
@@ -88,18 +99,18 @@ class StubSupervisor:
     def serve(self) -> None:
         """The next core is ready."""
         assert not self.is_serving
-        self.is_serving, self.since = True, time.monotonic()
+        self.is_serving, self.since = True, _CLOCK.monotonic()
         again, self._has_served = self._has_served, True
         self._keeper.on_core_ready(Ready(_MODEL, {}), again=again)
 
     def stall(self) -> None:
         """The core is found to be stuck, and is about to be killed."""
-        self.is_serving, self.since = False, time.monotonic()
+        self.is_serving, self.since = False, _CLOCK.monotonic()
 
     def lose(self, in_step: Collection[int] | None, *, killed: bool = False) -> None:
         """The core is gone, in a step of these requests; None: with its host."""
         if self.is_serving:
-            self.is_serving, self.since = False, time.monotonic()
+            self.is_serving, self.since = False, _CLOCK.monotonic()
         self.core, self.tokens, self.leaving, self.untried = {}, {}, [], []
         self._keeper.on_core_death(in_step, killed=killed)
 
@@ -134,6 +145,7 @@ class Cluster:
     def __init__(self, size: int = 2, **parallel: Any) -> None:
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr("engine.replica.Supervisor", StubSupervisor)
+        self._patch.setattr(relocation, "time", _CLOCK)
         self.told: dict[int, list[int]] = {}
         self.ends: dict[int, RequestOutput] = {}
         self.moves: list[tuple[int, int]] = []
@@ -159,8 +171,7 @@ class Cluster:
 
     def pass_time(self, seconds: float) -> None:
         """As if so much time had gone by."""
-        for stub in self.stubs:
-            stub.since -= seconds
+        _CLOCK.now += seconds
 
     def look(self) -> None:
         """What supervisors do again and again."""

@@ -278,3 +278,60 @@ def test_a_request_that_is_lost_with_one_core_after_the_other_moves_no_more():
         assert cluster.homes()[0] != home, "a token later it is as good as any"
         cluster.until_ended(0)
         cluster.assert_complete(0)
+
+
+def test_other_choices_of_a_suspect_s_prompt_wait_with_it(three: Cluster):
+    prompt = [7] * 100
+    three.add(*range(4), to=2, prompt=prompt)
+    three.add(4, to=2)
+    three.stubs[2].lose([0])
+    three.stay_away(LONGEST_START - 1)
+    homes = three.homes()
+    assert [homes[request_id] for request_id in range(4)] == [2] * 4, "each of them may do the same"
+    assert homes[4] != 2
+    three.stay_away(2)
+    assert [request_id for stub in three.stubs for request_id in stub.untried] == [0]
+    three.run(lambda: len(three.told[0]) > 0)
+    three.stay_away(1)
+    assert 2 not in three.homes().values(), "it does nothing of the kind"
+    three.until_ended(*range(5))
+    three.assert_complete(*range(5))
+
+
+def test_of_several_suspects_the_second_is_tried_when_it_is_known_what_became_of_the_first():
+    with Cluster(4) as cluster:
+        cluster.add(0, 1, 2, to=0)
+        cluster.stubs[0].step()
+        cluster.stubs[0].lose([0, 1, 2])
+        cluster.stay_away(LONGEST_START + 1)
+        for _ in range(3):
+            cluster.look()
+        (tried,) = [stub for stub in cluster.stubs if stub.untried]
+        tried.lose(tried.next_step())
+        assert cluster.ends[0].is_poison
+        for _ in range(3):
+            cluster.stay_away(1)
+        assert not any(stub.untried for stub in cluster.stubs), "nor while another has died of the first"
+        tried.serve()
+        cluster.look()
+        assert [request_id for stub in cluster.stubs for request_id in stub.untried] == [1]
+        cluster.until_ended(1)
+        cluster.look()
+        cluster.until_ended(2)
+        cluster.assert_complete(1, 2)
+
+
+def test_a_request_that_is_in_no_step_when_its_cores_die_moves_no_more_after_the_third():
+    """A core may die of its grammar, which is compiled beside steps."""
+    with Cluster(5) as cluster:
+        for number in range(5):
+            cluster.add(10 + number, to=number)
+        cluster.add(0, to=0)
+        for died in range(3):
+            home = cluster.homes()[0]
+            cluster.stubs[home].lose([10 + home])
+            cluster.stay_away()
+            assert (cluster.homes()[0] == home) == (died == 2)
+        cluster.stubs[home].serve()
+        cluster.until_ended(0)
+        cluster.assert_complete(0)
