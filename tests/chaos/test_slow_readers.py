@@ -76,7 +76,8 @@ async def test_slow_readers_wait_for_themselves_and_lose_nothing(count: int, sta
 
         def all_are_paused() -> bool:
             metrics = server.metrics()
-            return metrics["kaon_requests_live"] == live and metrics["kaon_requests_running"] == 0
+            are_held = metrics['kaon_slow_readers_total{action="pause"}'] >= count
+            return are_held and metrics["kaon_requests_live"] == live and metrics["kaon_requests_running"] == 0
 
         await asyncio.to_thread(server.until, all_are_paused)
         generated = server.generated()

@@ -162,9 +162,9 @@ def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonSe
         eventually(lambda: pair.metric(generated) > generated_before)
         second.kill()
         assert [each.result() for each in answered] == expected
-    eventually(lambda: len(replicas_of(pair)) == 2)
-    assert replicas_of(pair)[0].pid == first.pid
+    eventually(lambda: pair.metric(counters[3]) == before[3] + 1)
     eventually(lambda: pair.metric(serving(1)) == 1)
+    assert replicas_of(pair)[0].pid == first.pid
     grown = [now - then for now, then in zip(counts(pair, *counters), before, strict=True)]
     assert grown == [24, 24, 0, 1]
     assert "engine core 1 was killed by SIGKILL" in pair.stderr

@@ -168,8 +168,9 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
             eventually(lambda: answers(server, "/readyz") == 503)
             states.append(answers(server, "/livez"))
 
-    events = receive_all(server, "/v1/completions", kill, max_tokens=300)
-    assert text_of(events) == text_of(undisturbed)
+    # Longer, so that it has not ended by then however late this process is.
+    events = receive_all(server, "/v1/completions", kill)
+    assert text_of(events).startswith(text_of(undisturbed))
     assert events.endswith("data: [DONE]\n\n")
     assert states == [200]
     assert answers(server, "/readyz") == 200
