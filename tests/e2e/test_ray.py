@@ -14,6 +14,7 @@ import pytest
 from engine.config import ParallelConfig
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
+from tests.e2e.engines import until_replaced
 from tests.e2e.kaon_host import FIELDS, free_ports
 from tests.e2e.processes import wait_gone
 from tests.e2e.test_tensor_parallel import answers, engine_of
@@ -118,6 +119,8 @@ def test_two_nodes_have_a_replica_each_and_an_actor_s_death_is_its_replica_s(
         os.kill(actor, 9)
         wait_gone([cores[1]])
         assert [result["token_ids"] for result in engine.collect(ids)] == [whole["token_ids"]] * 4
+        # They may have moved to the other replica, and ended there before this one serves again.
+        until_replaced(engine, cores[1])
         [another] = actors()
         assert another != actor
         assert engine._core.pids[0] == cores[0]
