@@ -1,5 +1,7 @@
 """The kernels of gated delta nets against their torch reference."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -13,45 +15,50 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 SLOTS, TAPS = 5, 4
 
 
+class Rows(NamedTuple):
+    """Of a step; the first `decodes` of them are of one token each."""
+
+    counts: list[int]
+    lengths: list[int]
+    decodes: int
+
+
+class Heads(NamedTuple):
+    """Of a layer; `group` value heads share a key head."""
+
+    key_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
 @DTYPES
-@pytest.mark.parametrize(("key_heads", "group", "key_dim", "value_dim"), [(2, 2, 16, 16), (3, 1, 6, 20)])
+@pytest.mark.parametrize("heads", [Heads(2, 2, 16, 16), Heads(3, 1, 6, 20)], ids=["grouped", "odd"])
 @pytest.mark.parametrize(
-    ("counts", "lengths", "decodes"),
-    [([1, 1, 1], [9, 2, 30], 3), ([35, 2], [35, 40], 0), ([1, 1, 3, 16], [5, 8, 3, 20], 2), ([1, 17], [1, 50], 0)],
+    "rows",
+    [
+        Rows([1, 1, 1], [9, 2, 30], 3),
+        Rows([35, 2], [35, 40], 0),
+        Rows([1, 1, 3, 16], [5, 8, 3, 20], 2),
+        Rows([1, 17], [1, 50], 0),
+    ],
     ids=["decodes", "prompts", "both", "a prompt of one token"],
 )
-def test_each_rows_tokens_pass_its_state(
-    counts: list[int],
-    lengths: list[int],
-    decodes: int,
-    key_heads: int,
-    group: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-) -> None:
-    assert_as_the_reference(counts, lengths, decodes, key_heads, group, key_dim, value_dim, dtype)
+def test_each_rows_tokens_pass_its_state(rows: Rows, heads: Heads, dtype: torch.dtype) -> None:
+    assert_as_the_reference(rows, heads, dtype)
 
 
 @pytest.mark.usefixtures("rdna")
 def test_keys_that_are_multiplied_in_parts() -> None:
-    assert_as_the_reference([19], [40], 0, 1, 1, 40, 20, torch.bfloat16)
+    assert_as_the_reference(Rows([19], [40], 0), Heads(1, 1, 40, 20), torch.bfloat16)
 
 
-def assert_as_the_reference(
-    counts: list[int],
-    lengths: list[int],
-    decodes: int,
-    key_heads: int,
-    group: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: torch.dtype,
-) -> None:
+def assert_as_the_reference(rows: Rows, sizes: Heads, dtype: torch.dtype) -> None:
+    (counts, lengths, decodes), (key_heads, group, key_dim, value_dim) = rows, sizes
     tokens, heads = sum(counts), key_heads * group
     channels = 2 * key_heads * key_dim + heads * value_dim
     # Rows of both lie apart, as parts of a wider product do.
