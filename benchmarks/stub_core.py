@@ -1,6 +1,6 @@
 """An engine core without a model: answers every request with a token a step, at a fixed pace, over the real sockets.
 
-`benchmarks.front_end` runs it in place of `engine.engine_core`.
+`benchmarks.front_end` runs it in place of `engine.core_main`.
 """
 
 import itertools

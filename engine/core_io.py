@@ -1,6 +1,6 @@
 """The engine core's ends of its two sockets: a thread that reads the one, and a queue that writes to the other.
 
-Made by `engine.engine_core`; the busy loop knows their queues only.
+Made by `engine.core_main`; the busy loop knows their queues only.
 """
 
 import logging

@@ -29,7 +29,7 @@ from engine.seats import Seat
 from engine.worker.shard import HostShare
 from models.child_environment import own_code
 
-CORE_MODULE = "engine.engine_core"
+CORE_MODULE = "engine.core_main"
 """What the process runs."""
 
 LOST_FRONT_END = 69

@@ -1,6 +1,6 @@
 """An engine core, and ranks of it, with faults that the tests choose: real processes, a real model.
 
-Run in place of `engine.engine_core`, and by that in place of `engine.worker.rank_process`. `FAULTY_RANK` says which
+Run in place of `engine.core_main`, and by that in place of `engine.worker.rank_process`. `FAULTY_RANK` says which
 rank does what.
 """
 
@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from engine import engine_core
+from engine import core_main
 from engine.worker import rank_proc, rank_process
 from engine.worker.shard_runner import ShardRunner
 
@@ -66,7 +66,7 @@ def main() -> int:
     if is_worker:
         return rank_process.main()
     rank_proc.RANK_MODULE = "faulty_ranks"
-    return engine_core.main()
+    return core_main.main()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from engine import engine_core
+from engine import core_main
 from engine.replica_links import ReplicaLinks
 from engine.worker.model_runner import ModelRunner
 
@@ -42,7 +42,7 @@ def main() -> None:
             ReplicaLinks.meet = _stay_away  # type: ignore[method-assign]
         else:
             ModelRunner.warm_up = _fail  # type: ignore[method-assign]
-    engine_core.main()
+    core_main.main()
 
 
 if __name__ == "__main__":

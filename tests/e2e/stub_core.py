@@ -1,6 +1,6 @@
 """An engine core with a stub for a model: the real process, loop and sockets, ready in a quarter of a second.
 
-Run in place of `engine.engine_core`; the tests choose a way to fail by `STUB_CORE` in its environment.
+Run in place of `engine.core_main`; the tests choose a way to fail by `STUB_CORE` in its environment.
 """
 
 import fcntl
@@ -8,7 +8,7 @@ import os
 import threading
 import time
 
-from engine import engine_core
+from engine import core_main
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.checkpoint import resolve_checkpoint
 from engine.config import Config
@@ -113,5 +113,5 @@ _add = Scheduler.add
 
 if __name__ == "__main__":
     Scheduler.add = add  # type: ignore[method-assign]
-    engine_core.load_model = load_model
-    engine_core.main()
+    core_main.load_model = load_model
+    core_main.main()
