@@ -1,0 +1,155 @@
+"""`RecordedGraph`: what a pass enqueued, done again as a captured graph does it: operators and launches, no Python.
+
+Numbers that the host gave stay what they were, and results come to lie where they lay. What a capture cannot hold is
+an error: an operator whose result the host waits for, or whose shape depends on it, and tensors of the host's numbers.
+Memory that the capture took holds garbage before each replay, since nothing was computed into it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.parity.delayed_device import DelayedDevice
+
+_GARBAGE = 0xFF
+"""Of each byte: floats are NaN, and integers negative."""
+_REFUSED_TAGS = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+)
+_REFUSED_CALLS = frozenset(
+    {
+        torch.tensor,
+        torch.as_tensor,
+        torch.from_numpy,
+        torch.Tensor.cpu,
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.pin_memory,
+    }
+)
+"""Of which the dispatcher does not hear on a CPU."""
+_ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
+
+
+class NotCapturable(AssertionError):
+    """A graph could not hold this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """One that computes new tensors, or into given ones."""
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    made: list[torch.Tensor]
+    """Where its results came to lie, if they are new."""
+
+    def __call__(self) -> None:
+        if self.function._schema.name.startswith(_ALLOCATIONS):
+            return
+        results = _tensors(self.function(*self.args, **self.kwargs))
+        for place, result in zip(self.made, results[: len(self.made)], strict=True):
+            place.copy_(result)
+
+
+class RecordedGraph:
+    """Records while it is made; see the file."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._work: list[Callable[[], object]] = []
+        self._made: list[torch.Tensor] = []
+        launch = InterpretedFunction.run
+
+        def recorded(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self._work.append(lambda: launch(kernel, *args, **kwargs))
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                launch(kernel, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch, _Calls(), _Operators(self._record):
+            patch.setattr(InterpretedFunction, "run", recorded)
+            run()
+        self._forget()
+
+    def replay(self) -> None:
+        """Do it all again."""
+        self._forget()
+        with torch.inference_mode():
+            for work in self._work:
+                work()
+
+    def _record(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        made = [each for each in _tensors(results) if each.untyped_storage().data_ptr() not in given]
+        if made or function._schema.is_mutable:
+            self._made += made
+            self._work.append(_Operator(function, args, kwargs, made))
+
+    def _forget(self) -> None:
+        with torch.inference_mode():
+            for tensor in self._made:
+                storage = tensor.untyped_storage()
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_GARBAGE)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        tags = [tag.name for tag in _REFUSED_TAGS if tag in function.tags]
+        if "index_put" in function._schema.name and any(index.dtype is torch.bool for index in _tensors(args[1])):
+            tags.append("a mask is made positions, whose number the host waits for")
+        if tags:
+            raise NotCapturable(f"{function}: {', '.join(tags)}")
+        results = function(*args, **(kwargs or {}))
+        self._record(function, args, kwargs or {}, results)
+        return results
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if function in _REFUSED_CALLS:
+            raise NotCapturable(f"{function} reads or brings numbers of the host")
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class RecordingDevice(DelayedDevice):
+    """A late device that captures as a GPU does."""
+
+    has_graphs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_replayed = 0
+
+    def capture(self, run: Callable[[], None]) -> "_Counted":
+        """See `Device`."""
+        return _Counted(self, RecordedGraph(run))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    device: RecordingDevice
+    graph: RecordedGraph
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        self.device.num_replayed += 1
+        self.graph.replay()

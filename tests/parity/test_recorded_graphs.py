@@ -1,0 +1,172 @@
+"""Decodes of every architecture as a GPU replays them: operators and launches, with what the capture gave them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.worker import graph_runner, model_runner
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_launcher import StepLauncher
+from models.attention.triton import TritonAttentionBackend
+from tests.parity.adapters import make_adapter, read_weights
+from tests.parity.ahead import answers, waiting
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.quantized_checkpoints import write_pair
+from tests.parity.recorded_graph import NotCapturable, RecordedGraph, RecordingDevice
+from tests.parity.test_quantization import FORMATS
+from tests.parity.test_triton_quantized_models import write_experts
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe, phi3, qwen3_next
+
+__all__ = ["triton_kernels"]
+
+pytestmark = requires_interpreter
+
+SIZE = 4
+INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
+ARCHITECTURES = [
+    pytest.param(None, id="qwen3"),
+    pytest.param(gemma3.VARIANTS[0], id="gemma3"),
+    pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
+    pytest.param(phi3.VARIANTS[0], id="phi3"),
+    pytest.param(moe.VARIANTS[0], id="qwen3_moe"),
+    pytest.param(moe.VARIANTS[-1], id="glm4_moe"),
+    pytest.param(deepseek.VARIANTS[1], id="deepseek_v2"),
+    pytest.param(INDEXED, id="deepseek_v32"),
+    pytest.param(qwen3_next.VARIANTS[0], id="qwen3_next"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _captures(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
+
+
+@pytest.fixture
+def _kernels_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they would have written is zeros."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *arguments, **options: None)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+
+
+def checkpoint_of(variant: Variant | None, directory: Path) -> Path:
+    if variant is None:
+        return make_checkpoint(directory, "qwen3")
+    return make_checkpoint(directory, variant.family, **variant.overrides)
+
+
+def runner_of(path: Path, how: dict[str, Any], **fields: Any) -> ModelRunner:
+    return runner_for(path, compilation_config=how, max_num_seqs=SIZE, max_model_len=64, **fields)
+
+
+def captured(path: Path, **fields: Any) -> tuple[ModelRunner, RecordingDevice]:
+    """A runner whose steps of up to SIZE rows are recorded."""
+    runner, device = runner_of(path, {"cudagraph_capture_sizes": (SIZE,)}, **fields), RecordingDevice()
+    runner.launcher = StepLauncher(runner, device, SIZE)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is not None
+    runner.graphs.capture_next()
+    return runner, device
+
+
+def assert_captures(caplog: pytest.LogCaptureFixture, path: Path, **fields: Any) -> None:
+    runner, _ = captured(path, **fields)
+    assert runner.graphs is not None
+    assert runner.graphs.captured_sizes == [SIZE], caplog.messages
+
+
+def sequences() -> list[Sequence]:
+    """That end one after the other."""
+    made = []
+    for i in range(3):
+        params = SamplingParams(temperature=0.0, max_tokens=i + 1, ignore_eos=True, logprobs=1)
+        made.append(Sequence(prompt(i + 2, seed=i), 16, params, id=i))
+    return made
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_a_decode_of_every_architecture_can_be_captured(
+    variant: Variant | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_captures(caplog, checkpoint_of(variant, tmp_path))
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+@pytest.mark.parametrize("name", ["fp8 blocks", "fbgemm", "awq", "quark mxfp4"])
+def test_a_decode_by_quantised_weights_can_be_captured(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize, config = FORMATS[name]
+    assert_captures(caplog, write_pair(tmp_path, quantize, config).quantised)
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq, zero points"])
+def test_a_decode_by_quantised_experts_can_be_captured(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = write_experts(tmp_path, "Qwen3MoeForCausalLM", name, moe_intermediate_size=64)
+    assert_captures(caplog, pair.quantised)
+
+
+@pytest.mark.usefixtures("_kernels_compute_nothing")
+def test_a_decode_with_adapters_and_a_cache_in_fp8_can_be_captured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path / "base", "qwen3")
+    make_adapter(tmp_path / "adapter", read_weights(path), rank=4, alpha=8, leaves={"q_proj", "down_proj"}, seed=1)
+    assert_captures(caplog, path, lora=(f"one={tmp_path / 'adapter'}",), quantization_config={"kv_cache_dtype": "fp8"})
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(*each.values, id=each.id, marks=() if each.id in ("qwen3", "gpt_oss") else pytest.mark.slow)
+        for each in ARCHITECTURES
+    ],
+)
+def test_replays_are_eager_steps(variant: Variant | None, tmp_path: Path) -> None:
+    path = checkpoint_of(variant, tmp_path)
+    expected = answers(waiting(runner_of(path, {"enforce_eager": True}), sequences()))
+    runner, device = captured(path)
+    assert answers(waiting(runner, sequences())) == expected
+    assert device.num_replayed == 2
+
+
+@pytest.mark.parametrize(
+    ("refused", "run"),
+    [
+        ("aten._local_scalar_dense", lambda x: x.sum().item()),
+        ("aten.index_put", lambda x: x.index_put_((x > 0,), x[:2])),
+        ("aten._local_scalar_dense", lambda x: bool(x[0] > 0)),
+        ("aten.index.Tensor", lambda x: x[x > 0]),
+        ("tensor", lambda x: x + torch.tensor([1.0, 2.0, 3.0])),
+        ("tolist", lambda x: x.tolist()),
+        ("aten.bernoulli", lambda x: torch.bernoulli(x)),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(refused: str, run: Callable[[torch.Tensor], None]) -> None:
+    given = torch.tensor([0.5, 0.0, 1.0])
+    with pytest.raises(NotCapturable, match=refused):
+        RecordedGraph(lambda: run(given))
+
+
+def test_a_replay_has_the_host_s_numbers_of_the_capture_and_the_device_s_of_now() -> None:
+    given, taken, factor = torch.ones(3), torch.zeros(3), 2.0
+    with torch.inference_mode():
+        graph = RecordedGraph(lambda: taken.copy_(given * factor + 1.0))
+        given[:], factor = 5.0, 100.0
+        graph.replay()
+    assert taken.tolist() == [11.0, 11.0, 11.0]
