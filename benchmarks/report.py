@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from engine.release import release
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -38,7 +40,7 @@ def machine() -> str:
     )
     return (
         f"{cores} cores of {model}, Python {platform.python_version()}, torch {version('torch')}, "
-        f"kaon {version('kaon')}, load average {os.getloadavg()[0]:.1f} at the start."
+        f"kaon {release()}, load average {os.getloadavg()[0]:.1f} at the start."
     )
 
 

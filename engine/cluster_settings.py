@@ -4,13 +4,13 @@ Compared by the engine core when a host joins.
 """
 
 import hashlib
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engine.config import Config
+from engine.release import release
 
 _OF_ONE_HOST = {
     "model",
@@ -42,7 +42,7 @@ class CommonGround(msgspec.Struct, frozen=True):
     def of(cls, config: Config, path: Path) -> "CommonGround":
         """That of this host, whose checkpoint is at `path`. Raises `OSError` where it cannot be read."""
         digest = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
-        return cls(version("kaon"), _leaves(config.model_dump(mode="json")), digest)
+        return cls(release(), _leaves(config.model_dump(mode="json")), digest)
 
     def difference(self, other: "CommonGround") -> str | None:
         """What first differs on `other`, as the end of a sentence about that host; None where nothing does."""

@@ -59,9 +59,9 @@ def _doctor(arguments: list[str], command: str) -> int:
 
 
 def _version(arguments: list[str], command: str) -> int:
-    from importlib.metadata import version
+    from engine.release import release
 
-    sys.stdout.write(f"kaon {version('kaon')}\n")
+    sys.stdout.write(f"kaon {release()}\n")
     return _OK
 
 

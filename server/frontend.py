@@ -7,7 +7,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 from starlette.requests import Request
@@ -19,6 +18,7 @@ from engine.config import Config
 from engine.core_manager import CoreManager, EngineDeadError
 from engine.generation_config import GenerationDefaults
 from engine.io_processor import InputOutputProcessor
+from engine.release import release
 from engine.structured.compile import GrammarCompiler
 from engine.tokenizer import Tokenizer
 from models.errors import CheckpointError
@@ -36,7 +36,7 @@ class Frontend:
 
     def __init__(self, config: Config, core: CoreManager) -> None:
         self.config = config
-        self.version = version("kaon")
+        self.version = release()
         self.fingerprint = f"kaon-{self.version}"
         self.model_names = (*config.model_names, *config.lora_paths)
         """What requests may call for: the model, by each of its names, the main one first; then adapters."""

@@ -6,10 +6,10 @@ Called by `server.serve` where `node_rank` is not 0. Serves no HTTP.
 import logging
 import signal
 import sys
-from importlib.metadata import version
 
 from engine.config import Config
 from engine.lifetime import name_process
+from engine.release import release
 
 
 def run(config: Config) -> int:
@@ -27,9 +27,7 @@ def run(config: Config) -> int:
 
     try:
         host = host_of(config, resolve_checkpoint(config.model))
-        sys.stdout.write(
-            f"Kaon {version('kaon')} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n"
-        )
+        sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
         sys.stdout.flush()
         host.serve(rejoins=True)
     except (HostError, OSError, ValueError) as error:

@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
 from engine.config import Config, ServerConfig
 from engine.core_manager import CoreManager
 from engine.lifetime import name_process
+from engine.release import release
 from server.auth import KeyRing
 from server.command_line import hide
 from server.request_id import REQUEST_ID
@@ -126,7 +126,7 @@ def _announce(names: tuple[str, ...], url: str, started: float) -> None:
     # What is loaded stays: a full collection would walk all of it, and hold every stream up, to find nothing.
     gc.freeze()
     seconds = time.monotonic() - started
-    sys.stdout.write(f"Kaon {version('kaon')} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
+    sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
     sys.stdout.flush()
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import zmq
 
 from engine.cluster_key import CurvePair
 from engine.cluster_settings import CommonGround
+from engine.release import release
 from engine.worker.host_member import Member
 from engine.worker.host_messages import (
     CoreEnded,
@@ -155,9 +155,7 @@ class HostRouter:
             message = _decoder.decode(b"".join(frames))
         except msgspec.DecodeError as error:
             _log.error("a host says what this version of Kaon cannot read: %s", error)
-            self._send(
-                name, Refused(f"the first host runs Kaon {version('kaon')} and cannot read this; install the same")
-            )
+            self._send(name, Refused(f"the first host runs Kaon {release()} and cannot read this; install the same"))
             self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
         else:
             self._take_in(name, message)

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib import metadata
 
 import pytest
 
@@ -21,9 +21,19 @@ def imported_by(statement: str) -> set[str]:
     return set(done.stdout.rpartition("modules:")[2].split())
 
 
-def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_version_is_the_packages(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = metadata.version("kaon")
+    if not is_installed:
+
+        def missing(name: str) -> str:
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(metadata, "version", missing)
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"kaon {version('kaon')}\n"
+    assert capsys.readouterr().out == f"kaon {installed}\n"
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
