@@ -29,8 +29,8 @@ CONFIGS["latent_attention"] = (
     Row(("gfx1100",), _config(8, HEADS=16, KEYS=16, RUN=512, DEPTH=64)),
     Row(("gfx1201",), _config(8, HEADS=16, KEYS=32, RUN=512, DEPTH=128)),
     Row(("sm_90",), _config(4, 2, HEADS=16, KEYS=32, RUN=512), {"heads": range(17)}),
-    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=32, RUN=1024), {"sparse": (True,)}, 144 * KIB),
-    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=64, RUN=1024), lds_bytes=152 * KIB),
+    # With more latents at a time registers run out as some releases of Triton give them out.
+    Row(("sm_90",), _config(8, 2, HEADS=64, KEYS=32, RUN=1024), lds_bytes=144 * KIB),
     Row(("sm_90",), _config(8, 2, HEADS=32, KEYS=32, RUN=1024)),
 )
 CONFIGS["merge_latent_runs"] = (Row(ALL, _config(2)),)
