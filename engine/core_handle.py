@@ -85,5 +85,8 @@ class CoreHandle(Protocol):
     def kill(self) -> None:
         """End it now. Nothing happens if it is gone."""
 
-    def stop(self, timeout: float) -> None:
-        """End it, after `timeout` seconds by force, and leave nothing of it behind."""
+    def stop(self, timeout: float, why: str = "") -> None:
+        """End it, after `timeout` seconds by force, and leave nothing of it behind.
+
+        `why` is for hosts that have ranks of it: a sentence, or "" at an orderly end.
+        """

@@ -153,9 +153,9 @@ class CoreLink:
         """End the process now. Nothing happens if it is gone."""
         self._core.kill()
 
-    def close(self) -> None:
-        """End the process, within seconds, and free all that belonged to it."""
-        self._core.stop(_END_SECONDS if self.is_connected else 0.0)
+    def close(self, why: str = "") -> None:
+        """End the process, within seconds, and free all that belonged to it; `why` as in `CoreHandle.stop`."""
+        self._core.stop(_END_SECONDS if self.is_connected else 0.0, why)
         if self._wire is not None:
             self._wire.close()
 

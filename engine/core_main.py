@@ -44,9 +44,9 @@ def main() -> NoReturn:
     threading.excepthook = _end_process
     ranks: list[AsyncIOProcManager] = []
 
-    def part() -> None:
+    def part(why: str) -> None:
         for each in ranks:
-            each.part()
+            each.part(why)
 
     meeting_place = [] if launch.seat is None else [launch.seat.directory]
     end_with_parent(lifeline, launch.directory, *meeting_place, on_ended=part)

@@ -146,6 +146,10 @@ class CoreManager:
             replica.supervisor.end(Failed(f"{replica.supervisor.name} {how}"))
         self._close_places("")
 
+    def fail(self, why: str) -> None:
+        """End the cores at once, since their front end cannot go on; other hosts hear `why`, a sentence."""
+        self._end(Failed(why, usage=True))
+
     def __enter__(self) -> Self:
         return self
 
@@ -246,6 +250,11 @@ class CoreManager:
             if not self._config.parallel_config.in_lockstep:
                 self._relocation = Relocation(self._replicas, self._placement, self._tell_of_move)
         self._settled.set()
+
+    def on_step(self) -> None:
+        """What came of a suspect may be known by it."""
+        if self._relocation is not None and not self._closing:
+            self._relocation.note_step()
 
     def on_away(self, replica: Replica) -> None:
         """Its requests need not wait for it."""

@@ -204,16 +204,16 @@ class CoreProcess:
         if self._process is not None:
             self._process.send_signal(number)
 
-    def stop(self, timeout: float) -> None:
+    def stop(self, timeout: float, why: str = "") -> None:
         """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and leave nothing of it behind.
 
-        One that has ranks on other hosts is given the time to tell them.
+        One that has ranks on other hosts is given the time to tell them, `why` too.
         """
         self._close_theirs()
         if self._has_remote_ranks:
             timeout = max(timeout, _FAREWELL_SECONDS)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.lifeline.sendall(ENDED)
+                self.lifeline.sendall(ENDED + why.encode())
         self.lifeline.close()
         if self._process is not None:
             wait_or_kill(self._process, timeout)

@@ -6,6 +6,7 @@ position, a grammar is followed again along the tokens, and text is the front en
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from enum import Enum, auto
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,12 +32,24 @@ class Place(Enum):
     """Called back to be paused: the core still owes its last output, which nobody is told."""
 
 
+class _Row(NamedTuple):
+    """Successive times that something befell a request, without a token of its own between them."""
+
+    times: int = 0
+    tokens: int = -1
+    """That it had the last time."""
+
+    def again(self, tokens: int) -> "_Row":
+        """Once more, when it had so many."""
+        return _Row(1 if tokens > self.tokens else self.times + 1, tokens)
+
+
 class Entry:
     """One live request."""
 
     __slots__ = (
-        "aborted", "crashes", "losses", "paused", "place", "request", "steps_at_start",
-        "token_ids", "tokens_at_crash", "tokens_at_loss", "tokens_at_start",
+        "_crashes", "_losses", "aborted", "paused", "place", "request", "steps_at_start",
+        "token_ids", "tokens_at_start",
     )  # fmt: skip
 
     def __init__(self, request: AddRequest) -> None:
@@ -46,26 +59,31 @@ class Entry:
         self.place = Place.HERE
         self.paused = False
         self.aborted = False
-        self.crashes = 0
-        """Successive ones that found it in a step, without a token of its own between them."""
-        self.tokens_at_crash = -1
-        self.losses = 0
-        """Successive cores that were lost with it, in no step of it that is known, without a token between."""
-        self.tokens_at_loss = -1
+        self._crashes = self._losses = _Row()
         self.tokens_at_start = 0
         """When it was brought to the core where it is."""
         self.steps_at_start = 0
         """Steps that cores had told of by then."""
 
     @property
+    def crashes(self) -> int:
+        """Successive ones that found it in a step, without a token of its own between them."""
+        return self._crashes.times
+
+    @property
+    def losses(self) -> int:
+        """Successive cores that were lost with it, in no step of it that is known, without a token between."""
+        return self._losses.times
+
+    @property
     def is_suspect(self) -> bool:
         """Whether it was in the step in which a core died, and has not had a token since."""
-        return len(self.token_ids) == self.tokens_at_crash
+        return len(self.token_ids) == self._crashes.tokens
 
     @property
     def may_move(self) -> bool:
         """Whether another replica may go on with it: it is in no core, and does not take one after the other along."""
-        progressed = len(self.token_ids) > self.tokens_at_loss
+        progressed = len(self.token_ids) > self._losses.tokens
         return self.place is Place.HERE and (progressed or self.losses < _MOST_LOSSES)
 
     def message(self) -> AddRequest:
@@ -85,15 +103,11 @@ class Entry:
 
     def note_crash(self) -> None:
         """The core died in a step that computed it."""
-        progressed = len(self.token_ids) > self.tokens_at_crash
-        self.crashes = 1 if progressed else self.crashes + 1
-        self.tokens_at_crash = len(self.token_ids)
+        self._crashes = self._crashes.again(len(self.token_ids))
 
     def note_loss(self) -> None:
         """The core that had it is gone, and not in a step that is known to have computed it."""
-        progressed = len(self.token_ids) > self.tokens_at_loss
-        self.losses = 1 if progressed else self.losses + 1
-        self.tokens_at_loss = len(self.token_ids)
+        self._losses = self._losses.again(len(self.token_ids))
 
 
 class Journal:

@@ -47,20 +47,23 @@ def take_lifeline() -> socket.socket:
 REMOVED = b"\n"
 """On a lifeline: the parent has removed the directories itself."""
 ENDED = b"."
-"""On a lifeline: the parent lives, and ends this process for good."""
+"""On a lifeline: the parent lives, and ends this process for good. The rest is why; nothing at an orderly end."""
 
 
-def end_with_parent(lifeline: socket.socket, *directories: str, on_ended: Callable[[], object] = lambda: None) -> None:
+def end_with_parent(
+    lifeline: socket.socket, *directories: str, on_ended: Callable[[str], object] = lambda why: None
+) -> None:
     """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it, and remove `directories`.
 
     Runs in a thread of its own: the main one may be computing a long step. Once the parent has `REMOVED` them itself
-    the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`.
+    the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`,
+    with why.
     """
 
     def watch() -> None:
         while word := lifeline.recv(1):
             if word == ENDED:
-                on_ended()
+                on_ended(lifeline.makefile("rb").read().decode())
             else:
                 end_with_parent_even_if_stuck()
         for directory in directories:

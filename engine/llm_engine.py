@@ -48,7 +48,9 @@ class LLMEngine:
             tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
             defaults = GenerationDefaults.load(config.generation_config, checkpoint)
             self.model_info = self._core.wait_ready().model
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._core.fail(str(error))
             self.close()
             raise
         self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)

@@ -61,27 +61,29 @@ def _keep(cluster: RayCluster, replicas: range, joining: str, router: HostRouter
     """Keep an actor at each place, until `closing`."""
     first, longest = _AGAIN_SECONDS
     waits = dict.fromkeys(replicas, first)
+    # Of the replicas without an actor.
+    start_at = dict.fromkeys(replicas, time.monotonic())
     running: dict[Any, _Running] = {}
-
-    def start(replica: int) -> None:
-        running[cluster.serve(replica, joining)] = _Running(replica, time.monotonic())
-
-    for replica in replicas:
-        start(replica)
     while not closing.is_set():
-        ended, _ = cluster.wait(list(running), _LOOK_SECONDS)
+        now = time.monotonic()
+        for replica in [replica for replica, at in start_at.items() if at <= now]:
+            del start_at[replica]
+            running[cluster.serve(replica, joining)] = _Running(replica, now)
+        seconds = min([_LOOK_SECONDS, *(at - now for at in start_at.values())])
+        if not running:
+            closing.wait(seconds)
+            continue
+        ended, _ = cluster.wait(list(running), seconds)
         for served in ended:
-            why = cluster.failure(served)
             replica, since = running.pop(served)
-            if time.monotonic() - since > longest:
-                waits[replica] = first
-            if closing.wait(waits[replica]):
-                return
-            waits[replica] = min(2 * waits[replica], longest)
+            now = time.monotonic()
+            wait = first if now - since > longest else waits[replica]
+            start_at[replica] = now + wait
+            waits[replica] = min(2 * wait, longest)
+            why = cluster.failure(served)
             if why is not None:
-                _log.warning("the Ray actor of replica %d ended (%s); another is started", replica, why)
+                _log.warning("the Ray actor of replica %d ended (%s); another is started in %g s", replica, why, wait)
                 router.turn_away(replica, why)
-            start(replica)
 
 
 class _Running(NamedTuple):

@@ -32,6 +32,8 @@ class Relocation:
         self._replicas = replicas
         self._placement = placement
         self._on_move = on_move
+        self._tried: Entry | None = None
+        """The suspect that was moved last, until it is known what it does."""
 
     def look_after(self, replica: Replica) -> None:
         """Move what shall wait no longer for `replica`, which is away; nothing while no other serves."""
@@ -50,7 +52,21 @@ class Relocation:
         if away > replica.supervisor.longest_start and not self._is_trying():
             suspect = next((entry for entry in movable if _is_to_be_tried(entry)), None)
             if suspect is not None:
+                self._tried = suspect
                 self._move(replica, [suspect], serving)
+
+    def note_step(self) -> None:
+        """A core has told of a step. Who waits until it is known what a suspect does need not wait any longer."""
+        tried = self._tried
+        if tried is None or (tried.is_suspect and self._is_live(tried)):
+            return
+        self._tried = None
+        for replica in self._replicas:
+            if not replica.is_serving:
+                self.look_after(replica)
+
+    def _is_live(self, entry: Entry) -> bool:
+        return any(entry.request.request_id in replica.live for replica in self._replicas)
 
     def _entries(self) -> Iterator[Entry]:
         for replica in self._replicas:

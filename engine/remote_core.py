@@ -134,8 +134,8 @@ class RemoteCore:
         """See `CoreHandle`."""
         self._tell(KillCore(self.number))
 
-    def stop(self, timeout: float) -> None:
-        """See `CoreHandle`: its host ends it, in its own time."""
+    def stop(self, timeout: float, why: str = "") -> None:
+        """See `CoreHandle`: its host ends it, in its own time, and hears `why` when there will be no other."""
         self.lifeline.close()
 
     def _tell(self, message: TellCore) -> None:

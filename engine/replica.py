@@ -33,6 +33,9 @@ class Owner(Protocol):
     def on_core_ready(self, replica: "Replica", /, *, again: bool, resumed: int) -> None:
         """A core serves, in which so many requests will go on behind tokens that they had."""
 
+    def on_step(self) -> None:
+        """What a core told of a step was delivered."""
+
     def on_away(self, replica: "Replica", /) -> None:
         """A core that served is gone, and the next does not serve yet; told again and again."""
 
@@ -172,6 +175,7 @@ class Replica:
         left = self.journal.record(step)
         self._deliver(step)
         self._go_on(left)
+        self._owner.on_step()
 
     def on_core_ready(self, ready: Ready, *, again: bool) -> None:
         """Give a core what waits for it."""

@@ -321,7 +321,7 @@ class Supervisor:
         if self._loop is not None:
             self._loop.call_at(self._loop.time() + self._start_at - time.monotonic(), self._start_again)
 
-    def _unlink(self, link: CoreLink) -> None:
+    def _unlink(self, link: CoreLink, why: str = "") -> None:
         self._pid = link.pid
         if self._loop is not None:
             for descriptor in link.descriptors:
@@ -329,12 +329,12 @@ class Supervisor:
         self._links.clear()
         self._note_serving(False)
         self._stalled = None
-        link.close()
+        link.close(why)
 
     def _end(self, failure: Failed) -> None:
         """Free all that belongs to a core."""
         for link in list(self._links):
-            self._unlink(link)
+            self._unlink(link, failure.error if failure.usage else "")
         self.failure = failure
         self._start_at = None
         self._release()

@@ -109,6 +109,7 @@ class Admission:
         refused = self._refusal(owner, sequences, sum(prompt_tokens))
         if refused is not None:
             self._refuse(*refused, sequences)
+        self._forecast.came(self._clock(), sequences)
         self._live_by_owner[owner] = self._live_by_owner.get(owner, 0) + 1
 
     def release(self, owner: object) -> None:

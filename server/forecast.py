@@ -14,6 +14,15 @@ _MARGIN = 1.2
 
 _SOONEST_SECONDS = 0.05
 
+_LEAST_KEPT = 2 / 3
+"""The share of promises that clients must come for. Where it is less, the others are not expected any more."""
+
+_KEPT_SECONDS = 5.0
+"""That it is measured over, at least: who rounds a time up to whole seconds comes up to one late."""
+
+_KEPT_SEQUENCES = 8
+"""That must have been expected in that time: a few that stay away prove nothing."""
+
 
 class Forecast:
     """Measures the drain rate, and hands out the times at which who was refused may come again.
@@ -27,10 +36,11 @@ class Forecast:
         # weighs as much as half a tenth of a second's measuring.
         self._busy_seconds, self._sequences, self._tokens = 0.05, 1.0, 1000.0
         self._busy_since: float | None = None
-        self._promises: list[tuple[float, int, int]] = []
-        """(time, sequences, tokens) of those who were told to come, a heap by time."""
-        self._promised_sequences = 0
-        self._promised_tokens = 0
+        self._promised = _Promised()
+
+    def came(self, now: float, sequences: int) -> None:
+        """A request of so many sequences was let in; `promise` tells of one that was not."""
+        self._promised.came(now, sequences)
 
     def begin(self, now: float) -> None:
         """Something waits from now on."""
@@ -51,24 +61,19 @@ class Forecast:
         """Seconds until there is room for a request that is refused now, at most `LATEST_SECONDS`.
 
         `excess` and `excess_tokens`: what must leave the queue before. Room that was promised to others counts as
-        taken until their time has come, so that they do not all come at once.
+        taken until their time has come, so that they do not all come at once; unless too few of them do come.
         """
         self._measure(now)
-        while self._promises and self._promises[0][0] <= now:
-            _, kept_sequences, kept_tokens = heapq.heappop(self._promises)
-            self._promised_sequences -= kept_sequences
-            self._promised_tokens -= kept_tokens
+        self._promised.came(now, sequences)
         seconds = max(
-            self._seconds_for(excess + self._promised_sequences, self._sequences),
-            self._seconds_for(excess_tokens + self._promised_tokens, self._tokens),
+            self._seconds_for(excess + self._promised.sequences, self._sequences),
+            self._seconds_for(excess_tokens + self._promised.tokens, self._tokens),
             _SOONEST_SECONDS,
         )
         if seconds >= LATEST_SECONDS:
             # No promise: what is that far away nobody can foresee.
             return LATEST_SECONDS
-        heapq.heappush(self._promises, (now + seconds, sequences, tokens))
-        self._promised_sequences += sequences
-        self._promised_tokens += tokens
+        self._promised.add(now, seconds, sequences, tokens)
         return seconds
 
     def _measure(self, now: float) -> None:
@@ -85,3 +90,46 @@ class Forecast:
         if amount <= 0:
             return 0.0
         return _MARGIN * amount * self._busy_seconds / drained if drained > 1e-9 else math.inf
+
+
+class _Promised:
+    """Room that is kept for those who were told to come, until their time has come, or too few of them do.
+
+    Who it is that comes, nobody knows: while fewer have come than were told to, whoever does is one of those.
+    """
+
+    def __init__(self) -> None:
+        self.sequences = 0
+        self.tokens = 0
+        self._times: list[tuple[float, int, int]] = []
+        """(time, sequences, tokens), a heap."""
+        self._since = 0.0
+        """When the two counts below began."""
+        self._due = 0
+        self._kept = 0
+
+    def add(self, now: float, seconds: float, sequences: int, tokens: int) -> None:
+        """Somebody was told to come in so many seconds."""
+        if not self._times:
+            self._count_anew(now)
+        heapq.heappush(self._times, (now + seconds, sequences, tokens))
+        self.sequences += sequences
+        self.tokens += tokens
+
+    def came(self, now: float, sequences: int) -> None:
+        """Somebody came, and was let in or not."""
+        while self._times and self._times[0][0] <= now:
+            _, due, due_tokens = heapq.heappop(self._times)
+            self.sequences -= due
+            self.tokens -= due_tokens
+            self._due += due
+        # Before this one counts: of many that come at once each would stand for one that stayed away.
+        if now - self._since >= _KEPT_SECONDS and self._due >= _KEPT_SEQUENCES:
+            if self._kept < _LEAST_KEPT * self._due:
+                self._times.clear()
+                self.sequences = self.tokens = 0
+            self._count_anew(now)
+        self._kept = min(self._kept + sequences, self._due)
+
+    def _count_anew(self, now: float) -> None:
+        self._since, self._due, self._kept = now, 0, 0

@@ -65,7 +65,14 @@ def _run(config: Config, started: float) -> int:
         url = _url(listener, "http" if tls is None else "https")
         announce = functools.partial(_announce, url=url, started=started)
         ended = serve(config, core, listener, announce, keys, tls)
-        return 0 if ended is None else _fail(ended)
+        if ended is None:
+            return 0
+        code = _fail(ended)
+        core.fail(ended)
+        return code
+    except Exception as error:
+        core.fail(f"the server failed: {type(error).__name__}: {error}")
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -31,7 +31,7 @@ TIMES_THE_CAPACITY = 10
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosServer]:
-    """For the test of clients that come back first: an overload leaves promises behind of room in a minute only."""
+    """For the test of clients that come back first: right after an overload, times are still kept for who was told."""
     server = ChaosServer(tmp_path_factory.mktemp("narrow") / "log", *OPTIONS)
     try:
         yield server.ready()

@@ -61,8 +61,9 @@ def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
     assert "Traceback" not in host.stderr
 
 
-def test_a_host_ends_with_a_server_that_is_told_to_end_while_its_cores_load(
-    port: int, start_host: Callable[..., CoreHost], stub_core: Callable[[str], None]
+@pytest.mark.parametrize(("why", "code"), [("", 0), ("the tokenizer cannot be read", 1)])
+def test_a_host_ends_with_a_server_that_is_told_to_end_or_fails_while_its_cores_load(
+    why: str, code: int, port: int, start_host: Callable[..., CoreHost], stub_core: Callable[[str], None]
 ) -> None:
     stub_core("slow")
     host = start_host(port)
@@ -70,7 +71,10 @@ def test_a_host_ends_with_a_server_that_is_told_to_end_while_its_cores_load(
     with run.manager:
         run.until(lambda: bool(host.cores()))
         [core] = host.cores()
-    assert host.wait() == 0
+        if why:
+            run.manager.fail(why)
+    assert host.wait() == code
+    assert [line for line in host.stderr.splitlines() if line.startswith("kaon: ")] == [f"kaon: {why}"] * code
     wait_gone([core.pid])
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from engine.config import CLUSTER_KEY_ENV, ParallelConfig
+from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig
+from engine.core_manager import CoreManager
 from engine.llm_engine import EngineDeadError, LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.engines import until_begun, until_replaced
@@ -290,6 +291,21 @@ def test_a_host_ends_with_a_server_that_is_told_to_end_while_it_loads(
     assert host.wait() == 0
     wait_gone([rank.pid for rank in ranks])
     assert "Traceback" not in host.stderr + server.stderr
+
+
+@pytest.mark.slow  # Part by part: tests/unit/test_front_end_failure.py.
+def test_a_host_says_why_the_server_failed_beside_an_engine_that_loads(
+    port: int, start_host: Callable[..., KaonHost]
+) -> None:
+    host = start_host(port)
+    core = CoreManager(Config.from_fields(**FIELDS, **parallel_fields(port)))
+    eventually(lambda: bool(host.ranks()))
+    ranks = host.ranks()
+    core.fail("the tokenizer cannot be read")
+    assert host.wait() == 1
+    assert "kaon: the tokenizer cannot be read\n" in host.stderr
+    wait_gone([rank.pid for rank in ranks])
+    assert "Traceback" not in host.stderr
 
 
 def test_ranks_end_with_a_host_that_is_stopped_and_killed(port: int, start_host: Callable[..., KaonHost]) -> None:

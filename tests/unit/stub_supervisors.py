@@ -138,6 +138,12 @@ class StubSupervisor:
         self.untried = [each for each in self.untried if each in self.core and each not in told]
         self._keeper.on_step(StepOutputs(outputs))
 
+    def fail(self, request_id: int) -> None:
+        """A step raises on the request, which ends; the core goes on."""
+        del self.core[request_id]
+        self.untried = [each for each in self.untried if each != request_id]
+        self._keeper.on_step(StepOutputs([RequestOutput(request_id, [], True, "error", "the step failed")]))
+
 
 class Cluster:
     """The manager, its replicas' stubs, and what was told of each request."""

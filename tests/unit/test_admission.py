@@ -124,6 +124,56 @@ def test_clients_that_come_when_they_were_told_get_in_one_after_the_other() -> N
     assert attempts <= 2 * 12 + 12
 
 
+def test_after_an_overload_whose_clients_stay_away_times_are_short_again() -> None:
+    """A queue of 4 that lets ten in a second, and 600 clients, who ask once."""
+    door = Door(sequences=4)
+    queue = door.enter(5) + door.enter(5) + door.enter(5) + door.enter(5)
+    for _ in range(100):
+        door.clock.now += 0.1
+        door.admission.start(queue.pop(0))
+        queue += door.enter(5)
+        for _ in range(6):
+            last = seconds(door.refused(5))
+    assert last > 30
+    for id in queue:
+        door.clock.now += 0.1
+        door.admission.start(id)
+    door.clock.now += 6
+    for _ in range(4):
+        door.enter(5)
+    assert seconds(door.refused(5)) < 0.2
+
+
+def test_those_who_were_told_to_come_and_do_keep_their_places_before_later_ones() -> None:
+    """A queue of 4 that lets ten in a second; 200 clients at once, who obey."""
+    door = Door(sequences=4)
+    queue = [id for _ in range(4) for id in door.enter(5)]
+    for _ in range(100):
+        door.clock.now += 0.1
+        door.admission.start(queue.pop(0))
+        queue += door.enter(5)
+    due = sorted(door.clock.now + seconds(door.refused(5)) for _ in range(200))
+    turned_away, served_at = 0, door.clock.now
+    while due[0] < 20:
+        door.clock.now = due.pop(0)
+        while queue and served_at + 0.1 <= door.clock.now:
+            served_at += 0.1
+            door.admission.start(queue.pop(0))
+        served_at = served_at if queue else door.clock.now
+        try:
+            queue += door.enter(5)
+        except Overloaded:
+            turned_away += 1
+    assert turned_away == 0
+    while len(queue) < 4:
+        queue += door.enter(5)
+    assert seconds(door.refused(5)) > due[-1] - door.clock.now
+
+
+def seconds(error: Overloaded) -> float:
+    return int(error.headers["retry-after-ms"]) / 1000
+
+
 def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
     door = Door(requests_per_key=2)
     first = door.enter(5, 5, owner="a")

@@ -69,6 +69,68 @@ def test_an_engine_that_stands_still_is_told_at_the_latest_time_and_promises_not
     assert forecast.promise(1000.0, excess=1, sequences=1, excess_tokens=0, tokens=5) < 1
 
 
+def after_refusals(count: int) -> Forecast:
+    """At 60.0 so many were refused, one is due every 0.12 s, and nothing waits any more."""
+    forecast = draining(10)
+    for _ in range(count):
+        forecast.promise(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5)
+    forecast.end(60.0)
+    return forecast
+
+
+def told(forecast: Forecast, now: float) -> float:
+    """To one that is refused as the queue has just been filled."""
+    forecast.begin(now)
+    seconds = forecast.promise(now, excess=1, sequences=1, excess_tokens=0, tokens=5)
+    forecast.end(now)
+    return seconds
+
+
+SOON = MARGIN * 0.11
+
+
+@pytest.mark.parametrize("of_ten", [10, 8, 5, 2, 0])
+def test_promises_that_too_few_come_for_are_forgotten(of_ten: int) -> None:
+    forecast = after_refusals(200)
+    for number in range(100):
+        if number % 10 < of_ten:
+            forecast.came(60.05 + 0.12 * (number + 1), 1)
+    seconds = told(forecast, 72.1)
+    if of_ten >= 8:
+        assert seconds == pytest.approx(MARGIN * 10.0, rel=0.1)
+    else:
+        assert seconds < SOON
+
+
+def test_clients_that_round_their_time_up_are_waited_for() -> None:
+    forecast = after_refusals(200)
+    for second in range(1, 13):
+        for _ in range(8):
+            forecast.came(60.05 + second, 1)
+    assert told(forecast, 72.1) == pytest.approx(MARGIN * 10.0, rel=0.1)
+
+
+def test_many_that_come_at_once_are_not_taken_for_those_who_stayed_away() -> None:
+    forecast = after_refusals(200)
+    forecast.came(66.0, 50)
+    assert told(forecast, 66.0) < SOON
+
+
+def test_more_than_were_told_to_come_do_not_stand_for_those_who_are_told_to_come_later() -> None:
+    forecast = after_refusals(200)
+    forecast.came(61.0, 1000)
+    assert told(forecast, 66.0) < SOON
+
+
+def test_a_few_that_stay_away_prove_nothing_nor_does_a_moment() -> None:
+    assert told(after_refusals(200), 62.0) == pytest.approx(MARGIN * 18.4, rel=0.1)
+    forecast = draining(1)
+    for _ in range(10):
+        forecast.promise(60.0, excess=1, sequences=1, excess_tokens=0, tokens=5)
+    forecast.end(60.0)
+    assert told(forecast, 66.0) == pytest.approx(MARGIN * 6.0, rel=0.1)
+
+
 def test_before_anything_was_measured_times_are_short_and_apart() -> None:
     forecast = Forecast()
     forecast.begin(0.0)

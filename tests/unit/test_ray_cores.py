@@ -7,51 +7,60 @@ import pytest
 from engine import ray_cores
 
 JOINING = "tcp://10.0.0.1:29500"
+HOUR = 3600.0
 
 
 class Clock:
-    """Moves as it is waited for; in the end it says that the server closes."""
+    """Moves as it is waited for; after an hour it says that the server closes."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.waits: list[float] = []
-        self.is_over = False
 
     def monotonic(self) -> float:
         return self.now
 
     def is_set(self) -> bool:
-        return self.is_over
+        return self.now >= HOUR
 
     def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
+        assert seconds > 0
         self.now += seconds
-        return self.is_over
+        return self.is_set()
 
 
 class Cluster:
-    """Its actors end one by one, after as many seconds as were said: `lives` has replicas and those."""
+    """Its actors end after as many seconds as were said; those that come then live for long."""
 
-    def __init__(self, clock: Clock, lives: Sequence[tuple[int, float]]) -> None:
-        self._clock, self._lives = clock, list(lives)
-        self.started: list[tuple[int, float]] = []
+    def __init__(self, clock: Clock, lives: Sequence[Sequence[float]]) -> None:
+        self._clock = clock
+        self._lives = [iter([*seconds, 2 * HOUR]) for seconds in lives]
+        self._ends: dict[str, float] = {}
+        self.starts: list[list[float]] = [[] for _ in lives]
+        """By replica, when its actors were asked for."""
 
     def serve(self, number: int, joining: str) -> str:
         assert joining == JOINING
-        self.started.append((number, self._clock.now))
-        return f"{number}: {len(self.started)}"
+        starts = self.starts[number - 1]
+        starts.append(self._clock.now)
+        served = f"{number}: {len(starts)}"
+        self._ends[served] = self._clock.now + next(self._lives[number - 1])
+        return served
 
-    def wait(self, served: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        if not self._lives:
-            self._clock.is_over = True
-            return [], served
-        replica, seconds = self._lives.pop(0)
-        [ended] = [each for each in served if each.startswith(f"{replica}:")]
-        self._clock.now += seconds
-        return [ended], [each for each in served if each != ended]
+    def wait(self, served: list[str], seconds: float) -> tuple[list[str], list[str]]:
+        assert served, "Ray raises for nothing"
+        first = min(served, key=lambda each: self._ends[each])
+        self._clock.now = max(self._clock.now, min(self._ends[first], self._clock.now + seconds))
+        ended = [first] if self._ends[first] <= self._clock.now else []
+        return ended, [each for each in served if each not in ended]
 
     def failure(self, served: str) -> str:
         return f"actor {served} has died"
+
+    def pauses(self, replica: int, lives: Sequence[float]) -> list[float]:
+        """From the end of each of its actors to the next one's start."""
+        starts = self.starts[replica - 1]
+        ends = [start + life for start, life in zip(starts, lives, strict=False)]
+        return [start - end for end, start in zip(ends, starts[1:], strict=True)]
 
 
 class Router:
@@ -62,28 +71,51 @@ class Router:
         self.turned_away.append((node, why))
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, lives: Sequence[tuple[int, float]]) -> tuple[Clock, Cluster, Router]:
-    """What becomes of replicas 1 and 2."""
+def keep(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[float]) -> tuple[Cluster, Router]:
+    """What becomes of the replicas from 1 on."""
     clock, router = Clock(), Router()
     cluster = Cluster(clock, lives)
     monkeypatch.setattr(ray_cores, "time", clock)
-    ray_cores._keep(cluster, range(1, 3), JOINING, router, clock)  # type: ignore[arg-type]
-    return clock, cluster, router
+    ray_cores._keep(cluster, range(1, len(lives) + 1), JOINING, router, clock)  # type: ignore[arg-type]
+    return cluster, router
 
 
 def test_each_actor_that_ends_soon_is_followed_after_a_longer_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, cluster, router = keep(monkeypatch, [(1, 2.0)] * 7)
-    assert clock.waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert [replica for replica, _ in cluster.started] == [1, 2] + 7 * [1]
-    assert router.turned_away[0] == (1, "actor 1: 1 has died")
-    assert len(router.turned_away) == 7
+    lives = [2.0] * 7
+    cluster, router = keep(monkeypatch, lives, [])
+    assert cluster.pauses(1, lives) == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert cluster.starts[1] == [0.0]
+    assert router.turned_away == [(1, f"actor 1: {number} has died") for number in range(1, 8)]
 
 
 def test_one_that_served_for_a_while_is_followed_at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, _, _ = keep(monkeypatch, [(1, 2.0)] * 4 + [(1, 3600.0), (1, 2.0)])
-    assert clock.waits == [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]
+    lives = [2.0, 2.0, 2.0, 2.0, 600.0, 2.0]
+    cluster, _ = keep(monkeypatch, lives)
+    assert cluster.pauses(1, lives) == [1.0, 2.0, 4.0, 8.0, 1.0, 2.0]
 
 
-def test_what_one_replica_suffers_from_does_not_make_another_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, _, _ = keep(monkeypatch, [(1, 2.0)] * 3 + [(2, 2.0), (1, 2.0)])
-    assert clock.waits == [1.0, 2.0, 4.0, 1.0, 8.0]
+def test_what_one_replica_suffers_from_makes_another_wait_neither_longer_nor_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second's first actor ends while the first one's place is left alone for 16 s, its second one soon after."""
+    often, seldom = [2.0] * 7, [27.0, 3.0]
+    cluster, _ = keep(monkeypatch, often, seldom)
+    assert cluster.starts[0][4:6] == [23.0, 41.0]
+    assert cluster.pauses(1, often) == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert cluster.pauses(2, seldom) == [1.0, 2.0]
+
+
+def test_those_that_end_at_the_same_time_are_followed_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No actor runs in the meantime."""
+    cluster, _ = keep(monkeypatch, *[[0.0, 0.5]] * 3)
+    assert cluster.starts == [[0.0, 1.0, 3.5]] * 3
+
+
+def test_an_end_is_told_of_in_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    keep(monkeypatch, [0.0])
+    assert "the Ray actor of replica 1 ended (actor 1: 1 has died); another is started in 1 s" in caplog.text
+
+
+def test_after_the_end_of_the_server_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, _ = keep(monkeypatch, [HOUR - 0.5], [HOUR - 0.5])
+    assert cluster.starts == [[0.0], [0.0]]

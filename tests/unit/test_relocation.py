@@ -321,6 +321,42 @@ def test_of_several_suspects_the_second_is_tried_when_it_is_known_what_became_of
         cluster.assert_complete(1, 2)
 
 
+@pytest.mark.parametrize("ends", ["token", "failure", "abort"])
+def test_the_next_suspect_is_tried_as_soon_as_it_is_known_what_became_of_the_one_before(cluster: Cluster, ends: str):
+    """No time passes, and nobody looks: with a second each, those of a large batch would wait for minutes."""
+    first, second = cluster.stubs
+    cluster.add(*range(4), to=1)
+    cluster.add(4, to=0)
+    second.step()
+    second.lose(list(range(4)))
+    cluster.stay_away(LONGEST_START + 1)
+    for request_id in range(4):
+        assert first.untried == [request_id]
+        first.step([4])
+        assert first.untried == [request_id], "nothing is known yet"
+        if ends == "token":
+            first.step()
+        elif ends == "failure":
+            first.fail(request_id)
+        else:
+            cluster.manager.abort([request_id])
+            first.step()
+    assert not first.untried
+    left = {"token": range(5)}.get(ends, [4])
+    cluster.until_ended(*left)
+    cluster.assert_complete(*left)
+
+
+def test_other_choices_of_a_suspect_s_prompt_follow_it_at_once(cluster: Cluster):
+    first, second = cluster.stubs
+    cluster.add(*range(3), to=1, prompt=[7] * 100)
+    second.lose([0])
+    cluster.stay_away(LONGEST_START + 1)
+    assert list(first.core) == [0]
+    first.step()
+    assert list(first.core) == [0, 1, 2]
+
+
 def test_a_request_that_is_in_no_step_when_its_cores_die_moves_no_more_after_the_third():
     """A core may die of its grammar, which is compiled beside steps."""
     with Cluster(5) as cluster:

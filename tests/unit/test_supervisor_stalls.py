@@ -21,6 +21,7 @@ class Link:
 
     def __init__(self) -> None:
         self.kills = 0
+        self.closed_for: str | None = None
 
     def receive(self) -> None:
         return None
@@ -34,8 +35,8 @@ class Link:
     def kill(self) -> None:
         self.kills += 1
 
-    def close(self) -> None:
-        pass
+    def close(self, why: str = "") -> None:
+        self.closed_for = why
 
 
 class Keeper:
