@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+INDEXED_LAYERS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+"""In `layer_types`, layers whose queries choose the tokens that they attend to: by its present name, and by the one of
+transformers 5.17."""
+
+
 class Architecture(NamedTuple):
     """Where a model is written."""
 
@@ -45,7 +50,7 @@ ARCHITECTURES = {
         "models.deepseek_v2",
         "DeepseekV2ForCausalLM",
         head_dim_field="qk_rope_head_dim",
-        layer_kinds=frozenset({"indexed_attention"}),
+        layer_kinds=INDEXED_LAYERS,
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "models.deepseek_v2", "DeepseekV2ForCausalLM", head_dim_field="qk_rope_head_dim"

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 from models.checkpoint_config import DTYPES, CheckpointConfig
 from models.config_fields import Fields
 from models.errors import CheckpointError, first_line
+from models.registry import INDEXED_LAYERS
 
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the context length, in the order in which they are believed."""
 
 
-_KINDS_OF_LAYER = {"full_attention", "sliding_attention", "indexed_attention"}
+_KINDS_OF_LAYER = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,6 @@ from models.base import VectorCacheSpec
 from models.errors import CheckpointError
 from models.forward_context import AttentionMetaData, VectorCache, get_forward_context
 
-INDEXED_LAYER = "indexed_attention"
-"""The kind of such layers in a config's `layer_types`."""
-
 
 class IndexedCaches:
     """What such a model is given as `past_key_values`. Each pass begins with `watched` or `served`."""

@@ -18,9 +18,10 @@ from models.checkpoint_files import some
 from models.config_fields import Fields
 from models.errors import CheckpointError, first_line
 from models.quantization import parse_quantization
+from models.registry import INDEXED_LAYERS
 from models.transformers_attention import PAGED, PagedAttention, install, using_attention, watch_attention
 from models.transformers_config import TransformersConfig
-from models.transformers_indexed import INDEXED_LAYER, IndexedAttention, IndexedCaches
+from models.transformers_indexed import IndexedAttention, IndexedCaches
 from models.transformers_probe import probe
 from models.transformers_weights import load_dequantized
 
@@ -153,7 +154,7 @@ class _Anatomy(NamedTuple):
 def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
     """What a model with layers of indexed attention is given as its caches; None for any other."""
     text = cast("Any", model).config.get_text_config(decoder=True)
-    return IndexedCaches(architecture) if INDEXED_LAYER in (getattr(text, "layer_types", None) or ()) else None
+    return IndexedCaches(architecture) if INDEXED_LAYERS & set(getattr(text, "layer_types", None) or ()) else None
 
 
 def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None) -> _Anatomy:

@@ -67,9 +67,11 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def is_broken(self) -> bool:
-        """Whether the device answers no more in this process, as after an illegal access."""
+        """Whether the device, or torch's memory on it, is of no use in this process, as after an illegal access."""
         try:
             self.synchronize()
+            if not self.is_dry:
+                torch.cuda.empty_cache()
         except RuntimeError:
             return True
         return False
@@ -95,11 +97,18 @@ class Bench:
             begin = time.perf_counter()
             run()
             return time.perf_counter() - begin
-        with torch.inference_mode():
-            work = self._captured(run) if in_graph else run
+        work = self._captured(run) if in_graph else run
         took = self._repeat(work, 3)
         count = int(min(max(_SECONDS_A_CASE / (statistics.median(took) + 3e-4), 10), 100))
         return statistics.median(self._repeat(work, count))
+
+    def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        def enqueue() -> None:
+            run()
+
+        self.synchronize()
+        with torch.inference_mode():
+            return self.seam.capture(enqueue).replay
 
     def _repeat(self, work: Callable[[], object], count: int) -> list[float]:
         pairs = []
@@ -110,18 +119,6 @@ class Bench:
             pairs.append((begin, self.mark()))
         self.synchronize()
         return [begin.seconds_to(end) for begin, end in pairs]
-
-    def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        self.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
 
     @functools.cached_property
     def _flushed(self) -> torch.Tensor:

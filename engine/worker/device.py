@@ -4,6 +4,7 @@
 enqueued runs in the order in which it was: one stream is enough, since a step's copies are a few kilobytes.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -115,10 +116,22 @@ class GPUDevice:
             # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
+        except BaseException:
+            self._leave_pool()
+            raise
         finally:
             # torch leaves its own stream only where the capture ended well.
             torch.cuda.set_stream(stream)
         return graph
+
+    def _leave_pool(self) -> None:
+        """Have torch allocate from its general memory again.
+
+        Where a capture cannot even be ended, torch leaves its allocator in it, and that then gives nothing back.
+        """
+        index = self.torch_device.index
+        with contextlib.suppress(RuntimeError):  # It is out of the pool already.
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if index is None else index, self._pool)
 
 
 def device_of(device: torch.device) -> Device:

@@ -107,18 +107,31 @@ def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueErr
     )
 
 
-def gpu_budget(config: Config, memory: DeviceMemory, worst_case_step: Callable[[], None]) -> MemoryBudget:
+def gpu_budget(
+    config: Config,
+    memory: DeviceMemory,
+    worst_case_step: Callable[[int], None],
+    *,
+    block_bytes: int,
+    slot_bytes: int,
+) -> MemoryBudget:
     """What `gpu_memory_utilization` leaves beside the weights, a worst-case step, and what others hold.
 
-    `worst_case_step` runs a step as large as the configuration allows; the weights are loaded by then.
+    `worst_case_step` runs a step as large as the configuration allows, of as many sequences as it is told may run,
+    over states of theirs and one block, which count as the cache's own; the weights are loaded by then.
     """
+    num_seqs = config.max_num_seqs
+    if slot_bytes:
+        # States take at most half of what is left: a step of more sequences will not run, and may not fit.
+        num_seqs = max(1, min(num_seqs, memory.free() // 2 // slot_bytes))
     memory.reset_peak()
-    worst_case_step()
+    worst_case_step(num_seqs)
+    peak = memory.peak() - block_bytes - num_seqs * slot_bytes
     outside = memory.total() - memory.free() - memory.held()
     usable = int(memory.total() * config.gpu_memory_utilization)
     return MemoryBudget(
-        usable - memory.peak() - outside,
-        f"{config.gpu_memory_utilization:.0%} of {gib(memory.total())}, less {gib(memory.peak())} at the peak of "
+        usable - peak - outside,
+        f"{config.gpu_memory_utilization:.0%} of {gib(memory.total())}, less {gib(peak)} at the peak of "
         f"a worst-case step and {gib(outside)} held outside it",
         "gpu_memory_utilization",
     )

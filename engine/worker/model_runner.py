@@ -192,16 +192,16 @@ class ModelRunner:
 
     def kv_cache_size(self) -> KVCacheSize:
         """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
+        sizes = {"block_bytes": self.caches.block_bytes, "slot_bytes": self.caches.slot_bytes}
         return kv_cache_size(
             self.config,
-            block_bytes=self.caches.block_bytes,
-            slot_bytes=self.caches.slot_bytes,
             max_model_len=self.max_model_len,
             budget=lambda: (
                 cpu_budget(self.config, activations=self._activation_bytes(), ranks=self._num_ranks)
                 if self.device.type == "cpu"
-                else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step)
+                else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step, **sizes)
             ),
+            **sizes,
         )
 
     def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
@@ -299,10 +299,13 @@ class ModelRunner:
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.committed.at_start()
 
-    def worst_case_step(self) -> None:
-        """The step that takes most memory. Raises `ValueError`, a sentence, where there is not as much."""
-        self.allocate_kv_cache(1)
-        run_largest_step(self._step_sizes, self._dummy_step)
+    def worst_case_step(self, num_seqs: int) -> None:
+        """The step that takes most memory, where so many sequences may run.
+
+        Raises `ValueError`, a sentence, where there is not as much.
+        """
+        self.allocate_kv_cache(1, num_seqs)
+        run_largest_step(self._step_sizes._replace(max_num_seqs=num_seqs), self._dummy_step)
         set_kv_cache_data({})
 
     @property

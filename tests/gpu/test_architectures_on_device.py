@@ -15,13 +15,15 @@ VARIANTS = all_variants()
 EACH = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: f"{variant.architecture}, {variant.name}")
 TOLERANCE = 1e-3
 """Of log probabilities in float32: libraries' products add up in another order."""
+TOLERANCE_OF_TF32 = 1e-2
+"""Where recurrent layers multiply: NVIDIA's matrix units round float32 to TF32."""
 
 
 def made(variant: Variant, directory: Path) -> Path:
     return make_checkpoint(directory, variant.family, **variant.overrides)
 
 
-def check_float32(path: Path, place: Place, lengths: tuple[int, int, int]) -> None:
+def check_float32(path: Path, place: Place, lengths: tuple[int, int, int], tolerance: float = TOLERANCE) -> None:
     """Whole prompts, and then chunks of prompts beside decodes."""
     reference = Reference(path, device=place.device)
     model = PagedModel(path, backend=place.backend(), device=place.device)
@@ -39,7 +41,7 @@ def check_float32(path: Path, place: Place, lengths: tuple[int, int, int]) -> No
         found[2][1],
     ]
     for one, other in zip(by_row, expected, strict=True):
-        assert_same_distribution(one, other, TOLERANCE)
+        assert_same_distribution(one, other, tolerance)
 
 
 @EACH
@@ -47,7 +49,9 @@ def check_float32(path: Path, place: Place, lengths: tuple[int, int, int]) -> No
 def test_steps_of_all_kinds_give_the_log_probabilities_of_transformers(
     variant: Variant, place: Place, tmp_path: Path
 ) -> None:
-    check_float32(made(variant, tmp_path), place, (30, 90, 9))
+    is_recurrent = variant.architecture == "Qwen3NextForCausalLM" and torch.version.hip is None
+    tolerance = TOLERANCE_OF_TF32 if is_recurrent else TOLERANCE
+    check_float32(made(variant, tmp_path), place, (30, 90, 9), tolerance)
 
 
 @ANYWHERE

@@ -9,7 +9,7 @@ from engine.worker.deferred_sampler import DeferredSampler
 from engine.worker.sampler import Sampler
 from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
 from engine.worker.staging import Downloads, Uploads
-from tests.gpu.places import ANYWHERE, Place
+from tests.gpu.places import ANYWHERE, ON_GPU, Place
 
 VOCAB_SIZE = 3000
 
@@ -44,6 +44,20 @@ def test_a_graph_replays_over_the_memory_it_was_captured_with(place: Place) -> N
         graph.replay()
         device.record().synchronize()
         assert target.tolist() == [2 * value + 1] * 8
+
+
+@ON_GPU
+def test_what_cannot_be_captured_leaves_all_else_as_it_was(place: Place) -> None:
+    device = place.seam()
+    source, target = torch.ones(8, device=place.device), torch.zeros(8, device=place.device)
+    # The host waits for a number, which ends the capture.
+    with pytest.raises(RuntimeError):
+        device.capture(lambda: target.copy_(source * float(source.sum().item())) and None)
+    torch.cuda.empty_cache()
+    graph = device.capture(lambda: target.copy_(source * 3) and None)
+    graph.replay()
+    device.record().synchronize()
+    assert target.tolist() == [3.0] * 8
 
 
 def rows_of(num_rows: int) -> SamplingRows:

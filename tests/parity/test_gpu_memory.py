@@ -43,7 +43,7 @@ def test_the_largest_step_that_does_not_fit_names_its_flag(checkpoint: Path, mon
     runner = runner_for(checkpoint, max_num_batched_tokens=300)
     monkeypatch.setattr(ModelRunner, "_dummy_step", fail)
     with pytest.raises(ValueError, match=r"max_num_batched_tokens 300, .* lower max_num_batched_tokens$"):
-        runner.worst_case_step()
+        runner.worst_case_step(runner.config.max_num_seqs)
 
 
 def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_broken_logits_fail_their_request_and_no_other(checkpoint, prompts, expe
 
 def test_warming_up_and_measuring_leave_no_trace(checkpoint, prompts, expected):
     runner = runner_for(checkpoint, max_num_batched_tokens=300)
-    runner.worst_case_step()
+    runner.worst_case_step(runner.config.max_num_seqs)
     runner.allocate_kv_cache(NUM_BLOCKS)
     runner.warm_up()
     assert generate(runner, Scheduler(runner.config), prompts[:6]) == expected[:6]

@@ -180,8 +180,9 @@ def test_without_control_groups_the_systems_figure_stands(tmp_path: Path):
 class FakeGpu:
     """80 GiB, of which others hold 4; the model holds 16 and its worst step 10 more, of which 2 stay cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot_bytes: int = 0) -> None:
         self.in_use = self.most = self.reserved = 16 * GIB
+        self.slot_bytes = slot_bytes
         self.calls: list[str] = []
 
     def total(self) -> int:
@@ -200,19 +201,30 @@ class FakeGpu:
         self.calls.append("reset_peak")
         self.most = self.in_use
 
-    def step(self) -> None:
-        self.calls.append("step")
-        self.most = self.in_use + 10 * GIB
+    def step(self, num_seqs: int) -> None:
+        self.calls.append(f"step of {num_seqs}")
+        self.most = self.in_use + 10 * GIB + num_seqs * self.slot_bytes
         self.reserved += 2 * GIB
 
 
 def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hold():
     gpu = FakeGpu()
-    budget = gpu_budget(Config(gpu_memory_utilization=0.5), gpu, gpu.step)
-    assert gpu.calls == ["reset_peak", "step"]
-    assert budget.num_bytes == (40 - 26 - 4) * GIB
+    config = Config(gpu_memory_utilization=0.5, max_num_seqs=64)
+    budget = gpu_budget(config, gpu, gpu.step, block_bytes=GIB, slot_bytes=0)
+    assert gpu.calls == ["reset_peak", "step of 64"]
+    # The block that the step wrote to is one of the cache's.
+    assert budget.num_bytes == (40 - 25 - 4) * GIB
     assert budget.field == "gpu_memory_utilization"
-    assert "50% of 80.00 GiB, less 26.00 GiB at the peak" in budget.reason
+    assert "50% of 80.00 GiB, less 25.00 GiB at the peak" in budget.reason
+
+
+@pytest.mark.parametrize(("slot_bytes", "num_seqs"), [(GIB // 8, 64), (GIB, 30), (100 * GIB, 1)])
+def test_states_of_the_worst_case_step_are_the_caches_own(slot_bytes: int, num_seqs: int) -> None:
+    """And they are of no more sequences than half of what is free holds: 60 GiB."""
+    gpu = FakeGpu(slot_bytes)
+    budget = gpu_budget(Config(max_num_seqs=64), gpu, gpu.step, block_bytes=0, slot_bytes=slot_bytes)
+    assert gpu.calls == ["reset_peak", f"step of {num_seqs}"]
+    assert budget.num_bytes == (72 - 26 - 4) * GIB
 
 
 def test_a_cache_without_room_for_a_block_says_how_much_is_missing() -> None:

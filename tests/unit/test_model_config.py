@@ -175,6 +175,8 @@ def test_an_unknown_quantisation_is_refused_with_the_supported_ones(tmp_path: Pa
         ("Gemma3ForCausalLM", {"sliding_window": 512, "sliding_window_pattern": 3}, (512, 512, None)),
         ("Gemma3ForCausalLM", {}, (4096, 4096, 4096)),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        ("DeepseekV32ForCausalLM", {"layer_types": ["indexed_attention"] * 2}, (None, None)),
+        ("DeepseekV32ForCausalLM", {"layer_types": ["deepseek_sparse_attention"] * 2}, (None, None)),
     ],
 )
 def test_each_layer_has_the_window_that_its_family_s_fields_give_it(

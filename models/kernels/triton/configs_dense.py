@@ -92,7 +92,9 @@ CONFIGS["mask"] = (
 )
 CONFIGS["argmax"] = (
     Row((INTERPRETER.arch,), Config({"TILE": 256})),
-    # Two programs of a multiprocessor read a whole row each: many loads in flight.
+    # Two programs of a multiprocessor read a whole row each: many loads in flight. On AMD, reductions in two stages
+    # are reported to go wrong with Triton 3.6.
+    Row((*CDNA, *RDNA), Config({"TILE": 8192}, num_warps=8)),
     Row(ALL, Config({"TILE": 8192}, num_warps=8, num_stages=2)),
 )
 CONFIGS["weigh"] = (

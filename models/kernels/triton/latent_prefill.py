@@ -185,7 +185,8 @@ def latent_prefill(
     _, num_heads, nope = q.shape
     rope, value = shared.shape[1], out.shape[2]
     launch = launch_of("latent_prefill", q.device, element=q.element_size())
-    sums, softmax = carried or (out, out)
+    nothing = out.new_empty(1, dtype=torch.float32)
+    sums, softmax = carried or (nothing, nothing)
     latent_prefill_kernel[(triton.cdiv(longest, launch.blocks["QUERIES"]), num_heads, len(pieces))](
         q,
         q_rope,

@@ -1,0 +1,112 @@
+"""What models launch, as Triton's front end sees it: `python -m tests.parity.launched_kernels TARGET DTYPE PATH...`.
+
+A process of its own, in which kernels are compiled and not interpreted, for a GPU that is not there. Each launch is
+bound as it would be on that GPU, with the types of its very arguments, and made into Triton's intermediate form, which
+finds what the interpreter allows: a variable that changes its type in a loop, or branches of two types. Nothing runs:
+what kernels would have written is zeros. Prints the kernels that were made, of the checkpoints at those paths.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.compiler
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.worker import model_runner
+from engine.worker.step_launcher import StepLauncher
+from models.attention.triton import TritonAttentionBackend
+from models.kernels import triton as kernels
+from models.kernels.triton import configs, probe
+from models.kernels.triton.configs import TARGETS, Target
+from tests.parity.ahead import Ahead
+from tests.parity.paged_model import prompt
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
+
+_LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
+_EACH_CHOICE = (
+    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=2, top_p=0.8, min_p=0.1, top_k=9, max_tokens=3, logprobs=3),
+    SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
+)
+
+
+class FrontEnd:
+    """Stands where Triton's compiler does, and goes no further than its intermediate form."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __call__(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Any:
+        backend = triton.compiler.make_backend(target)
+        parsed = backend.parse_options({**options, **source.parse_options()})
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+        self.made.append(source.name)
+        return SimpleNamespace(
+            run=lambda *launch: None, launch_metadata=lambda *launch: None, function=None, packed_metadata=None
+        )
+
+
+@contextmanager
+def on(target: Target) -> Iterator[FrontEnd]:
+    """Kernels of tensors on a CPU are made for such a GPU, and compute nothing."""
+    arch: str | int = target.arch if target.backend == "hip" else int(target.arch.removeprefix("sm_"))
+    gpu = GPUTarget(target.backend, arch, target.warp_size)
+    there = SimpleNamespace(
+        get_current_target=lambda: gpu, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+    )
+    front_end = FrontEnd()
+    driver.set_active(there)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.compiler, "compile", front_end)
+        patch.setattr(configs, "INTERPRETER", target)
+        patch.setattr(probe, "probe", lambda device: None)
+        patch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty_like", torch.zeros_like)
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        kernels.start(torch.device("cpu"))
+        yield front_end
+
+
+def launch_all(path: Path, dtype: torch.dtype) -> None:
+    """The warm-up's steps, and prompts and decodes whose tokens are chosen in every way."""
+    sizes = {"cudagraph_capture_sizes": (2, 4)}
+    runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS)
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner.warm_up()
+    ahead = Ahead(runner)
+    ahead.device = device
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    ahead.run(
+        Sequence(prompt(3 + 20 * place, seed=place), 16, params, id=place) for place, params in enumerate(_EACH_CHOICE)
+    )
+
+
+def main(arch: str, dtype: str, *paths: str) -> None:
+    """See the file."""
+    with on(TARGETS[arch]) as front_end:
+        for path in paths:
+            launch_all(Path(path), getattr(torch, dtype))
+    sys.stdout.write("\n".join(sorted(set(front_end.made))) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
