@@ -86,7 +86,7 @@ def _schema_text(schema: Any) -> str:
             raise InvalidGrammar(f"it is not valid JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidGrammar("it is no JSON schema; a schema is a JSON object")
-    if _nesting(schema) > MAX_NESTING:
+    if is_deeper(schema, MAX_NESTING):
         _too_deep()
     try:
         return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
@@ -94,14 +94,14 @@ def _schema_text(schema: Any) -> str:
         raise InvalidGrammar("it holds a number that is not finite") from None
 
 
-def _nesting(value: Any) -> int:
-    """Levels of objects and lists, counted no further than just past the limit."""
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than `most` levels of objects and lists; none beyond is looked at."""
     level, depth = [value], 0
-    while level and depth <= MAX_NESTING:
+    while level and depth <= most:
         nested = [each for each in level if isinstance(each, dict | list)]
         level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
         depth += bool(nested)
-    return depth
+    return depth > most
 
 
 def _too_deep() -> NoReturn:

@@ -7,6 +7,7 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.sampling_params import MAX_LOGPROBS
+from engine.structured.spec import is_deeper
 from server.protocol.common import INT31, SamplingFields
 from server.protocol.responses_input import Input
 from server.protocol.rules import (
@@ -24,7 +25,7 @@ from server.protocol.structured import JsonObjectFormat, JsonSchema, TextFormat
 from server.protocol.tools import FunctionName
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
-_SPARE_DEPTH = 64
+_MAX_NESTING = 400
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Summary: TypeAlias = Literal["auto", "concise", "detailed"]
@@ -41,14 +42,9 @@ Includable: TypeAlias = Literal[
 
 
 def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what could be read, but not be repeated in an answer, which nests it deeper."""
-    nested: Any = schema
-    for _ in range(_SPARE_DEPTH):
-        nested = [nested]
-    try:
-        msgspec.json.encode(nested)
-    except RecursionError:
-        raise rule("it is nested too deeply") from None
+    """Refuse what could be read, but not be repeated in an answer, which nests it deeper, by every Python."""
+    if is_deeper(schema, _MAX_NESTING):
+        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
     return schema
 
 

@@ -100,10 +100,10 @@ def test_a_schema_too_deep_to_be_repeated_is_refused() -> None:
     def nested(depth: int) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": nested(depth - 1)} if depth else {}}
 
-    request_of(tools=[{"type": "function", "name": "f", "parameters": nested(100)}])
+    request_of(tools=[{"type": "function", "name": "f", "parameters": nested(199)}])
     for fields in (
-        {"tools": [{"type": "function", "name": "f", "parameters": nested(450)}]},
+        {"tools": [{"type": "function", "name": "f", "parameters": nested(200)}]},
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": nested(450)}}},
     ):
-        with pytest.raises(BadRequest, match="nested too deeply"):
+        with pytest.raises(BadRequest, match="nested too deeply; it may have at most 400 levels"):
             request_of(**fields)
