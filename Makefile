@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long chaos soak conformance lint format docs bench bench-gpu bench-peers test-gpu demo-model clean
+.PHONY: help install serve chat test test-long chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-peers test-gpu demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -38,11 +38,18 @@ soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then com
 conformance: $(VENV)/.installed ## Run other people's clients against the server, and write docs/conformance.md
 	@exec $(VENV)/bin/python -m tests.conformance.run $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, types, import contracts and generated docs
+lint: lint-style lint-types lint-docs ## Check style, types, import contracts and generated docs
+
+# Apart, so that `make -j` checks several at once.
+lint-style: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+lint-types: $(VENV)/.installed-dev
+	$(VENV)/bin/mypy
+
+lint-docs: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m server.config_docs --check
 	$(VENV)/bin/python -m server.api_docs --check
 	$(VENV)/bin/python -m tests.parity.models_docs --check

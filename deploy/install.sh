@@ -67,12 +67,21 @@ else
 fi
 say "installing Kaon into $venv (some minutes the first time, most of them for PyTorch)"
 install() {
-    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" -e "$1"
+    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" "$@"
 }
-install ".$extras"
+install -e ".$extras"
+
+# What the tests interpret kernels with, where torch has not brought it; by itself, as `.[interpreter]` would have
+# Kaon built a second time.
+interpreter='
+import importlib.util, tomllib
+if importlib.util.find_spec("triton") is None:
+    with open("pyproject.toml", "rb") as file:
+        print(*tomllib.load(file)["project"]["optional-dependencies"]["interpreter"])
+'
 case $extras in
 *test*)
-    has_triton=$("$venv/bin/python" -c 'import importlib.util; print(importlib.util.find_spec("triton") is not None)')
-    [ "$has_triton" = True ] || install '.[interpreter]'
+    triton=$("$venv/bin/python" -c "$interpreter")
+    [ -z "$triton" ] || install "$triton"
     ;;
 esac

@@ -1,5 +1,6 @@
 """Settings of every test process. Imported by pytest before any test, so before torch."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,3 +25,8 @@ settings.load_profile("ci")
 
 # Other people's clients, each in an environment of its own: `make conformance`.
 collect_ignore = ["conformance"]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays: no collection of garbage walks through it again, test after test."""
+    gc.freeze()

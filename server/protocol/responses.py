@@ -3,7 +3,6 @@
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine.sampling_params import MAX_LOGPROBS

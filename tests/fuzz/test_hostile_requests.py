@@ -21,11 +21,14 @@ PROMISED_SECONDS, ALLOWED_SECONDS = 1.0, 60.0
 NEIGHBOUR: dict[str, Any] = {
     "model": MODEL,
     "prompt": "Once upon a time",
-    "max_tokens": 150,
+    "max_tokens": 50,
     "temperature": 0,
     "ignore_eos": True,
     "stream": True,
 }
+COSTLY_TOKENS = 50
+"""Of an answer in a form that looks costly: what grows with the answer has grown by then."""
+
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -40,7 +43,7 @@ async def neighbour(http: httpx.AsyncClient) -> str:
 
 
 class Attack:
-    """Sends requests one after the other, beside a neighbour's stream that starts again when it has ended."""
+    """Sends requests one after the other, beside a neighbour's stream that starts again as soon as it has ended."""
 
     def __init__(self, *, may_be_answered: bool = False) -> None:
         self._may_be_answered = may_be_answered
@@ -50,14 +53,17 @@ class Attack:
     async def run(self, server: KaonServer, requests: Iterable[Hostile]) -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
             alone = await neighbour(http)
-            beside = asyncio.create_task(neighbour(http))
-            for request in requests:
-                await self._send(http, request)
-                if beside.done():
-                    self._compare(await beside, alone)
-                    beside = asyncio.create_task(neighbour(http))
-            self._compare(await beside, alone)
+            is_over = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._stream_until(is_over, http, alone))
+                for request in requests:
+                    await self._send(http, request)
+                is_over.set()
         assert not self.wrong, "\n".join(self.wrong)
+
+    async def _stream_until(self, is_over: asyncio.Event, http: httpx.AsyncClient, alone: str) -> None:
+        while not is_over.is_set():
+            self._compare(await neighbour(http), alone)
 
     async def _send(self, http: httpx.AsyncClient, request: Hostile) -> None:
         began = time.perf_counter()
@@ -74,7 +80,8 @@ class Attack:
 
     def _compare(self, text: str, alone: str) -> None:
         if text != alone:
-            self.wrong.append(f"by {self.times[-1][1]} the neighbour's stream said {text!r}, alone {alone!r}")
+            last = self.times[-1][1] if self.times else "the first request"
+            self.wrong.append(f"by {last} or the next the neighbour's stream said {text!r}, alone {alone!r}")
 
     @property
     def measured(self) -> str:
@@ -97,10 +104,8 @@ async def test_what_looks_costly_is_answered_or_refused_at_once(
     server: KaonServer, path: str, record_property: Any
 ) -> None:
     right = {"prompt": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"} if path == "/v1/completions" else {"messages": HI}
-    bodies = {
-        name: {"model": MODEL, **right, "max_tokens": 100, "temperature": 1, "seed": 1, "structured_outputs": value}
-        for name, value in HARMLESS.items()
-    }
+    sampled = {"model": MODEL, **right, "max_tokens": COSTLY_TOKENS, "temperature": 1, "seed": 1}
+    bodies = {name: {**sampled, "structured_outputs": value} for name, value in HARMLESS.items()}
     attack = Attack(may_be_answered=True)
     await attack.run(server, [Hostile(name, path, json.dumps(body).encode()) for name, body in bodies.items()])
     record_property("measured", attack.measured)

@@ -12,7 +12,7 @@ import models.kernels.cpu
 
 SOURCES = Path(models.kernels.cpu.__file__).parent
 CHECKS = "-fsanitize=address,undefined"
-FLAGS = ["-O1", "-g", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
+FLAGS = ["-O1", "-g1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
 FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]
 
 

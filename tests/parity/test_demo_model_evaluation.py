@@ -6,7 +6,7 @@ import pytest
 
 from models.demo import CHECKPOINT_DIR
 from models.demo.dialogue import render_prompt
-from models.demo.evaluate import DemoModel, judge
+from models.demo.evaluate import DemoModel, Verdict, judge
 from models.demo.generate import Text, held_out_texts
 
 SAMPLE = 40
@@ -40,16 +40,21 @@ def held_out() -> dict[str, list[Text]]:
     return held_out_texts(seed=1, each=SAMPLE)
 
 
+@functools.cache
+def verdicts_on(category: str) -> list[Verdict]:
+    return judge(demo_model(), held_out()[category])
+
+
 @pytest.mark.parametrize("category", LEAST_RIGHT)
 def test_held_out_questions_are_answered(category: str) -> None:
-    verdicts = judge(demo_model(), held_out()[category])
+    verdicts = verdicts_on(category)
     wrong = [(render_prompt(v.text), v.answer, v.text.answer) for v in verdicts if not v.right]
     assert 1 - len(wrong) / len(verdicts) >= LEAST_RIGHT[category], wrong
 
 
 @pytest.mark.parametrize("category", ["JSON", "tool call"])
 def test_what_is_to_be_json_or_a_call_is_one(category: str) -> None:
-    verdicts = judge(demo_model(), held_out()[category])
+    verdicts = verdicts_on(category)
     malformed = [v.answer for v in verdicts if not v.well_formed]
     assert len(malformed) <= 0.05 * len(verdicts), malformed
 

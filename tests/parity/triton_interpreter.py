@@ -76,4 +76,5 @@ def _create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) ->
 
 interpreter.InterpreterBuilder.create_fp_to_fp = _create_fp_to_fp
 
-triton_interpreter_speed.quicken()
+if INTERPRETED:
+    triton_interpreter_speed.quicken()

@@ -1,12 +1,13 @@
 """Makes the interpreter of Triton 3.7 quicker, without a change of what it computes.
 
-It looks through all of `triton.language` at each call of a function, makes a table of all types for each value, takes
-exclusive ors, of which sorting is made, one by one, and looks for overflows, of which it tells nobody.
+It looks through all of `triton.language` at each call of a function, makes a table of all types and a shape for each
+value, takes exclusive ors, of which sorting is made, one by one, and looks for overflows, of which it tells nobody.
 """
 
 import dataclasses
 import functools
 import inspect
+import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,9 @@ def quicken() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _np_dtype
     interpreter.ReduceOps.apply_impl = _reduce
+    tl.core.block_type.__init__ = _init_block_type
+    tl.core.tensor.__init__ = _init_tensor
+    tl.core.tuple.__eq__ = _has_same_values
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -82,3 +86,42 @@ def _reduce(self: Any, operands: Any) -> Any:
         return _reduced_as_it_was(self, operands)
     data = np.bitwise_xor.reduce(operands[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
     return self.to_tensor(data, operands[0].dtype)
+
+
+_init_block_type_as_it_was = tl.core.block_type.__init__
+
+
+@functools.cache
+def _block_of(shape: tuple[int, ...]) -> Any:
+    """A type that all of that shape are like, but for their elements. Raises what Triton does for a wrong one."""
+    block = object.__new__(tl.core.block_type)
+    _init_block_type_as_it_was(block, tl.int8, list(shape))
+    return block
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """As it was, of a shape that is looked at once."""
+    like = _block_of(tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+    self.element_ty = element_ty
+    self.shape = like.shape
+    self.numel = like.numel
+    self.name = f"{like.name.rpartition(',')[0]}, {element_ty}>"
+
+
+@functools.cache
+def _extent_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """As it was, with one shape for all values that have it."""
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    self.shape, self.numel = _extent_of(tuple(type.shape) if type.is_block() else ())
+
+
+def _has_same_values(self: Any, other: Any) -> Any:
+    """As it was, without a tuple made of the other one."""
+    is_sequence = isinstance(other, (list, tuple, tl.core.tuple))
+    return tl.constexpr(is_sequence and self.values == list(other))
