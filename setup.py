@@ -20,14 +20,14 @@ _SOURCES = sorted((*_CPU.glob("*.c"), *_CPU.glob("*.h")))
 _HASH = sha256(b"".join(source.read_bytes() for source in _SOURCES)).hexdigest()
 
 
-class BuildOnAllCores(build_ext):
-    """Runs a compiler on each core: one by one the files take half a minute."""
+class BuildOnSeveralCores(build_ext):
+    """Runs up to four compilers at a time: one by one the files take half a minute; many take much memory."""
 
     def build_extensions(self) -> None:
         compile_in_turn = self.compiler.compile
 
         def compile_at_once(sources: list[str], **options: Any) -> list[str]:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
                 each = pool.map(lambda source: compile_in_turn([source], **options), sources)
                 return [made for objects in each for made in objects]
 
@@ -36,7 +36,7 @@ class BuildOnAllCores(build_ext):
 
 
 setup(
-    cmdclass={"build_ext": BuildOnAllCores},
+    cmdclass={"build_ext": BuildOnSeveralCores},
     ext_modules=[
         Extension(
             "models.kernels.cpu._library",

@@ -7,6 +7,7 @@
 set -eu
 
 venv=$1 extras=$2 candidates=${3:-python3 python3.13 python3.12 python3.11}
+devices=${KAON_DEVICES:-/dev} # Where device files are; tests have others.
 present_torch=$venv/present-torch.txt
 
 # What a Python says of itself: rank|path|version|version of its torch|folder of its torch. Ranks: 0 is too old, 1 newer
@@ -21,7 +22,9 @@ if version >= (3, 11):
     try:
         found = metadata.distribution("torch")
         torch, folder = found.version, str(found.locate_file(""))
-        rank += 2 * (tuple(int(part) for part in torch.split(".")[:2]) >= (2, 9))
+        # 2.9.0a0, as some images have, is before 2.9 to pip.
+        early = any(letter.isalpha() for letter in torch.split("+")[0])
+        rank += 2 * (tuple(int(part) for part in torch.split(".")[:2]) >= ((2, 10) if early else (2, 9)))
     except metadata.PackageNotFoundError:
         pass
 print("|".join([str(rank), sys.executable, "%d.%d" % version, torch, folder]))
@@ -85,3 +88,16 @@ case $extras in
     [ -z "$triton" ] || install "$triton"
     ;;
 esac
+
+# On AMD's GPUs, what pip brings by itself is of no use, and would be served with on the CPU.
+if [ -e "$devices/kfd" ]; then
+    torch=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
+    case $torch in
+    *rocm* | *git*) ;;
+    *)
+        say "there is an AMD GPU ($devices/kfd), but torch $torch is not built for ROCm: models run on the CPU." \
+            "Set PIP_EXTRA_INDEX_URL to the index of ROCm builds that pytorch.org/get-started names, then: rm -r $venv" \
+            "and make again"
+        ;;
+    esac
+fi

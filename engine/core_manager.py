@@ -148,7 +148,8 @@ class CoreManager:
 
     def fail(self, why: str) -> None:
         """End the cores at once, since their front end cannot go on; other hosts hear `why`, a sentence."""
-        self._end(Failed(why, usage=True))
+        # It may quote a file's name, or JSON, in which half a surrogate pair can be.
+        self._end(Failed(why.encode(errors="replace").decode(), usage=True))
 
     def __enter__(self) -> Self:
         return self

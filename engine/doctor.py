@@ -17,6 +17,8 @@ from engine.doctor_report import Facts, Gpu, Report, problems
 from engine.gpu_memory import free_memory, pci_address
 
 GIB = 2**30
+_TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
+"""Of its packages: now for CUDA, now for ROCm, and for ROCm up to torch 2.9."""
 
 
 def gather() -> Facts:
@@ -49,7 +51,7 @@ def _with_torch(facts: Facts) -> Facts:
 
     library = load_library()
     versions: dict[str, str | None] = {}
-    for name in ("triton", "pytorch-triton-rocm", "aiter", "amd-aiter"):
+    for name in (*_TRITON_NAMES, "aiter", "amd-aiter"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     facts = msgspec.structs.replace(
@@ -58,7 +60,7 @@ def _with_torch(facts: Facts) -> Facts:
         build=_build(),
         gpus=_gpus(),
         gpu_error=_gpu_error(),
-        triton=versions.get("triton") or versions.get("pytorch-triton-rocm"),
+        triton=next((versions[name] for name in _TRITON_NAMES if name in versions), None),
         aiter=versions.get("aiter") or versions.get("amd-aiter"),
         cpu_library=None if library is None else INSTRUCTION_SETS[library.isa],
         memory_gib=available_host_memory() / GIB,

@@ -49,9 +49,11 @@ class LLMEngine:
             defaults = GenerationDefaults.load(config.generation_config, checkpoint)
             self.model_info = self._core.wait_ready().model
         except BaseException as error:
-            if isinstance(error, Exception):
-                self._core.fail(str(error))
-            self.close()
+            try:
+                if isinstance(error, Exception):
+                    self._core.fail(str(error) or type(error).__name__)
+            finally:
+                self.close()
             raise
         self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from models import nccl
 from models.kernels import aiter
 from models.rendezvous import Rendezvous
 from models.replica_world import ReplicaWorld
@@ -42,8 +43,7 @@ class ProcessGroupCollectives:
         else:
             if not self._rendezvous.is_local:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-            # It would look into the store from time to time, which is gone by then; deaths are noticed otherwise.
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+            nccl.prepare(self._device)
         dist.init_process_group(
             "gloo" if self._device.type == "cpu" else "nccl",
             store=self._rendezvous.store(self._rank, self._size),

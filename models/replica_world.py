@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from models import nccl
 from models.layers.token_exchange import AllToAllExchange
 
 
@@ -47,8 +48,7 @@ class ReplicaWorld(AllToAllExchange):
         if on_host:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         else:
-            # It would look into the store from time to time, which is gone by then; deaths are noticed otherwise.
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+            nccl.prepare(self._device)
         num_ranks = self._num_replicas * self._size
         dist.init_process_group(
             "gloo" if on_host else "cpu:gloo,cuda:nccl",

@@ -67,16 +67,23 @@ def _run(config: Config, started: float) -> int:
         ended = serve(config, core, listener, announce, keys, tls)
         if ended is None:
             return 0
+        _ignore_signals()
         code = _fail(ended)
         core.fail(ended)
         return code
     except Exception as error:
+        _ignore_signals()
         core.fail(f"the server failed: {type(error).__name__}: {error}")
         raise
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_signals()
         core.shutdown()
+
+
+def _ignore_signals() -> None:
+    """It ends already, and what it started is to end with it."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 @contextmanager

@@ -208,6 +208,8 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
     rank, ranks = _place(shard, share)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cpu" and Path("/dev/kfd").exists():
+            logger.warning("Models run on the CPU, though there is an AMD GPU (/dev/kfd): `kaon doctor` says why")
     device = torch.device(wanted)
     require_backend(device)
     if device.type == "cpu" or (shard is None and ranks == 1):

@@ -130,7 +130,8 @@ class GPUDevice:
         Where a capture cannot even be ended, torch leaves its allocator in it, and that then gives nothing back.
         """
         index = self.torch_device.index
-        with contextlib.suppress(RuntimeError):  # It is out of the pool already.
+        # It is out of the pool already, or a release that leaves it by itself.
+        with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if index is None else index, self._pool)
 
 

@@ -50,6 +50,8 @@ class MemoryBudget:
     reason: str
     field: str
     max_tokens: int | None = None
+    max_seqs: int | None = None
+    """Of which no more were measured together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ def kv_cache_size(
         num_bytes = num_blocks * block_bytes + num_slots * slot_bytes
         return KVCacheSize(num_blocks, num_slots, num_bytes, f"num_kvcache_blocks is {num_blocks}")
     found = budget()
+    if found.max_seqs is not None:
+        num_slots = min(num_slots, found.max_seqs)
     if slot_bytes:
         num_slots = min(num_slots, found.num_bytes // 2 // slot_bytes)
         if num_slots < 1:
@@ -114,17 +118,16 @@ def gpu_budget(
     *,
     block_bytes: int,
     slot_bytes: int,
+    agree: Callable[[bool], bool] = bool,
 ) -> MemoryBudget:
     """What `gpu_memory_utilization` leaves beside the weights, a worst-case step, and what others hold.
 
     `worst_case_step` runs a step as large as the configuration allows, of as many sequences as it is told may run,
-    over states of theirs and one block, which count as the cache's own; the weights are loaded by then.
+    over states of theirs and one block, which count as the cache's own; the weights are loaded by then. `agree`:
+    whether something is so on all ranks, which run that step together.
     """
-    num_seqs = config.max_num_seqs
-    if slot_bytes:
-        # States take at most half of what is left: a step of more sequences will not run, and may not fit.
-        num_seqs = max(1, min(num_seqs, memory.free() // 2 // slot_bytes))
     memory.reset_peak()
+    num_seqs = _seqs_with_states(config.max_num_seqs, memory.free() // 2, slot_bytes, agree)
     worst_case_step(num_seqs)
     peak = memory.peak() - block_bytes - num_seqs * slot_bytes
     outside = memory.total() - memory.free() - memory.held()
@@ -134,7 +137,17 @@ def gpu_budget(
         f"{config.gpu_memory_utilization:.0%} of {gib(memory.total())}, less {gib(peak)} at the peak of "
         f"a worst-case step and {gib(outside)} held outside it",
         "gpu_memory_utilization",
+        max_seqs=num_seqs,
     )
+
+
+def _seqs_with_states(most: int, num_bytes: int, slot_bytes: int, agree: Callable[[bool], bool]) -> int:
+    """Sequences, one at least, whose states have room in so many bytes on each rank: all, or some sixteenths of them.
+
+    More will not run, as states take at most half of what is left, and a step of more may not fit.
+    """
+    shares = (max(1, most * share // 16) for share in range(16, 0, -1))
+    return next((count for count in shares if count == 1 or agree(count * slot_bytes <= num_bytes)), 1)
 
 
 def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, ranks: int = 1) -> MemoryBudget:

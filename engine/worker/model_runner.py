@@ -199,7 +199,9 @@ class ModelRunner:
             budget=lambda: (
                 cpu_budget(self.config, activations=self._activation_bytes(), ranks=self._num_ranks)
                 if self.device.type == "cpu"
-                else gpu_budget(self.config, TorchDeviceMemory(self.device), self.worst_case_step, **sizes)
+                else gpu_budget(
+                    self.config, TorchDeviceMemory(self.device), self.worst_case_step, agree=self._agree, **sizes
+                )
             ),
             **sizes,
         )
@@ -255,6 +257,9 @@ class ModelRunner:
             return 0
         finally:
             set_kv_cache_data({})
+
+    def _agree(self, is_so: bool) -> bool:
+        return self.parallel.agree(is_so, self.device)
 
     @property
     def _compilation_level(self) -> int:

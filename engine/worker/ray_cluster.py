@@ -44,7 +44,9 @@ class RayCluster:
         self._key = secrets.token_urlsafe(32)
         if "GPU" in self._needs:
             self._holder = self._actor(_DeviceHolder, 0)
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ray.get(self._holder.devices.remote()))
+            # HIP goes by its own variable where that is set.
+            devices = ",".join(ray.get(self._holder.devices.remote()))
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = devices
 
     @property
     def keys(self) -> ClusterKeys:

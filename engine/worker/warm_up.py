@@ -86,9 +86,11 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     """
     num_tokens = sizes.max_num_batched_tokens
     num_rows = min(sizes.max_num_seqs, num_tokens)
-    length = min(num_tokens // num_rows, sizes.max_model_len)
+    length, longer = divmod(num_tokens, num_rows)
+    lengths = [length + 1] * longer + [length] * (num_rows - longer)
+    rows = [WarmUpRow(min(each, sizes.max_model_len), min(each, sizes.max_model_len)) for each in lengths]
     with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
-        run(WarmUpStep([WarmUpRow(length, length)] * num_rows))
+        run(WarmUpStep(rows))
 
 
 def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:

@@ -92,6 +92,10 @@ def launch_all(path: Path, dtype: torch.dtype) -> None:
     runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
     runner.allocate_kv_cache(NUM_BLOCKS)
     runner.warm_up()
+    assert runner.graphs is not None
+    while runner.graphs.capture_next():
+        pass
+    assert runner.graphs.captured_sizes == [2, 4], "the log says what a capture failed with"
     ahead = Ahead(runner)
     ahead.device = device
     runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)

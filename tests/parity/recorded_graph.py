@@ -1,8 +1,9 @@
 """`RecordedGraph`: what a pass enqueued, done again as a captured graph does it: operators and launches, no Python.
 
 Numbers that the host gave stay what they were, and results come to lie where they lay. What a capture cannot hold is
-an error: an operator whose result the host waits for, or whose shape depends on it, and tensors of the host's numbers.
-Memory that the capture took holds garbage before each replay, since nothing was computed into it.
+an error: an operator whose result the host waits for, or whose shape depends on it, tensors of the host's numbers, and
+tensors on no device that was named. Memory that the capture took holds garbage before each replay, since nothing was
+computed into it; what was there before, such as a KV cache, has been written once more than a GPU would.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,9 @@ _REFUSED_CALLS = frozenset(
     {
         torch.tensor,
         torch.as_tensor,
-        torch.from_numpy,
+        torch.asarray,
+        torch.ops.aten.lift_fresh.default,  # As `torch.from_numpy` and `torch.Tensor([1.0])` are seen.
+        torch.Tensor.new_tensor,
         torch.Tensor.cpu,
         torch.Tensor.numpy,
         torch.Tensor.tolist,
@@ -37,6 +40,10 @@ _REFUSED_CALLS = frozenset(
     }
 )
 """Of which the dispatcher does not hear on a CPU."""
+_ON_A_DEVICE = frozenset(
+    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.zeros}
+)
+"""Calls that make their tensor on the host unless a device is named."""
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
 
@@ -51,15 +58,15 @@ class _Operator:
     function: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    made: list[torch.Tensor]
-    """Where its results came to lie, if they are new."""
+    made: Mapping[int, torch.Tensor]
+    """Where those of its results came to lie that are new."""
 
     def __call__(self) -> None:
         if self.function._schema.name.startswith(_ALLOCATIONS):
             return
         results = _tensors(self.function(*self.args, **self.kwargs))
-        for place, result in zip(self.made, results[: len(self.made)], strict=True):
-            place.copy_(result)
+        for number, place in self.made.items():
+            place.copy_(results[number])
 
 
 class RecordedGraph:
@@ -89,9 +96,13 @@ class RecordedGraph:
 
     def _record(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
         given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
-        made = [each for each in _tensors(results) if each.untyped_storage().data_ptr() not in given]
+        made = {
+            number: each
+            for number, each in enumerate(_tensors(results))
+            if each.untyped_storage().data_ptr() not in given
+        }
         if made or function._schema.is_mutable:
-            self._made += made
+            self._made += made.values()
             self._work.append(_Operator(function, args, kwargs, made))
 
     def _forget(self) -> None:
@@ -121,9 +132,16 @@ class _Operators(TorchDispatchMode):
 class _Calls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        if function in _REFUSED_CALLS:
+        given = kwargs or {}
+        if function in _REFUSED_CALLS or (function is torch.Tensor.__getitem__ and _is_list(args[1])):
             raise NotCapturable(f"{function} reads or brings numbers of the host")
-        return function(*args, **(kwargs or {}))
+        if function in _ON_A_DEVICE and given.get("device") is None:
+            raise NotCapturable(f"{function} makes a tensor on the host: it names no device")
+        return function(*args, **given)
+
+
+def _is_list(index: Any) -> bool:
+    return isinstance(index, list) or (isinstance(index, tuple) and any(isinstance(each, list) for each in index))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -55,6 +55,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     runner = runner_for(checkpoint, scheduling_policy="mixed", max_num_batched_tokens=48)
     found = generate(runner, prompts)
+    assert {len(tokens) for tokens in found} == {GREEDY_TOKENS}
     assert found == reference.likeliest(prompts, found)
     assert PagedModel(checkpoint).greedy(prompts[0], GREEDY_TOKENS) == found[0]
 

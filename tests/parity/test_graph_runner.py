@@ -108,6 +108,7 @@ def test_a_replay_reads_fixed_memory_and_rows_that_pad_it_write_to_a_block_of_no
     runner.model.forward = noted  # type: ignore[attr-defined]
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
+    device.num_replayed = 0  # What tried the graph does not count.
     spare = [pool[NUM_BLOCKS] for pool in runner.caches.pools]
     others = [pool[:NUM_BLOCKS].clone() for pool in runner.caches.pools]
     assert any(part.any() for part in spare), "the pass that comes before a capture writes somewhere"
@@ -194,3 +195,41 @@ def test_sizes_by_default_are_small_ones_and_every_sixteenth() -> None:
     assert capture_sizes((), 3) == [1, 2, 3]
     assert capture_sizes((), 4096)[-2:] == [496, 512]
     assert capture_sizes((64, 5, 5), 48) == [5, 48]
+
+
+class StaleDevice(GraphDevice):
+    """Whose replays leave behind what the first one did, as if they had not read what they were given."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`."""
+        graph, kept = super().capture(run), []
+        runner = self.runner
+
+        class Stale:
+            def replay(self) -> None:
+                graph.replay()
+                assert runner.graphs is not None
+                hidden = runner.graphs._hidden
+                assert hidden is not None
+                kept.append(hidden.clone())
+                hidden.copy_(kept[0])
+
+        return Stale()
+
+    runner: ModelRunner
+
+
+def test_graphs_whose_replays_are_not_the_pass_are_dropped(
+    checkpoint: Path, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:6])))
+    runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 4)})
+    device = StaleDevice()
+    device.runner = runner
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is not None
+    assert not runner.graphs.capture_next()
+    assert runner.graphs.captured_sizes == []
+    assert any("a graph of 4 rows replays other numbers than the pass" in message for message in caplog.messages)
+    assert answers(waiting(runner, sequences(prompts[:6]))) == expected

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -14,6 +15,7 @@ from engine.worker import graph_runner, model_runner
 from engine.worker.model_runner import ModelRunner
 from engine.worker.step_launcher import StepLauncher
 from models.attention.triton import TritonAttentionBackend
+from models.registry import ARCHITECTURES as REGISTERED
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.checkpoints import make_checkpoint
@@ -24,7 +26,7 @@ from tests.parity.test_quantization import FORMATS
 from tests.parity.test_triton_quantized_models import write_experts
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe, phi3, qwen3_next
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, llama, moe, phi3, qwen3_next
 
 __all__ = ["triton_kernels"]
 
@@ -34,6 +36,9 @@ SIZE = 4
 INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
 ARCHITECTURES = [
     pytest.param(None, id="qwen3"),
+    pytest.param(llama.VARIANTS[0], id="llama"),
+    pytest.param(next(each for each in llama.VARIANTS if each.architecture == "Qwen2ForCausalLM"), id="qwen2"),
+    pytest.param(next(each for each in moe.VARIANTS if each.architecture == "MixtralForCausalLM"), id="mixtral"),
     pytest.param(gemma3.VARIANTS[0], id="gemma3"),
     pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
     pytest.param(phi3.VARIANTS[0], id="phi3"),
@@ -43,6 +48,12 @@ ARCHITECTURES = [
     pytest.param(INDEXED, id="deepseek_v32"),
     pytest.param(qwen3_next.VARIANTS[0], id="qwen3_next"),
 ]
+
+
+def test_every_architecture_is_among_them() -> None:
+    tried = {"Qwen3ForCausalLM", *(each.values[0].architecture for each in ARCHITECTURES if each.values[0])}
+    written = {(each.module, each.name) for name, each in REGISTERED.items() if name in tried}
+    assert written >= {(each.module, each.name) for each in REGISTERED.values()}
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +88,7 @@ def captured(path: Path, **fields: Any) -> tuple[ModelRunner, RecordingDevice]:
     runner.allocate_kv_cache(NUM_BLOCKS)
     assert runner.graphs is not None
     runner.graphs.capture_next()
+    device.num_replayed = 0  # What tried the graph does not count.
     return runner, device
 
 
@@ -153,6 +165,11 @@ def test_replays_are_eager_steps(variant: Variant | None, tmp_path: Path) -> Non
         ("aten._local_scalar_dense", lambda x: bool(x[0] > 0)),
         ("aten.index.Tensor", lambda x: x[x > 0]),
         ("tensor", lambda x: x + torch.tensor([1.0, 2.0, 3.0])),
+        ("asarray", lambda x: x + torch.asarray([1.0, 2.0, 3.0])),
+        ("lift_fresh", lambda x: x + torch.from_numpy(np.ones(3, np.float32))),
+        ("new_tensor", lambda x: x + x.new_tensor([1.0, 2.0, 3.0])),
+        ("numbers of the host", lambda x: x[[0, 2]]),
+        ("names no device", lambda x: x + torch.arange(3)),
         ("tolist", lambda x: x.tolist()),
         ("aten.bernoulli", lambda x: torch.bernoulli(x)),
     ],

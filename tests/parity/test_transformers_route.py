@@ -216,5 +216,6 @@ def prove(path: Path, reference: Reference | PagedModel) -> None:
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7), prompt(70, seed=8)]
     runner = runner_for(path, scheduling_policy="mixed", max_num_batched_tokens=48, model_impl="transformers")
     found = generate(runner, prompts)
+    assert {len(tokens) for tokens in found} == {GREEDY_TOKENS}
     assert found == reference.likeliest(prompts, found)
     assert model.greedy(prompts[0], GREEDY_TOKENS) == found[0]

@@ -12,13 +12,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 def quicken() -> None:
     """From now on. The interpreters of other versions are left as they are."""
-    if not hasattr(interpreter, "_LangPatchScope"):
+    if not triton.__version__.startswith("3.7."):
         return
     interpreter._patch_lang = _patch_lang
     interpreter._patch_builtin = _patch_builtin
@@ -123,5 +124,6 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 def _has_same_values(self: Any, other: Any) -> Any:
     """As it was, without a tuple made of the other one."""
+    other = other.value if isinstance(other, tl.constexpr) else other
     is_sequence = isinstance(other, (list, tuple, tl.core.tuple))
     return tl.constexpr(is_sequence and self.values == list(other))

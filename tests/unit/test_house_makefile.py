@@ -185,16 +185,32 @@ def test_a_torch_that_is_there_is_used_and_pinned_as_it_is(clone: Clone) -> None
     assert (clone.site / "present-torch.pth").read_text() == f"import site; site.addsitedir('{folder}')\n"
 
 
+@pytest.mark.parametrize("torch", ["2.13.0", "2.9.1+rocm7.0"])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_an_amd_gpu_that_torch_is_not_built_for_is_told_of(clone: Clone, torch: str, has_gpu: bool) -> None:
+    clone.add_torch(torch)
+    devices = clone.folder / "devices"
+    devices.mkdir()
+    if has_gpu:
+        (devices / "kfd").touch()
+    clone.environment["KAON_DEVICES"] = str(devices)
+    result = clone.make("install")
+    assert result.returncode == 0
+    is_told = "torch 2.13.0 is not built for ROCm: models run on the CPU. Set PIP_EXTRA_INDEX_URL" in result.stderr
+    assert is_told == (has_gpu and torch == "2.13.0")
+
+
 def test_a_triton_that_came_with_torch_is_left_alone(clone: Clone) -> None:
     (clone.add_torch("2.9.1+rocm7.0") / "triton").mkdir()
     assert clone.make("test").returncode == 0
     assert "triton>=" not in "".join(clone.done())
 
 
-def test_a_torch_that_is_too_old_is_left_alone_and_said_so(clone: Clone) -> None:
-    clone.add_torch("2.4.0")
+@pytest.mark.parametrize("version", ["2.4.0", "2.9.0a0+git1c57644"])
+def test_a_torch_that_is_too_old_is_left_alone_and_said_so(clone: Clone, version: str) -> None:
+    clone.add_torch(version)
     result = clone.make("install")
-    assert "torch 2.4.0" in result.stderr
+    assert f"torch {version}" in result.stderr
     assert "older than 2.9" in result.stderr
     assert (clone.venv / "constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
     assert not list(clone.site.iterdir())

@@ -199,7 +199,7 @@ class FakeGpu:
 
     def reset_peak(self) -> None:
         self.calls.append("reset_peak")
-        self.most = self.in_use
+        self.most = self.reserved = self.in_use
 
     def step(self, num_seqs: int) -> None:
         self.calls.append(f"step of {num_seqs}")
@@ -218,13 +218,34 @@ def test_a_gpu_gives_what_utilization_leaves_beside_the_peak_and_what_others_hol
     assert "50% of 80.00 GiB, less 25.00 GiB at the peak" in budget.reason
 
 
-@pytest.mark.parametrize(("slot_bytes", "num_seqs"), [(GIB // 8, 64), (GIB, 30), (100 * GIB, 1)])
+@pytest.mark.parametrize(("slot_bytes", "num_seqs"), [(GIB // 8, 64), (GIB, 28), (100 * GIB, 1)])
 def test_states_of_the_worst_case_step_are_the_caches_own(slot_bytes: int, num_seqs: int) -> None:
-    """And they are of no more sequences than half of what is free holds: 60 GiB."""
+    """And they are of no more sequences than half of what is free holds, 60 GiB, in sixteenths of all."""
     gpu = FakeGpu(slot_bytes)
+    gpu.reserved += 20 * GIB  # Kept for reuse, which is given back first.
     budget = gpu_budget(Config(max_num_seqs=64), gpu, gpu.step, block_bytes=0, slot_bytes=slot_bytes)
     assert gpu.calls == ["reset_peak", f"step of {num_seqs}"]
     assert budget.num_bytes == (72 - 26 - 4) * GIB
+    size = kv_cache_size(
+        Config(max_num_seqs=64), block_bytes=1, slot_bytes=1, max_model_len=100, budget=lambda: budget
+    )
+    assert size.num_slots == num_seqs
+
+
+def test_ranks_with_other_room_measure_a_step_of_as_many_sequences() -> None:
+    roomy, full = FakeGpu(GIB), FakeGpu(GIB)
+    full.in_use = full.reserved = 40 * GIB
+    for gpu, other in ((roomy, full), (full, roomy)):
+        answers = iter([other.free() // 2 >= 64 * share // 16 * GIB for share in range(16, 0, -1)])
+        gpu_budget(
+            Config(max_num_seqs=64),
+            gpu,
+            gpu.step,
+            block_bytes=0,
+            slot_bytes=GIB,
+            agree=lambda is_so, answers=answers: next(answers) and is_so,
+        )
+    assert roomy.calls == full.calls == ["reset_peak", "step of 16"]
 
 
 def test_a_cache_without_room_for_a_block_says_how_much_is_missing() -> None:

@@ -1,5 +1,6 @@
 """Small problems for each operator of the library, and how far its numbers are from torch's. The probe runs them."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -58,15 +59,23 @@ def _activation(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
 
 
 def _attention(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
-    """Decodes and spans with and without keys before them, in one batch."""
-    step = _Step(sizes, [1, 1, 1, 7, 40], [5, 300, 17, 30, 40], device)
+    """Decodes and spans with and without keys before them, in one batch; then decodes alone, one of a long context,
+    for which the library has other kernels.
+    """
+    mixed = _Step(sizes, [1, 1, 1, 7, 40], [5, 300, 17, 30, 40], device)
+    yield from mixed.findings(functools.partial(_attend_unified, mixed), attention.takes_unified)
+    decodes = _Step(sizes, [1] * 4, [5, 300, 17, 1500], device)
+    for what, options, sinks in decodes.ways():
+        if attention.takes_unified(options, sinks):
+            yield decodes.finding(f"{what}, of decodes", functools.partial(_attend_unified, decodes), options, sinks)
 
-    def attend(cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None) -> torch.Tensor:
-        out = torch.zeros_like(step.q)
-        attention.unified(step.q, out, cache, step.rows, options, sinks)
-        return out
 
-    yield from step.findings(attend, attention.takes_unified)
+def _attend_unified(
+    step: "_Step", cache: KVCacheTensor, options: AttentionOptions, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    out = torch.zeros_like(step.q)
+    attention.unified(step.q, out, cache, step.rows, options, sinks)
+    return out
 
 
 def _decode(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
