@@ -13,7 +13,7 @@ present_torch=$venv/present-torch.txt
 # What a Python says of itself: rank|path|version|version of its torch|folder of its torch. Ranks: 0 is too old, 1 newer
 # than tested, 2 as tested; 2 more where its torch can run Kaon. Has to parse on any Python.
 probe='
-import sys
+import re, sys
 version = sys.version_info[:2]
 rank, torch, folder = 0, "", ""
 if version >= (3, 11):
@@ -23,8 +23,8 @@ if version >= (3, 11):
         found = metadata.distribution("torch")
         torch, folder = found.version, str(found.locate_file(""))
         # 2.9.0a0, as some images have, is before 2.9 to pip.
-        early = any(letter.isalpha() for letter in torch.split("+")[0])
-        rank += 2 * (tuple(int(part) for part in torch.split(".")[:2]) >= ((2, 10) if early else (2, 9)))
+        early = re.match(r"2\.9(\.0)?\.?(a|b|rc|dev)", torch)
+        rank += 2 * (tuple(int(part) for part in torch.split(".")[:2]) >= (2, 9) and not early)
     except metadata.PackageNotFoundError:
         pass
 print("|".join([str(rank), sys.executable, "%d.%d" % version, torch, folder]))
@@ -89,15 +89,18 @@ case $extras in
     ;;
 esac
 
-# On AMD's GPUs, what pip brings by itself is of no use, and would be served with on the CPU.
-if [ -e "$devices/kfd" ]; then
-    torch=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
-    case $torch in
-    *rocm* | *git*) ;;
-    *)
-        say "there is an AMD GPU ($devices/kfd), but torch $torch is not built for ROCm: models run on the CPU." \
-            "Set PIP_EXTRA_INDEX_URL to the index of ROCm builds that pytorch.org/get-started names, then: rm -r $venv" \
-            "and make again"
-        ;;
-    esac
+# Where there are AMD's GPUs alone, what pip brings by itself would serve on the CPU.
+hip='
+import importlib.util, pathlib, runpy
+folder = importlib.util.find_spec("torch").submodule_search_locations[0]
+print(runpy.run_path(str(pathlib.Path(folder, "version.py")))["hip"] or "")
+'
+if [ -e "$devices/kfd" ] && [ ! -e "$devices/nvidiactl" ] && [ -z "$("$venv/bin/python" -c "$hip")" ]; then
+    if [ -f "$present_torch" ]; then
+        remedy="install a build for ROCm into that Python, or name another: make PYTHON=/path/to/python3"
+    else
+        remedy="set PIP_EXTRA_INDEX_URL to the index of ROCm builds that pytorch.org/get-started names"
+    fi
+    say "there is an AMD GPU ($devices/kfd), but torch is not built for ROCm: models run on the CPU. To use the GPU," \
+        "$remedy; then rm -r $venv and make again"
 fi

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -41,7 +42,19 @@ _REFUSED_CALLS = frozenset(
 )
 """Of which the dispatcher does not hear on a CPU."""
 _ON_A_DEVICE = frozenset(
-    {torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.zeros}
+    {
+        torch.arange,
+        torch.empty,
+        torch.eye,
+        torch.full,
+        torch.linspace,
+        torch.ones,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.scalar_tensor,
+        torch.zeros,
+    }
 )
 """Calls that make their tensor on the host unless a device is named."""
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
@@ -133,15 +146,19 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         given = kwargs or {}
-        if function in _REFUSED_CALLS or (function is torch.Tensor.__getitem__ and _is_list(args[1])):
+        if function in _REFUSED_CALLS or (function in _INDEXING and _is_list(args[1])):
             raise NotCapturable(f"{function} reads or brings numbers of the host")
         if function in _ON_A_DEVICE and given.get("device") is None:
             raise NotCapturable(f"{function} makes a tensor on the host: it names no device")
         return function(*args, **given)
 
 
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+
+
 def _is_list(index: Any) -> bool:
-    return isinstance(index, list) or (isinstance(index, tuple) and any(isinstance(each, list) for each in index))
+    indexes = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(each, (list, np.ndarray)) for each in indexes)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -41,8 +41,9 @@ class Clone:
         self.folder = folder / "clone"
         self.bin = folder / "bin"
         self.site = folder / "site"
+        self.devices = folder / "devices"
         self.log = folder / "log"
-        for made in (self.folder / "deploy", self.bin, self.site):
+        for made in (self.folder / "deploy", self.bin, self.site, self.devices):
             made.mkdir(parents=True)
         for name in ("Makefile", "pyproject.toml", "constraints.txt", "deploy/install.sh"):
             shutil.copy(ROOT / name, self.folder / name)
@@ -56,6 +57,7 @@ class Clone:
         self.environment = {
             "PATH": str(self.bin),
             "LOG": str(self.log),
+            "KAON_DEVICES": str(self.devices),
             "SITE": str(self.site),
             "REAL_PYTHON": sys.executable,
             "VENV_MODULE": "whole",
@@ -185,19 +187,36 @@ def test_a_torch_that_is_there_is_used_and_pinned_as_it_is(clone: Clone) -> None
     assert (clone.site / "present-torch.pth").read_text() == f"import site; site.addsitedir('{folder}')\n"
 
 
-@pytest.mark.parametrize("torch", ["2.13.0", "2.9.1+rocm7.0"])
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_an_amd_gpu_that_torch_is_not_built_for_is_told_of(clone: Clone, torch: str, has_gpu: bool) -> None:
-    clone.add_torch(torch)
-    devices = clone.folder / "devices"
-    devices.mkdir()
-    if has_gpu:
-        (devices / "kfd").touch()
-    clone.environment["KAON_DEVICES"] = str(devices)
+@pytest.mark.parametrize("is_present", [True, False])
+@pytest.mark.parametrize(
+    ("hip", "devices", "is_told"),
+    [
+        (None, ["kfd"], True),
+        ("7.0", ["kfd"], False),
+        (None, [], False),
+        (None, ["kfd", "nvidiactl"], False),
+    ],
+)
+def test_an_amd_gpu_that_torch_is_not_built_for_is_told_of(
+    clone: Clone, hip: str | None, devices: list[str], is_told: bool, is_present: bool
+) -> None:
+    folder = clone.add_torch("2.13.0" if is_present else "2.4.0")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "version.py").write_text(f"hip = {hip!r}\n")
+    for name in devices:
+        (clone.devices / name).touch()
     result = clone.make("install")
     assert result.returncode == 0
-    is_told = "torch 2.13.0 is not built for ROCm: models run on the CPU. Set PIP_EXTRA_INDEX_URL" in result.stderr
-    assert is_told == (has_gpu and torch == "2.13.0")
+    assert ("torch is not built for ROCm: models run on the CPU" in result.stderr) == is_told
+    assert ("into that Python" in result.stderr) == (is_told and is_present)
+    assert ("PIP_EXTRA_INDEX_URL" in result.stderr) == (is_told and not is_present)
+
+
+@pytest.mark.parametrize("version", ["2.9.1.post303", "2.9.1a0+git1", "2.10.0"])
+def test_a_torch_that_pip_takes_for_2_9_or_newer_is_used(clone: Clone, version: str) -> None:
+    clone.add_torch(version)
+    assert f"using torch {version} in" in clone.make("install").stderr
 
 
 def test_a_triton_that_came_with_torch_is_left_alone(clone: Clone) -> None:
