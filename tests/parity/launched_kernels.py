@@ -20,27 +20,21 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.worker import model_runner
 from engine.worker.step_launcher import StepLauncher
 from models.attention.triton import TritonAttentionBackend
 from models.kernels import triton as kernels
 from models.kernels.triton import configs, probe
+from models.kernels.triton.compilation import gpu_of
 from models.kernels.triton.configs import TARGETS, Target
 from tests.parity.ahead import Ahead
+from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.paged_model import prompt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 
 _LIMITS = {"max_num_batched_tokens": 80, "max_num_seqs": 6, "max_model_len": 128}
-_EACH_CHOICE = (
-    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=1, max_tokens=3, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=2, top_p=0.8, min_p=0.1, top_k=9, max_tokens=3, logprobs=3),
-    SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
-    SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
-)
 
 
 class FrontEnd:
@@ -65,8 +59,7 @@ class FrontEnd:
 @contextmanager
 def on(target: Target) -> Iterator[FrontEnd]:
     """Kernels of tensors on a CPU are made for such a GPU, and compute nothing."""
-    arch: str | int = target.arch if target.backend == "hip" else int(target.arch.removeprefix("sm_"))
-    gpu = GPUTarget(target.backend, arch, target.warp_size)
+    gpu = gpu_of(target)
     there = SimpleNamespace(
         get_current_target=lambda: gpu, get_current_device=lambda: 0, get_current_stream=lambda device: 0
     )
@@ -77,9 +70,7 @@ def on(target: Target) -> Iterator[FrontEnd]:
         patch.setattr(configs, "INTERPRETER", target)
         patch.setattr(probe, "probe", lambda device: None)
         patch.setattr(model_runner, "select_backend", TritonAttentionBackend)
-        patch.setattr(torch, "empty", torch.zeros)
-        patch.setattr(torch, "empty_like", torch.zeros_like)
-        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        allocate_zeros(patch)
         kernels.start(torch.device("cpu"))
         yield front_end
 
@@ -100,7 +91,7 @@ def launch_all(path: Path, dtype: torch.dtype) -> None:
     ahead.device = device
     runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
     ahead.run(
-        Sequence(prompt(3 + 20 * place, seed=place), 16, params, id=place) for place, params in enumerate(_EACH_CHOICE)
+        Sequence(prompt(3 + 20 * place, seed=place), 16, params, id=place) for place, params in enumerate(EACH_CHOICE)
     )
 
 

@@ -57,6 +57,7 @@ _ON_A_DEVICE = frozenset(
     }
 )
 """Calls that make their tensor on the host unless a device is named."""
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 
 
@@ -151,9 +152,6 @@ class _Calls(TorchFunctionMode):
         if function in _ON_A_DEVICE and given.get("device") is None:
             raise NotCapturable(f"{function} makes a tensor on the host: it names no device")
         return function(*args, **given)
-
-
-_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
 def _is_list(index: Any) -> bool:

@@ -19,6 +19,7 @@ from models.registry import ARCHITECTURES as REGISTERED
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.idle_kernels import allocate_zeros
 from tests.parity.paged_model import prompt
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.recorded_graph import NotCapturable, RecordedGraph, RecordingDevice
@@ -66,9 +67,7 @@ def _captures(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
 def _kernels_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they would have written is zeros."""
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *arguments, **options: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    allocate_zeros(monkeypatch)
 
 
 def checkpoint_of(variant: Variant | None, directory: Path) -> Path:

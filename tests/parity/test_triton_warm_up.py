@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu.empty_kernel import empty_kernel
 from benchmarks.gpu.launches import Launches
-from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.step_limits import StepOutOfMemory
 from engine.worker import model_runner
@@ -23,6 +22,7 @@ from models.kernels.triton.configs_dense import launch_of
 from models.parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -40,16 +40,9 @@ LIMITS = {"max_num_batched_tokens": 160, "max_num_seqs": 20, "max_model_len": 25
 def load() -> list[Sequence]:
     """Prompts that are chunked, that share steps, and that follow each other, each sampled in its own way."""
     rng = np.random.default_rng(1)
-    kinds = [
-        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=1, max_tokens=2, ignore_eos=True),
-        SamplingParams(temperature=0.9, seed=2, top_p=0.8, min_p=0.1, top_k=9, max_tokens=3, logprobs=3),
-        SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
-        SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
-    ]
     lengths = [1, 17, 200, 3, 64, 33, 5, 2, 90]
     return [
-        Sequence(rng.integers(0, VOCAB_SIZE, length).tolist(), 16, kinds[place % len(kinds)], id=place)
+        Sequence(rng.integers(0, VOCAB_SIZE, length).tolist(), 16, EACH_CHOICE[place % len(EACH_CHOICE)], id=place)
         for place, length in enumerate(lengths)
     ]
 
@@ -61,9 +54,7 @@ def fake_gpu(
     """Kernels are launched with the tiles of a GPU, and compute nothing: what they would have written is zeros."""
     monkeypatch.setattr(configs, "INTERPRETER", TARGETS[request.param])
     monkeypatch.setattr(type(empty_kernel), "run", lambda self, *arguments, **options: None)
-    monkeypatch.setattr(torch, "empty", torch.zeros)
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
-    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+    allocate_zeros(monkeypatch)
     launch_of.cache_clear()
     yield
     launch_of.cache_clear()

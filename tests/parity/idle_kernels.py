@@ -1,0 +1,26 @@
+"""Kernels that compute nothing: what their launches take and allocate is what is looked at."""
+
+import pytest
+import torch
+
+# Rows of the table that name the interpreter are made before a test puts a GPU in its place.
+import models.kernels.triton.configs_dense
+import models.kernels.triton.configs_latent
+import models.kernels.triton.configs_quantized  # noqa: F401
+from engine.sampling_params import SamplingParams
+
+EACH_CHOICE = (
+    SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=2, top_p=0.8, min_p=0.1, top_k=9, max_tokens=3, logprobs=3),
+    SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=2),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, logit_bias={5: 3.0}, max_tokens=2, logprobs=0),
+)
+"""Every way of choosing a token, by other kernels each."""
+
+
+def allocate_zeros(patch: pytest.MonkeyPatch) -> None:
+    """What kernels would have written is zeros."""
+    patch.setattr(torch, "empty", torch.zeros)
+    patch.setattr(torch, "empty_like", torch.zeros_like)
+    patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
