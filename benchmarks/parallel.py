@@ -27,7 +27,7 @@ from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.worker.curve import Doorkeeper
-from engine.worker.input_batch import InputBatch
+from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.rank_messages import SharedMemory, StepAddress
 from engine.worker.rank_places import EndTaker, StepWriter
 from engine.worker.step_ends import StepEnds
@@ -71,14 +71,14 @@ def _rows(num_rows: int) -> dict[int, Sequence]:
 def _follow(steps: ToldSteps, num_rows: int) -> None:
     """The other rank: does with each step what a shard's runner does, but for the model."""
     input_batch = _input_batch(num_rows)
-    slots = np.zeros(0, dtype=np.int64)
+    inputs: StepInputs | None = None
     for _ in range(STEPS + 1):
         message = decode_step(steps.read())
-        if len(slots):
-            input_batch.append(slots, np.array(message.sampled, dtype=np.int64))
+        if inputs is not None:
+            input_batch.keep(inputs, np.array(message.sampled, dtype=np.int64))
         batch = rank_batch(message, BLOCK_SIZE)
         input_batch.apply(batch)
-        slots = input_batch.step_inputs(batch).sampled_slots
+        inputs = input_batch.step_inputs(batch)
         _compute(MODEL_SECONDS)
         steps.tell()
 
@@ -147,7 +147,7 @@ def control_seconds(
             input_batch.apply(batch)
             inputs = input_batch.step_inputs(batch)
             _compute(MODEL_SECONDS)
-            input_batch.append(inputs.sampled_slots, inputs.input_ids[-num_rows:])
+            input_batch.keep(inputs, inputs.input_ids[-num_rows:])
             alone = time.perf_counter() - told
             ends.take(0)
             added.append(time.perf_counter() - start - alone)

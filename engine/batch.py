@@ -110,6 +110,14 @@ class ScheduledBatch:
         return tokens
 
     @property
+    def draft_tokens(self) -> list[int]:
+        """The drafts of all rows, in order; each row's are the last of the tokens that it computes."""
+        if not self.scheduled_spec_decode_tokens:
+            return []
+        drafts = self.scheduled_spec_decode_tokens
+        return [token for seq_id in self.req_ids for token in drafts.get(seq_id, ())]
+
+    @property
     def temperatures(self) -> list[float]:
         return [seq.temperature for seq in self._rows]
 

@@ -42,10 +42,28 @@ class CompilationConfig(Section):
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: how many draft tokens a step verifies."""
+    """Speculative decoding: where draft tokens come from, and how many a step verifies."""
 
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 1
-    """Draft tokens proposed for, and verified in, each decode step."""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 4
+    """Draft tokens of a sequence that a decode step verifies at most; setting any of these turns drafts on."""
+
+    speculative_method: Literal["ngram"] = "ngram"
+    """`ngram` drafts what came next when a sequence's last tokens came before in it."""
+
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3
+    """Last tokens that must have come before for `ngram` to draft."""
+
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 16
+    """Of several places where they came, `ngram` takes the one that matches most, up to so many tokens."""
+
+    @model_validator(mode="after")
+    def _shortest_is_no_longer_than_longest(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min is {self.prompt_lookup_min}, but prompt_lookup_max is {self.prompt_lookup_max}; "
+                "it must not be larger"
+            )
+        return self
 
 
 class QuantizationConfig(Section):

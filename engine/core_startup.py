@@ -134,8 +134,6 @@ def _load_tokenizer(path: "Path") -> "Tokenizer":
 
 
 def _refuse_unsupported(config: Config) -> None:
-    if config.speculative_config is not None:
-        raise ValueError("num_speculative_tokens is set, but this release has no draft proposer; leave it out")
     parallel = config.parallel_config
     if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
         raise ValueError(

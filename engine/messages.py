@@ -159,6 +159,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """`prefill`, `decode` or `mixed`; what the step just run was."""
     step_seconds: float
     """Duration of the step just run: schedule, forward and postprocess."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

@@ -8,13 +8,14 @@ stops is `engine.stops`'.
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from engine.batch import AppendedBlocks, ScheduledBatch, ScheduledBatchOutput
 from engine.first_outputs import keep_prompt_logprobs, take_token_back, tell_first_token
 from engine.messages import RequestOutput, SchedulerStats, terminal_output
 from engine.sequence import Sequence, SequenceStatus, SequenceType
+from engine.spec_decode.drafts import Drafts
 from engine.step_builder import DecodeRows, StepBuilder
 from engine.step_limits import StepLimits
 from engine.stops import StopConditions
@@ -28,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_AGING_SECONDS = 10.0
 """Waiting that a step of priority weighs as much as; `Config` has the same."""
-
-SPEC_STATS_INTERVAL = 1000
-"""Draft tokens between two log lines on their acceptance."""
 
 
 class Scheduler:
@@ -60,11 +58,8 @@ class Scheduler:
         self.prev_prompt = False
         self.last_prompt_latency = 0.0
         self.delay_factor: float = config.scheduler_delay_factor
-        speculative = getattr(config, "speculative_config", None)
-        self.use_spec = speculative is not None
-        self.mtp_k: int = speculative.num_speculative_tokens if speculative is not None else 0
-        self.total_draft_tokens = 0
-        self.total_accepted_tokens = 0
+        self.drafts = Drafts(config, config.max_num_seqs)
+        self.use_spec, self.mtp_k = self.drafts.are_on, self.drafts.most
         self.mixed: bool = getattr(config, "scheduling_policy", "prefill_first") == "mixed"
 
         # A sequence's last token needs no KV: nothing comes after it.
@@ -215,11 +210,13 @@ class Scheduler:
         seqs: list[Sequence],
         fwd_output: ScheduledBatchOutput,
         stream_output_queue: OutputQueue | None = None,
+        verified: Mapping[int, list[int]] | None = None,
     ) -> list[Sequence]:
         """Give the step's sequences their tokens, stop and free the finished ones; returns those.
 
         Tokens of a sequence that is no longer running (aborted or preempted meanwhile) are dropped, as are tokens
         sampled past a stop, or after a part of a prompt. With a queue, it is given one list of `RequestOutput`s.
+        `verified`: the step's drafts by sequence; None: those that the sequences have now.
         """
         tokens_by_id = fwd_output.token_ids
         running, prefilling = SequenceStatus.RUNNING, self._prefilling
@@ -263,7 +260,7 @@ class Scheduler:
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
         if self.use_spec:
-            self._take_drafts(seqs, fwd_output)
+            self.drafts.take(seqs, fwd_output, verified)
         if fwd_output.logprobs:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)
@@ -294,15 +291,17 @@ class Scheduler:
 
     def update_spec_stats(self, num_accepted_tokens: int) -> None:
         """Count one verified draft: `num_accepted_tokens` were emitted, one of them the target model's own."""
-        self.total_draft_tokens += self.mtp_k
-        self.total_accepted_tokens += num_accepted_tokens - 1
-        if self.total_draft_tokens % SPEC_STATS_INTERVAL < self.mtp_k:
-            logger.info(
-                "[MTP Stats] Total draft tokens: %d, Accepted: %d, Acceptance rate: %.2f%%",
-                self.total_draft_tokens,
-                self.total_accepted_tokens,
-                100.0 * self.total_accepted_tokens / self.total_draft_tokens,
-            )
+        self.drafts.count(num_accepted_tokens, self.mtp_k)
+
+    @property
+    def total_draft_tokens(self) -> int:
+        """Draft tokens verified so far."""
+        return self.drafts.num_proposed
+
+    @property
+    def total_accepted_tokens(self) -> int:
+        """Of them, those that the model would have chosen."""
+        return self.drafts.num_accepted
 
     # -- watching -----------------------------------------------------------------------------------------------
 
@@ -319,6 +318,8 @@ class Scheduler:
             prefill_tokens=self._prefill_tokens,
             step_kind=step_kind,
             step_seconds=step_seconds,
+            draft_tokens=self.drafts.num_proposed,
+            accepted_draft_tokens=self.drafts.num_accepted,
         )
 
     def check_integrity(self) -> None:
@@ -411,6 +412,8 @@ class Scheduler:
     def _schedule_decodes(self, step: StepBuilder) -> bool:
         """One token, and its drafts, of every sequence whose prompt is computed; False: a step must be read first.
 
+        A step that verifies drafts is one: where its rows go on depends on how many are accepted.
+
         Python looks closely only at a sequence that needs a block or fills one, one step in `block_size`.
         """
         rows = self._decode_rows
@@ -422,27 +425,35 @@ class Scheduler:
                     self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
         lengths = list(map(len, rows.token_ids))
         if self.submitted:
+            if self.submitted.verify_drafts:
+                return False
             rows, lengths = rows.going_on()
             if not rows.seqs:
                 return True
+        self.drafts.propose(rows.seqs, step.budget)
         # A sequence grows by at most 1 + k tokens a step: these are all that may cross a block boundary in this one.
         size, k = self.block_manager.block_size, self.mtp_k
         eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
-        if self.submitted and not self.block_manager.can_append_all(rows.seqs[i] for i in eventful):
+        growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
+        if self.submitted and not self.block_manager.can_append_all(growths):
             return False
-        for i in eventful:
-            seq = rows.seqs[i]
+        for seq, count in growths:
             if seq.status is SequenceStatus.RUNNING:
-                self._grow(step, seq, 1 + (min(k, seq.num_useful_drafts) if k else 0))
+                self._grow(step, seq, count)
         if self._decode_rows is None:
             return self._schedule_decodes(step)
         step.add_decodes(rows, lengths)
         return True
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
-        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
+        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some.
+
+        Nobody is preempted for drafts: without room for them there are none.
+        """
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
+        if num_new_tokens > 1 and not self.block_manager.can_append(seq, num_new_tokens):
+            seq.spec_token_ids, num_new_tokens = [], 1
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
             victim = self.running[-1]
             self.preempt(victim)
@@ -452,13 +463,6 @@ class Scheduler:
             step.appended_blocks.append(AppendedBlocks(seq.slot, len(seq.block_table) - len(added), added))
 
     # -- leaving ------------------------------------------------------------------------------------------------
-
-    def _take_drafts(self, seqs: list[Sequence], fwd_output: ScheduledBatchOutput) -> None:
-        """Count what was accepted, and keep the drafts for the next step."""
-        for seq in seqs:
-            if seq.spec_token_ids and seq.id in fwd_output.token_ids:
-                self.update_spec_stats(len(fwd_output.token_ids[seq.id]))
-            seq.spec_token_ids = (fwd_output.draft_token_ids or {}).get(seq.id, [])
 
     def _fail_rows(
         self, seqs: Iterable[Sequence], errors: dict[int, str], bad_request: bool = False

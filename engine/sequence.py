@@ -11,6 +11,7 @@ from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
 
 if TYPE_CHECKING:
+    from engine.spec_decode.prompt_lookup import PromptLookup
     from engine.structured.matchers import Matcher
 
 
@@ -101,6 +102,8 @@ class Sequence:
         self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""
+        self.lookup: PromptLookup | None = None
+        """Where they come from; made when first needed."""
         self.matcher: Matcher | None = None
         """Place in the request's grammar, behind the tokens generated so far; set before the sequence is queued."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
@@ -163,7 +166,12 @@ class Sequence:
     @property
     def num_useful_drafts(self) -> int:
         """Drafts that could still be accepted before `token_limit`, besides the token that each step brings."""
-        return max(0, self.token_limit - len(self.token_ids) - 1)
+        return max(0, self.token_limit - self.num_tokens - 1)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that the next step verifies."""
+        return min(len(self.spec_token_ids), self.num_useful_drafts)
 
     @property
     def num_cached_blocks(self) -> int:

@@ -62,13 +62,13 @@ class StepBuilder:
         self.num_decodes = len(rows.seqs)
         self.counts, self.context_lens = rows.counts.copy(), lengths
         if self.num_drafts:
-            drafts = ((seq.id, seq.spec_token_ids[: seq.num_useful_drafts]) for seq in rows.seqs)
+            drafts = ((seq.id, seq.spec_token_ids[: seq.num_drafts]) for seq in rows.seqs)
             self.drafts = {seq_id: tokens for seq_id, tokens in drafts if tokens}
             drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)
-        self.budget -= self.num_decodes * (1 + self.num_drafts)
+        self.budget -= self.num_decode_tokens
 
     def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
         total = sum(self.counts)

@@ -5,7 +5,7 @@ last has been read: no submitted step computes for a slot, or over a block, that
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
@@ -24,7 +24,11 @@ class Owner(Protocol):
     """What is needed of the scheduler."""
 
     def postprocess(
-        self, seqs: list[Sequence], fwd_output: ScheduledBatchOutput, stream_output_queue: OutputQueue | None = None
+        self,
+        seqs: list[Sequence],
+        fwd_output: ScheduledBatchOutput,
+        stream_output_queue: OutputQueue | None = None,
+        verified: Mapping[int, list[int]] | None = None,
     ) -> list[Sequence]: ...
 
     def retract(self, seqs: Iterable[Sequence]) -> None: ...
@@ -54,6 +58,11 @@ class SubmittedSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def verify_drafts(self) -> bool:
+        """Whether one of the steps does: how many tokens its rows get is known when it has been read."""
+        return any(step.batch.scheduled_spec_decode_tokens for step in self._steps)
+
     def begin(self, batch: ScheduledBatch) -> None:
         """A step was submitted. Sequences whose last token it computes get a placeholder for what it samples."""
         seqs, num_decodes = batch.sequences, batch.total_seqs_num_decode
@@ -81,7 +90,7 @@ class SubmittedSteps:
         step, live = self._end()
         for seq in step.parts:
             fwd_output.token_ids.pop(seq.id, None)
-        self._scheduler.postprocess(live, fwd_output, stream_output_queue)
+        self._scheduler.postprocess(live, fwd_output, stream_output_queue, batch.scheduled_spec_decode_tokens)
         if spoiled:
             self._scheduler.retract([seq for seq in self._started() if not spoiled.isdisjoint(seq.block_table)])
 

@@ -44,6 +44,12 @@ _SINCE_CORE_START = (
         "Times a running request was preempted for want of KV-cache blocks.",
         "preemptions",
     ),
+    ("kaon_draft_tokens_total", "Draft tokens verified.", "draft_tokens"),
+    (
+        "kaon_accepted_draft_tokens_total",
+        "Draft tokens that were what the model would have chosen.",
+        "accepted_draft_tokens",
+    ),
 )
 """Counters with the field of `SchedulerStats` that each follows."""
 

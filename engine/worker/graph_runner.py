@@ -73,10 +73,12 @@ class GraphRunner:
         sizes: Sequence[int],
         shape: GraphShape,
         parallel: TensorParallel = SINGLE_RANK,
+        memory: GraphMemory | None = None,
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
-        `sizes`: rows. `parallel`: the ranks that replay graphs together.
+        `sizes`: rows. `parallel`: the ranks that replay graphs together. `memory`: of the device's graphs; None: these
+        are all.
         """
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
@@ -91,8 +93,23 @@ class GraphRunner:
         self._hidden: torch.Tensor | None = None
         """What all graphs write their rows to; as wide as the model, which the first capture shows."""
         backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
-        self._memory = GraphMemory(device.memory)
+        self._memory = memory or GraphMemory(device.memory)
         self._has_told_of_memory = False
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a row."""
+        return self._shape.query_len
+
+    @property
+    def spare_slot(self) -> int:
+        """In a slot mapping: what is nobody's goes there."""
+        return self._shape.spare_block * self._shape.block_size
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are sizes that were not tried yet."""
+        return bool(self._pending)
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -187,7 +204,8 @@ class GraphRunner:
             self._memory.note_graph()
             _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
         if not self._pending and self._captured:
-            _log.info("Decodes replay %d graphs, of %d to %d rows", len(self._captured), *self._ends)
+            what = "Decodes" if self.query_len == 1 else f"Decodes of {self.query_len} tokens, drafts among them,"
+            _log.info("%s replay %d graphs, of %d to %d rows", what, len(self._captured), *self._ends)
         return bool(self._pending)
 
     @property

@@ -6,7 +6,7 @@ they sampled were appended here.
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from engine.batch import AppendedBlocks, PromptSpan
 from engine.sequence import Sequence
 from engine.worker.sampling_columns import LATER, SamplingColumns, SamplingRows
+from engine.worker.verification import counted_places
 
 
 class StepRows(Protocol):
@@ -35,11 +36,17 @@ class StepRows(Protocol):
     def appended_blocks(self) -> Rows[AppendedBlocks]: ...
     @property
     def prompt_spans(self) -> list[PromptSpan]: ...
+    @property
+    def draft_tokens(self) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's arrays: B rows, decodes first, of T tokens together; S of the rows sample a token."""
+    """One step's arrays: B rows, decodes first, of T tokens together. At S places of them a token is sampled.
+
+    A row has one place, behind its last known token; one that verifies drafts also one behind each draft, and one that
+    computes a part of a prompt none.
+    """
 
     input_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T]
@@ -52,20 +59,31 @@ class StepInputs:
     num_decodes: int
     """Leading rows of `query_len` tokens each."""
     slots: npt.NDArray[np.int64]  # [B]
-    sampled_rows: npt.NDArray[np.int64]  # [S], those whose last known token is computed in this step
+    sampled_rows: npt.NDArray[np.int64]  # [S], ascending: of each place
     sampled_slots: npt.NDArray[np.int64]  # [S]
-    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of each sampled row's last one
+    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one that each place is behind
     unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
     unread_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
     sampling: SamplingRows
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     query_len: int = 1
     """One token, and as many drafts as are verified with it."""
+    has_drafts: bool = False
+    """Whether a row has several places."""
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
         """Where each sampled token goes in its sequence. # [S]"""
-        return self.seq_lens[self.sampled_rows]
+        return self.positions[self.last_tokens] + 1
+
+
+class RowsAlike(NamedTuple):
+    """How rows that verify drafts have one length, as graphs want them."""
+
+    query_len: int
+    """One token, and all the drafts that a row may have. One that has fewer computes tokens again that were before."""
+    spare_slot: int
+    """Where the keys and values of these go, which are stored already."""
 
 
 class TableChanges:
@@ -142,23 +160,45 @@ class InputBatch:
         for seq in batch.new_seqs:
             self._write(seq)
 
-    def step_inputs(self, batch: StepRows) -> StepInputs:
-        """The arrays of a step whose changes have been applied."""
+    def step_inputs(self, batch: StepRows, alike: "RowsAlike | None" = None) -> StepInputs:
+        """The arrays of a step whose changes have been applied.
+
+        `alike`: what rows are to be where one of a step of decodes verifies drafts, if all sequences are as long.
+        """
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
-        query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
+        scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
+        num_decodes = batch.total_seqs_num_decode
+        if batch.draft_tokens and alike and num_decodes == len(slots) and seq_lens.min() >= alike.query_len:
+            query_lens = np.full_like(scheduled, alike.query_len)
         ends = np.cumsum(query_lens)
-        if batch.total_tokens_num == len(slots):
+        num_tokens_in_step = int(ends[-1])
+        if num_tokens_in_step == len(slots):
             token_slots, positions = slots, seq_lens - 1
         else:
             # Token t of row r has the position t - (first t of r) + (first position of r); both firsts are end - span.
             token_slots = np.repeat(slots, query_lens)
-            positions = np.arange(batch.total_tokens_num) + np.repeat(seq_lens - ends, query_lens)
+            positions = np.arange(num_tokens_in_step) + np.repeat(seq_lens - ends, query_lens)
         blocks, offsets = np.divmod(positions, self.block_size)
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)
-        sampled_slots = slots[sampled]
+        last_tokens = ends[sampled] - 1
+        slot_mapping = self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
+        length_of_decodes = 1
+        if batch.draft_tokens:
+            counts = np.where(sampled < num_decodes, scheduled[sampled], 1)
+            sampled, last_tokens, drafts = _places(sampled, last_tokens, counts)
+            self._tokens[token_slots[drafts], positions[drafts]] = batch.draft_tokens
+            if alike:
+                slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = alike.spare_slot
+            # Rows of one length are decodes to the attention backend, others are spans as those of a prompt.
+            longest = int(query_lens[:num_decodes].max())
+            if int(query_lens[:num_decodes].min()) == longest:
+                length_of_decodes = longest
+            else:
+                num_decodes = 0
+        sampled_slots, places = slots[sampled], positions[last_tokens] + 1
         # Of a row's tokens but the drafts, which are known here, only the last may not be.
         num_read = self._num_read[slots]
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
@@ -166,20 +206,22 @@ class InputBatch:
         return StepInputs(
             input_ids=self._tokens[token_slots, positions].astype(np.int64),
             positions=positions,
-            slot_mapping=self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets,
+            slot_mapping=slot_mapping,
             query_lens=query_lens,
             seq_lens=seq_lens,
             block_tables=None if self._device_has_tables else self._block_table[:, :num_blocks][slots],
             num_blocks=num_blocks,
-            num_decodes=batch.total_seqs_num_decode,
+            num_decodes=num_decodes,
             slots=slots,
             sampled_rows=sampled,
             sampled_slots=sampled_slots,
-            last_tokens=ends[sampled] - 1,
+            last_tokens=last_tokens,
             unread_rows=unread,
             unread_tokens=(ends - seq_lens + num_read)[unread],
-            sampling=LATER if is_late else self._sampling.rows(sampled_slots, num_tokens[sampled], self._tokens),
+            sampling=LATER if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
             adapters=self._adapters_of(slots),
+            query_len=length_of_decodes,
+            has_drafts=bool(batch.draft_tokens),
         )
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
@@ -197,25 +239,19 @@ class InputBatch:
         """Whether each of these slots takes its likeliest token, and asks nothing else of the logits."""
         return self._sampling.are_greedy(slots)
 
-    def append(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
-        """Add the token that each of these slots sampled."""
-        self._tokens[slots, self._num_tokens[slots]] = token_ids
-        self._num_tokens[slots] += 1
-        self._num_read[slots] += 1
+    def reserve(self, inputs: StepInputs) -> None:
+        """Each sequence that samples has a further token, of a step that was launched; `keep` tells which."""
+        self._num_tokens[inputs.sampled_slots] += 1
 
-    def reserve(self, slots: npt.NDArray[np.int64]) -> None:
-        """Each of these slots samples a token in a step that was launched; `fill` tells which."""
-        self._num_tokens[slots] += 1
-
-    def fill(
-        self,
-        slots: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        token_ids: npt.NDArray[np.int64],
-    ) -> None:
-        """The tokens that were reserved first, at these positions. # 3 x [S]"""
+    def keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
+        """Take in what was sampled at a step's places. # [S]"""
+        slots, positions, counted = inputs.sampled_slots, inputs.sampled_positions, counted_places(inputs, token_ids)
+        if counted is not None:
+            slots, positions, token_ids = slots[counted], positions[counted], token_ids[counted]
         self._tokens[slots, positions] = token_ids
+        # Of a slot that is named several times the last one counts, which is its furthest.
         self._num_read[slots] = positions + 1
+        self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
 
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot
@@ -229,3 +265,17 @@ class InputBatch:
         if self._adapters is not None:
             self._adapters[slot] = seq.adapter
         self._sampling.write(slot, seq)
+
+
+def _places(
+    rows: npt.NDArray[np.int64], last_tokens: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows that verify drafts at so many places each: the places' rows and tokens, and which tokens are drafts.
+
+    # 3 x [rows] -> [S], [S], [drafts]
+    """
+    ends = np.cumsum(counts)
+    behind = np.arange(ends[-1]) + np.repeat(last_tokens + 1 - ends, counts)
+    is_draft = np.ones(len(behind), dtype=np.bool_)
+    is_draft[ends - counts] = False
+    return np.repeat(rows, counts), behind, behind[is_draft]

@@ -1,7 +1,12 @@
-"""Which models replay decodes from graphs, and the `GraphRunner` of one that does. Asked by the model runner."""
+"""Which models replay decodes from graphs, and the `DecodeGraphs` of one that does. Asked by the model runner."""
+
+import dataclasses
 
 from engine.config import Config
+from engine.spec_decode.drafts import most_choices
+from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.device import Device
+from engine.worker.graph_memory import GraphMemory
 from engine.worker.graph_runner import GraphRunner, GraphShape, capture_sizes
 from engine.worker.layer_caches import LayerCaches
 from models.attention.base import AttentionBackend
@@ -32,7 +37,7 @@ def make_graphs(
     max_model_len: int,
     spare_block: int,
     spare_slot: int,
-) -> GraphRunner:
+) -> DecodeGraphs:
     """Graphs of a model whose caches have a block and a slot to spare."""
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
@@ -43,4 +48,12 @@ def make_graphs(
         have_states=caches.have_states,
     )
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
-    return GraphRunner(device, backend, model, sizes, shape, parallel)
+    memory = GraphMemory(device.memory)
+    plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory)
+    drafts = config.speculative_config
+    if drafts is None:
+        return DecodeGraphs(plain)
+    shape = dataclasses.replace(shape, query_len=1 + drafts.num_speculative_tokens)
+    most = max(1, most_choices(config.max_num_seqs) // shape.query_len)
+    sizes = sorted({min(size, most) for size in sizes})
+    return DecodeGraphs(plain, GraphRunner(device, backend, model, sizes, shape, parallel, memory))

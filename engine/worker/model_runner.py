@@ -16,11 +16,12 @@ import torch
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.config import Config
 from engine.messages import TokenLogprobs
+from engine.spec_decode.drafts import most_choices
 from engine.worker.committed import CommittedBlocks
 from engine.worker.compiled_model import compile_model, compiling
+from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.device import device_of
 from engine.worker.device_batch import DeviceInputs, Place
-from engine.worker.graph_runner import GraphRunner
 from engine.worker.input_batch import InputBatch, StepInputs, StepRows
 from engine.worker.kv_memory import TorchDeviceMemory, at_start, in_step
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
@@ -84,7 +85,7 @@ class ModelRunner:
     """How many each replica computes in the next step, where they do so in lockstep."""
     spare_block: int | None = None
     """Of the cache, which no sequence uses: dummy steps between those of sequences write there."""
-    graphs: GraphRunner | None = None
+    graphs: DecodeGraphs | None = None
     """Where decode steps are replayed."""
     tables: ResidentTables | None = None
     """Block tables on the device, where the attention backend reads them there."""
@@ -243,7 +244,7 @@ class ModelRunner:
             except NotRecordable as reason:
                 _log.info("Steps run operator by operator: %s", reason)
             if isinstance(self.model_config, ModelConfig):
-                hidden_size, max_rows = self.model_config.hidden_size, self.config.max_num_seqs
+                hidden_size, max_rows = self.model_config.hidden_size, self._most_choices
                 self.greedy_head = GreedyHead.of(self.operators, self._own_logits, hidden_size, max_rows)
 
     def _activation_bytes(self) -> int:
@@ -314,8 +315,20 @@ class ModelRunner:
         set_kv_cache_data({})
 
     @property
+    def _most_choices(self) -> int:
+        """Tokens that are chosen in a step."""
+        most = self.config.max_num_seqs
+        return most if self.config.speculative_config is None else most_choices(most)
+
+    @property
     def _step_sizes(self) -> StepSizes:
-        return StepSizes(self.config.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len)
+        config, drafts = self.config, self.config.speculative_config
+        return StepSizes(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            self.max_model_len,
+            0 if drafts is None else drafts.num_speculative_tokens,
+        )
 
     def _dummy_step(self, step: WarmUpStep) -> None:
         """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
@@ -383,7 +396,7 @@ class ModelRunner:
         return self._step_inputs(batch)
 
     def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
-        inputs = self.input_batch.step_inputs(batch)
+        inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.alike)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)
@@ -441,7 +454,7 @@ class ModelRunner:
 
     def _keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
         """Remember what the step's rows sampled, for the next step."""
-        self.input_batch.append(inputs.sampled_slots, token_ids)
+        self.input_batch.keep(inputs, token_ids)
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
         """Of the step's tokens but for those that pad it. # [num_tokens, H]"""

@@ -10,11 +10,12 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.worker.input_batch import StepInputs
 from engine.worker.sampling_columns import SamplingRows
+from engine.worker.verification import counted_places
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A token for each of N rows, except those that are `broken` or `refused`."""
+    """A token for each of N places, one a row unless it verifies drafts; except those `broken` or `refused`."""
 
     token_ids: npt.NDArray[np.int64]  # [N]
     logprobs: dict[int, TokenLogprobs]
@@ -45,18 +46,31 @@ def exhausted(broken: list[int], peaks: npt.NDArray[np.float32], rows: SamplingR
 def output_of(
     batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens, dtype: torch.dtype
 ) -> ScheduledBatchOutput:
-    """What a step of a model in `dtype` sampled, by sequence."""
+    """What a step of a model in `dtype` sampled, by sequence. Behind a draft that is rejected nothing counts."""
     ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
-    token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
-    errors = {}
-    for row in sampled.broken:
-        del token_ids[ids[row]]
-        errors[ids[row]] = (
-            f"the model's logits are not finite after {inputs.seq_lens[inputs.sampled_rows[row]]} tokens: the "
+    counted = counted_places(inputs, sampled.token_ids)
+    places = range(len(ids)) if counted is None else counted.tolist()
+    token_ids: dict[int, tuple[int, ...]]
+    logprobs: dict[int, list[TokenLogprobs]]
+    if counted is None:
+        token_ids = dict(zip(ids, zip(sampled.token_ids.tolist(), strict=True), strict=True))
+        logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
+    else:
+        token_ids, logprobs = {}, {}
+        for place in places:
+            token_ids[ids[place]] = (*token_ids.get(ids[place], ()), int(sampled.token_ids[place]))
+            if place in sampled.logprobs:
+                logprobs.setdefault(ids[place], []).append(sampled.logprobs[place])
+    errors = {
+        ids[place]: (
+            f"the model's logits are not finite after {inputs.sampled_positions[place]} tokens: the "
             f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
         )
-    refusals = {ids[row]: reason for row, reason in sampled.refused.items()}
-    for refused in refusals:
-        del token_ids[refused]
-    logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
+        for place in sampled.broken
+        if place in places
+    }
+    refusals = {ids[place]: reason for place, reason in sampled.refused.items() if place in places}
+    for seq_id in (*errors, *refusals):
+        token_ids.pop(seq_id, None)
+        logprobs.pop(seq_id, None)
     return ScheduledBatchOutput(token_ids, logprobs=logprobs or None, errors=errors or None, refusals=refusals or None)

@@ -32,8 +32,8 @@ class ShardRunner(ModelRunner):
     """Who is told of each step; set on rank 0 once all have loaded."""
     _moves_no_logits = False
     """Whether the ranks choose among their likeliest tokens in the running step."""
-    _sampled_slots: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-    """Of the last step that was followed."""
+    _followed: StepInputs | None = None
+    """The last step, unless it failed here."""
 
     def prepare_model(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
         """See `ModelRunner`; on rank 0 the others are told as soon as the rows are known."""
@@ -70,16 +70,16 @@ class ShardRunner(ModelRunner):
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 tells of."""
         self.committed.after_step(self._step_seconds)
-        if message.sampled:
-            self.input_batch.append(self._sampled_slots, np.array(message.sampled, dtype=np.int64))
-        self._sampled_slots = self._sampled_slots[:0]
+        if message.sampled and self._followed is not None:
+            self.input_batch.keep(self._followed, np.array(message.sampled, dtype=np.int64))
+        self._followed = None
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._moves_no_logits = message.is_greedy
         self.tokens_across_dp = message.tokens_across_dp
         with torch.inference_mode():
             inputs, on_device = self.prepare_model(batch)
             # What a step that fails here samples on rank 0 is never sent.
-            self._sampled_slots = inputs.sampled_slots
+            self._followed = inputs
             self.run_model(inputs, on_device, batch.prompt_spans)
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:

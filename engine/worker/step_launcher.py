@@ -50,7 +50,7 @@ class StepLauncher:
         with torch.inference_mode():
             inputs, on_device = self.stages.prepare_model(batch)
             logits, prompt_logprobs = self.stages.run_model(inputs, on_device, batch.prompt_spans)
-        self.stages.input_batch.reserve(inputs.sampled_slots)
+        self.stages.input_batch.reserve(inputs)
         step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
         if inputs.sampling is not LATER:
             step.choose(inputs.sampling)
@@ -89,7 +89,9 @@ class LaunchedStep:
                 self._pending = launcher.sampler.chosen(self._logits)
             else:
                 self._pending = launcher.sampler.sample(self._logits, rows)
-            launcher.batch.last_tokens.index_copy_(0, self._slots, self._pending.token_ids)
+            # A step that verifies drafts is read before the next is launched: nobody looks for its tokens there.
+            if not self._inputs.has_drafts:
+                launcher.batch.last_tokens.index_copy_(0, self._slots, self._pending.token_ids)
         # They may be most of what a step takes.
         del self._logits
 
@@ -98,7 +100,7 @@ class LaunchedStep:
         assert self._pending is not None
         launcher = self._launcher
         sampled = self._pending.read(launcher.downloads)
-        launcher.stages.input_batch.fill(self._inputs.sampled_slots, self._inputs.sampled_positions, sampled.token_ids)
+        launcher.stages.input_batch.keep(self._inputs, sampled.token_ids)
         output = launcher.stages.report(self._batch, self._inputs, sampled)
         output.prompt_logprobs = self._prompt_logprobs
         return output

@@ -30,7 +30,7 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     number: int
     """Steps are numbered, so that ranks which left one early meet again in the next."""
     sampled: list[int]
-    """Tokens that the last step's sampled rows got; none where that step failed, or was the first."""
+    """Tokens that were sampled at the last step's places; none where that step failed, or was the first."""
     slots: list[int]
     num_scheduled_tokens: list[int]
     context_lens: list[int]
@@ -43,6 +43,8 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     """Whether every row takes its likeliest token, so that no logits move."""
     tokens_across_dp: tuple[int, ...]
     """How many tokens each replica computes, where they do so in lockstep."""
+    draft_tokens: list[int]
+    """Of all rows, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class RankBatch:
     new_seqs: Rows[Sequence]
     appended_blocks: Rows[AppendedBlocks]
     prompt_spans: list[PromptSpan]
+    draft_tokens: list[int]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -85,6 +88,7 @@ def encode_step(
             prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
             is_greedy=is_greedy,
             tokens_across_dp=tokens_across_dp,
+            draft_tokens=batch.draft_tokens,
         )
     )
 
@@ -105,6 +109,7 @@ def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
         new_seqs=[_sequence(row, block_size) for row in message.new_rows],
         appended_blocks=message.appended_blocks,
         prompt_spans=[PromptSpan(-1, first, [0] * count, 0) for first, count in message.prompt_spans],
+        draft_tokens=message.draft_tokens,
     )
 
 

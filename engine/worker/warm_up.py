@@ -16,6 +16,7 @@ import torch
 
 from engine.batch import ScheduledBatch
 from engine.sequence import Sequence as EngineSequence
+from engine.spec_decode.drafts import most_choices
 from engine.step_limits import StepOutOfMemory
 from engine.worker.device_batch import DeviceInputs
 from engine.worker.kv_memory import at_start, in_step
@@ -49,6 +50,8 @@ class StepSizes(NamedTuple):
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    num_drafts: int = 0
+    """That a row verifies."""
 
 
 def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
@@ -91,11 +94,14 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     rows = [WarmUpRow(min(each, sizes.max_model_len), min(each, sizes.max_model_len)) for each in lengths]
     with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
         run(WarmUpStep(rows))
+        if sizes.num_drafts:
+            # It chooses more tokens than there are rows.
+            run(_verification(sizes, _most_verifying(sizes)))
 
 
 def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
     """All within a step's limits, the smallest first."""
-    max_num_batched_tokens, max_num_seqs, max_model_len = sizes
+    max_num_batched_tokens, max_num_seqs, max_model_len, num_drafts = sizes
     for tokens in _powers_of_two(min(max_num_batched_tokens, max_num_seqs * max_model_len)):
         whole, rest = divmod(tokens, max_model_len)
         lengths = [max_model_len] * whole + [rest] * (rest > 0)
@@ -106,29 +112,54 @@ def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
         contexts = [max_model_len] + [short] * (rows - 1)
         yield WarmUpStep([WarmUpRow(context, 1) for context in contexts], rows)
         yield WarmUpStep([WarmUpRow(short, 1)] * rows, rows)
+    if num_drafts:
+        for rows in _powers_of_two(_most_verifying(sizes)):
+            yield _verification(sizes, rows)
     chunk = WarmUpRow(max_model_len, min(_CHUNK, max_model_len, max_num_batched_tokens))
     yield WarmUpStep([chunk])
     if max_num_seqs > 1 and chunk.tokens < max_num_batched_tokens:
         yield WarmUpStep([WarmUpRow(short, 1), chunk], 1)
 
 
+def _most_verifying(sizes: StepSizes) -> int:
+    """Rows of a step that verify drafts."""
+    choices, row = most_choices(sizes.max_num_seqs), 1 + sizes.num_drafts
+    return max(1, min(sizes.max_num_seqs, choices // row, sizes.max_num_batched_tokens // row))
+
+
+def _verification(sizes: StepSizes, num_rows: int) -> WarmUpStep:
+    """Rows that verify drafts, the first behind a long context."""
+    tokens = min(1 + sizes.num_drafts, sizes.max_model_len, sizes.max_num_batched_tokens)
+    contexts = [sizes.max_model_len] + [tokens] * (num_rows - 1)
+    return WarmUpStep([WarmUpRow(context, tokens) for context in contexts], num_rows)
+
+
 def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch:
-    """A step of sequences that are nobody's, all of whose tokens go to one block."""
+    """A step of sequences that are nobody's, all of whose tokens go to one block. What a decode has more is drafts."""
     rows, num_decodes = step
-    seqs = [EngineSequence([0] * row.context, block_size, id=-1 - place) for place, row in enumerate(rows)]
-    for slot, seq in enumerate(seqs):
-        seq.slot, seq.block_table = slot, [block] * seq.num_blocks
+    num_drafts = [row.tokens - 1 if place < num_decodes else 0 for place, row in enumerate(rows)]
+    seqs = [
+        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - place)
+        for place, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True))
+    ]
+    for slot, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+        seq.slot, seq.block_table = slot, [block] * -(-row.context // block_size)
     num_tokens = sum(row.tokens for row in rows)
+    num_decoded = sum(row.tokens for row in rows[:num_decodes])
     return ScheduledBatch(
         {seq.id: seq for seq in seqs},
         [row.tokens for row in rows],
         num_tokens,
-        total_tokens_num_prefill=num_tokens - num_decodes,
-        total_tokens_num_decode=num_decodes,
+        total_tokens_num_prefill=num_tokens - num_decoded,
+        total_tokens_num_decode=num_decoded,
         total_seqs_num=len(seqs),
         total_seqs_num_prefill=len(seqs) - num_decodes,
         total_seqs_num_decode=num_decodes,
         is_dummy_run=True,
+        scheduled_spec_decode_tokens={
+            seq.id: [0] * drafts for seq, drafts in zip(seqs, num_drafts, strict=True) if drafts
+        },
+        context_lens=[row.context for row in rows],
         new_seqs=seqs,
     )
 

@@ -112,7 +112,10 @@ class CPUAttentionMetaData(AttentionMetaData):
         rows = np.flatnonzero(opened)
         if len(rows) == 0:
             return None
-        return torch.from_numpy(self.host_block_tables[rows, last[rows]].astype(np.int64))
+        blocks = self.host_block_tables[rows, last[rows]].astype(np.int64)
+        # Where rows are filled up with tokens that were computed before, the block's first one may be stored already.
+        firsts = np.cumsum(self.query_lens)[rows] - self.context_lens[rows] + last[rows] * block_size
+        return torch.from_numpy(blocks[self.host_slot_mapping[firsts] == blocks * block_size])
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,10 +290,8 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
     for slot, seq in enumerate(seqs):
         seq.slot, seq.block_table = slot, [2 * slot, 2 * slot + 1]
         batch._write(seq)
-    batch.reserve(np.array([0, 2]))
+    batch._num_tokens[[0, 2]] += 1
     lengths = [len(seqs[0]) + 1, len(seqs[1]), len(seqs[2]) + 1]
-    for slot, length in enumerate(lengths):
-        batch._tokens[slot, length : length + 2] = [100 + slot, 110 + slot]
     inputs = batch.step_inputs(
         ScheduledBatch(
             {seq.id: seq for seq in seqs},
@@ -302,9 +300,10 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
             total_seqs_num=3,
             total_seqs_num_decode=3,
             context_lens=[length + 2 for length in lengths],
+            scheduled_spec_decode_tokens={seq.id: [100 + slot, 110 + slot] for slot, seq in enumerate(seqs)},
         )
     )
-    inputs = replace(inputs, query_len=3)
+    assert inputs.query_len == inputs.num_decodes == 3
     on_device = DeviceBatch(device, Uploads(device), 4)
     on_device.last_tokens[:] = torch.tensor([70, 71, 72, 73, 0])
     place = Place(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)

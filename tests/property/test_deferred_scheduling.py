@@ -32,6 +32,10 @@ class Unread:
     """Of the blocks that the step may touch."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
 
+    def drafts(self, seq: Sequence) -> list[int]:
+        """What the step verifies of a sequence."""
+        return self.batch.scheduled_spec_decode_tokens.get(seq.id, [])
+
 
 class LateWorker(FakeWorker):
     """Takes rows in when a step is launched, and computes it when it is read."""
@@ -71,7 +75,7 @@ class LateWorker(FakeWorker):
             assert self.generations[block_id] == generation, "a block changed hands before its step was read"
         poisoned = set()
         for seq, slot, end, count in step.rows:
-            context = self.tokens[slot][:end]
+            context = [*self.tokens[slot], *step.drafts(seq)][:end]
             assert len(context) == end, (
                 f"sequence {seq.id} computes {end - count} to {end}, but has {len(context)} tokens"
             )
@@ -86,16 +90,21 @@ class LateWorker(FakeWorker):
         errors, sampled = {}, {}
         for seq, slot, end, count in step.rows:
             cells = {position: self.cell(slot, position) for position in self.seen(end, count)}
-            known = self.tokens[slot]
+            known, drafts = self.tokens[slot], step.drafts(seq)
             if seq.id in broken or not poisoned.isdisjoint(cells.values()):
                 errors[seq.id] = "not a number"
             elif seq.slot == slot:
                 for position, cell in cells.items():
-                    assert self.kv[cell] == self.content(slot, known, position)
-            if end == len(known):
-                known.append(next_token(known))
+                    assert self.kv[cell] == self.content(slot, [*known, *drafts], position)
+            if end == len(known) + len(drafts):
+                new = [next_token(known)]
+                for draft in drafts:
+                    if draft != new[-1]:
+                        break
+                    new.append(next_token(known + new))
+                known += new
                 if seq.id not in errors:
-                    sampled[seq.id] = (known[-1],)
+                    sampled[seq.id] = tuple(new)
         return ScheduledBatchOutput(sampled, errors=errors or None, prompt_logprobs=step.prompt_logprobs)
 
     def fail(self) -> list[Sequence]:
@@ -189,6 +198,11 @@ VARIANTS: dict[str, dict[str, object]] = {
     "short_context": {"max_model_len": 17, "num_blocks": 8},
     "few_blocks": {"num_blocks": 5},
     "cache_of_one_block_with_delay": {"block_size": 16, "num_blocks": 1, "delay_factor": 3.0},
+    "drafts": {"mtp_k": 4, "looks_up": True},
+    "drafts_mixed": {"mtp_k": 3, "looks_up": True, "policy": "mixed", "budget": 9},
+    "drafts_in_few_blocks": {"mtp_k": 4, "looks_up": True, "num_blocks": 5},
+    "drafts_in_blocks_of_one_token": {"mtp_k": 2, "looks_up": True, "block_size": 1, "num_blocks": 48},
+    "drafts_in_a_window": {"mtp_k": 3, "looks_up": True, "window": 4, "policy": "mixed"},
     "window": {"window": 6},
     "window_mixed": {"window": 4, "policy": "mixed", "budget": 7},
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},

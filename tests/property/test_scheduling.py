@@ -182,6 +182,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     num_blocks = 12
     budget = 16
     mtp_k = 0
+    looks_up = False
+    """Whether drafts are looked up in what was before, and not the worker's."""
     caching = True
     delay_factor = 0.0
     max_model_len: int | None = None
@@ -190,6 +192,8 @@ class SchedulingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         speculative = SimpleNamespace(num_speculative_tokens=self.mtp_k) if self.mtp_k else None
+        if self.looks_up:
+            vars(speculative).update(speculative_method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
         self.scheduler = ClockedScheduler(
             SimpleNamespace(
                 max_num_seqs=4,
@@ -208,7 +212,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             window=self.window,
         )
         self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
-        self.worker = FakeWorker(self.block_size, self.mtp_k, self.window)
+        self.worker = FakeWorker(self.block_size, 0 if self.looks_up else self.mtp_k, self.window)
         self.seqs: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
@@ -339,6 +343,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "window_of_one_token": {"window": 1, "block_size": 1, "num_blocks": 30, "budget": 4},
     "window_with_drafts": {"window": 3, "mtp_k": 3, "policy": "mixed"},
     "window_without_cache": {"window": 5, "caching": False, "budget": 6},
+    "looked_up": {"mtp_k": 4, "looks_up": True},
+    "looked_up_mixed_in_few_blocks": {"mtp_k": 4, "looks_up": True, "policy": "mixed", "num_blocks": 5},
     "three_drafts_mixed": {"mtp_k": 3, "policy": "mixed"},
     "three_drafts_of_one_token_blocks": {"mtp_k": 3, "block_size": 1, "num_blocks": 30, "budget": 4},
 }

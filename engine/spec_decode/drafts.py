@@ -1,0 +1,92 @@
+"""`Drafts`: the draft tokens of running sequences, and how many were accepted. Owned by the scheduler."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Rows
+from typing import Any
+
+from engine.batch import ScheduledBatchOutput
+from engine.sequence import Sequence
+from engine.spec_decode.prompt_lookup import PromptLookup
+
+logger = logging.getLogger("engine.scheduler")
+
+STATS_INTERVAL = 1000
+"""Draft tokens between two log lines on their acceptance."""
+
+MOST_CHOICES = 64
+"""Tokens chosen in a step that verifies drafts, where fewer sequences than that may run."""
+
+
+def most_choices(max_num_seqs: int) -> int:
+    """Tokens chosen in one step, drafts verified included.
+
+    A step of few rows is bound by reading the weights, and verifies drafts for nothing; one of many is bound by
+    arithmetic, and drafts would hold up everybody else's tokens.
+    """
+    return max(max_num_seqs, MOST_CHOICES)
+
+
+class Drafts:
+    """Where the next step's drafts come from: from the runner, or from what sequences looked like before."""
+
+    def __init__(self, config: Any, max_num_seqs: int) -> None:
+        """`config` is the scheduler's; drafts are off without its `speculative_config`."""
+        speculative = getattr(config, "speculative_config", None)
+        self.are_on = speculative is not None
+        self.most: int = speculative.num_speculative_tokens if speculative is not None else 0
+        """Of a sequence in a step."""
+        self.num_proposed = 0
+        self.num_accepted = 0
+        self._matched: tuple[int, int] | None = None
+        """Tokens that must match for a sequence to draft, and that are compared at most; None: the runner drafts."""
+        if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
+            self._matched = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+        self._most_choices = most_choices(max_num_seqs)
+
+    def propose(self, seqs: Rows[Sequence], budget: int) -> None:
+        """Have the sequences that decode in the next step, of so many tokens at most, draft what may follow.
+
+        Where all drafts of all rows would be too many, each row drafts fewer; a grammar drafts nothing, for its next
+        mask needs the token before.
+        """
+        if self._matched is None or not seqs:
+            return
+        share = min(self.most, min(budget, self._most_choices) // len(seqs) - 1)
+        for seq in seqs:
+            count = min(share, seq.num_useful_drafts)
+            if count <= 0 or seq.matcher is not None:
+                seq.spec_token_ids = []
+                continue
+            if seq.lookup is None:
+                seq.lookup = PromptLookup(*self._matched)
+            seq.spec_token_ids = seq.lookup.propose(seq.token_ids, count, seq.num_placeholder)
+
+    def take(
+        self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]] | None
+    ) -> None:
+        """Count what was accepted in a step, and keep the drafts that it brings for the next one.
+
+        `verified`: the step's drafts, by sequence; None: those that the sequences have.
+        """
+        proposed = fwd_output.draft_token_ids or {}
+        for seq in seqs:
+            drafts = seq.spec_token_ids if verified is None else verified.get(seq.id)
+            new_tokens = fwd_output.token_ids.get(seq.id)
+            if drafts and new_tokens:
+                self.count(len(new_tokens), len(drafts))
+                if seq.lookup is not None:
+                    seq.lookup.note(len(seq.token_ids), len(drafts), len(new_tokens) - 1)
+            seq.spec_token_ids = proposed.get(seq.id, [])
+
+    def count(self, num_accepted_tokens: int, num_drafts: int) -> None:
+        """So many drafts of a sequence were verified; of the tokens that it got, one is the target model's own."""
+        self.num_proposed += num_drafts
+        self.num_accepted += num_accepted_tokens - 1
+        if self.num_proposed % STATS_INTERVAL < num_drafts:
+            logger.info(
+                "[MTP Stats] Total draft tokens: %d, Accepted: %d, Acceptance rate: %.2f%%",
+                self.num_proposed,
+                self.num_accepted,
+                100.0 * self.num_accepted / self.num_proposed,
+            )

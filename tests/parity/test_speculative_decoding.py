@@ -1,0 +1,218 @@
+"""Models whose steps verify drafts: what they answer is what they answer without."""
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+from engine.spec_decode.drafts import Drafts
+from engine.worker import graph_runner, model_runner
+from engine.worker.model_runner import ModelRunner
+from engine.worker.step_launcher import StepLauncher
+from models.attention.base import AttentionBackend
+from models.attention.triton import TritonAttentionBackend
+from tests.parity.ahead import Ahead, answers, waiting
+from tests.parity.capturing_backend import CapturingBackend
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.test_graph_runner import GraphDevice
+from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, moe
+
+__all__ = ["checkpoint", "triton_kernels"]
+
+K = 3
+SPECULATIVE: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": K}}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 17, "logprobs": 2},
+    {"temperature": 0.9, "seed": 4, "top_k": 30, "max_tokens": 12},
+    {"temperature": 0.8, "seed": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "max_tokens": 14},
+    {"temperature": 0.0, "min_tokens": 5, "max_tokens": 9, "logit_bias": {3: 2.0}},
+    {"temperature": 0.7, "seed": 6, "bad_words": [[5], [6, 7]], "max_tokens": 11, "logprobs": 0},
+]
+
+
+def sequences(vocab_size: int = 160) -> list[Sequence]:
+    """One of each kind, of other lengths, which end one after the other; short ones too."""
+    made = []
+    for i, kind in enumerate(KINDS):
+        params = SamplingParams(**{"ignore_eos": "min_tokens" not in kind, **kind})
+        made.append(Sequence(prompt(1 + 7 * i, seed=i, vocab_size=vocab_size), 16, params, id=i))
+    return made
+
+
+Told = dict[int, tuple[Any, ...]]
+
+
+class Oracle:
+    """Drafts what is known to come, with some mistakes; counts how many places were verified."""
+
+    def __init__(self, expected: Told) -> None:
+        self._expected = {seq_id: told[0] for seq_id, told in expected.items()}
+        self._random = random.Random(1)
+        self.lengths: list[int] = []
+
+    def propose(self, seqs: Rows[Sequence], _budget: int) -> None:
+        """As `Drafts` does."""
+        for seq in seqs:
+            known = seq.num_completion_tokens
+            right = self._expected[seq.id][known : known + K]
+            drafts = [token if self._random.random() < 0.8 else 1 for token in right]
+            drafts = drafts[: min(self._random.choice([0, 1, K, K]), seq.num_useful_drafts)]
+            seq.spec_token_ids = drafts
+            self.lengths.append(len(drafts))
+
+
+Install = Callable[[Told], Oracle]
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Has all sequences drafted by one who knows the answers; that one."""
+
+    def install(expected: Told) -> Oracle:
+        made = Oracle(expected)
+        monkeypatch.setattr(Drafts, "propose", lambda self, seqs, budget: made.propose(seqs, budget))
+        return made
+
+    return install
+
+
+ARCHITECTURES = [
+    pytest.param(None, id="qwen3"),
+    pytest.param(moe.VARIANTS[0], id="qwen3_moe"),
+    pytest.param(gemma3.VARIANTS[0], id="gemma3"),
+    pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss"),
+    pytest.param(deepseek.VARIANTS[1], id="deepseek_v2"),
+    pytest.param(next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64), id="v32"),
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("variant", ARCHITECTURES)
+def test_drafts_change_nothing_that_is_answered(
+    variant: Variant | None, ahead: bool, tmp_path: Path, oracle: Install
+) -> None:
+    family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
+    path = make_checkpoint(tmp_path, family, **{**overrides, "vocab_size": 160})
+    expected = answers(waiting(runner_for(path), sequences()))
+    known = oracle(expected)
+    runner = runner_for(path, **SPECULATIVE)
+    if ahead:
+        steps = Ahead(runner)
+        assert answers(steps.run(sequences())) == expected
+        scheduler = steps.scheduler
+        assert scheduler.total_accepted_tokens > 5
+        assert scheduler.total_draft_tokens > scheduler.total_accepted_tokens
+    else:
+        assert answers(waiting(runner, sequences())) == expected
+    assert {0, 1, K} <= set(known.lengths)
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
+def test_drafts_beside_chunks_of_prompts_and_in_few_blocks(checkpoint: Path, policy: str, oracle: Install) -> None:
+    """Rows are preempted, and go on with drafts."""
+    expected = answers(waiting(runner_for(checkpoint), sequences()))
+    oracle(expected)
+    fields: dict[str, Any] = {"scheduling_policy": policy, "max_num_batched_tokens": 20, **SPECULATIVE}
+    assert answers(waiting(runner_for(checkpoint, **fields), sequences())) == expected
+    runner = runner_for(checkpoint, **fields)
+    runner.config = runner.config.model_copy(update={"num_kvcache_blocks": 7})
+    assert answers(Ahead(runner).run(sequences())) == expected
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("backend", [CapturingBackend, CapturedTorchBackend])
+def test_rows_that_verify_drafts_are_replayed(
+    checkpoint: Path,
+    backend: type[AttentionBackend],
+    ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    oracle: Install,
+) -> None:
+    """Rows of fewer drafts are filled up with tokens that were computed before."""
+    expected = answers(waiting(runner_for(checkpoint), sequences()))
+    oracle(expected)
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: backend())
+    monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
+    runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **SPECULATIVE)
+    steps = Ahead(runner) if ahead else None
+    device = GraphDevice()
+    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    graphs = runner.graphs
+    assert graphs is not None
+    assert graphs.alike is not None
+    assert graphs.alike.query_len == 1 + K
+    while graphs.capture_next():
+        pass
+    device.num_replayed, eager = 0, 0
+    forward = runner.model.forward
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal eager
+        eager += 1
+        return forward(*arguments)
+
+    monkeypatch.setattr(runner.model, "forward", counted)
+    told = waiting(runner, sequences()) if steps is None else steps.run(sequences())
+    assert answers(told) == expected
+    # Graphs of this device are the pass itself: what is not a replay are prompts, and drafts of the shortest one.
+    assert device.num_replayed > eager - device.num_replayed
+    lengths = {length for length, _ in told_lengths(runner)}
+    assert lengths == {1, 1 + K}
+
+
+def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
+    """Tokens of a row of each of a runner's graphs, and the batch sizes that they were captured for."""
+    assert runner.graphs is not None
+    return [(length, graphs.captured_sizes) for length, graphs in runner.graphs._runners.items()]
+
+
+@requires_interpreter
+@pytest.mark.parametrize("variant", [None, deepseek.VARIANTS[1]], ids=["qwen3", "deepseek_v2"])
+def test_tritons_kernels_verify_drafts(
+    variant: Variant | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    triton_kernels: torch.device,
+    oracle: Install,
+) -> None:
+    """Rows of as many drafts by the kernel of decodes, others as spans."""
+    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
+    path = make_checkpoint(tmp_path, family, **{**overrides, "vocab_size": 160})
+    few = [Sequence(each.token_ids, 16, each.sampling_params, id=each.id) for each in sequences()[:3]]
+    expected = answers(waiting(runner_for(path), few))
+    oracle(expected)
+    again = [Sequence(each.prompt_token_ids, 16, each.sampling_params, id=each.id) for each in few]
+    assert answers(waiting(runner_for(path, **SPECULATIVE), again)) == expected
+
+
+def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of rows, up to the most that a step may have; and memory is measured with them."""
+    runner = runner_for(checkpoint, max_num_seqs=6, **SPECULATIVE)
+    seen: list[tuple[int, int]] = []
+    step_inputs = runner.input_batch.step_inputs
+
+    def noted(*arguments: Any) -> Any:
+        inputs = step_inputs(*arguments)
+        if inputs.has_drafts:
+            seen.append((inputs.num_decodes, len(inputs.sampled_rows)))
+        return inputs
+
+    monkeypatch.setattr(runner.input_batch, "step_inputs", noted)
+    monkeypatch.setattr("models.kernels.triton.active", lambda: True)
+    runner.warm_up()
+    assert seen == [(rows, rows * (1 + K)) for rows in (1, 2, 4, 6)]
+    seen.clear()
+    runner.worst_case_step(6)
+    assert seen == [(6, 6 * (1 + K))]

@@ -1,0 +1,123 @@
+"""How many drafts a step verifies, and which sequences have any."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.config import Config, SpeculativeConfig
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.spec_decode.drafts import Drafts
+
+CYCLE = [1, 2, 3, 4] * 3
+
+
+def drafts(max_num_seqs: int = 4, **fields: Any) -> Drafts:
+    return Drafts(SimpleNamespace(speculative_config=SpeculativeConfig(**fields)), max_num_seqs)
+
+
+def running(count: int, token_ids: list[int] = CYCLE, limit: int = 100) -> list[Sequence]:
+    seqs = [Sequence(list(token_ids), 16, SamplingParams(), id=i) for i in range(count)]
+    for seq in seqs:
+        seq.token_limit = limit
+    return seqs
+
+
+def proposed(drafts: Drafts, seqs: list[Sequence], budget: int = 1000) -> list[list[int]]:
+    drafts.propose(seqs, budget)
+    return [seq.spec_token_ids for seq in seqs]
+
+
+def test_each_row_drafts_what_its_own_tokens_say() -> None:
+    seqs = [*running(1), *running(1, [5, 6, 7, 8])]
+    assert proposed(drafts(), seqs) == [[1, 2, 3, 4], []]
+
+
+def test_no_draft_is_behind_what_a_sequence_may_become() -> None:
+    assert proposed(drafts(), running(1, limit=15)) == [[1, 2]]
+    assert proposed(drafts(), running(1, limit=13)) == [[]]
+    (late,) = running(1, limit=16)
+    late.num_placeholder = 1
+    assert proposed(drafts(), [late]) == [[2, 3]], "behind the token that is not known"
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_num_seqs", "budget", "each"),
+    [(12, 4, 1000, 4), (16, 4, 1000, 3), (32, 64, 1000, 1), (33, 64, 1000, 0), (33, 128, 1000, 2), (4, 4, 12, 2)],
+)
+def test_many_rows_draft_little(rows: int, max_num_seqs: int, budget: int, each: int) -> None:
+    found = proposed(drafts(max_num_seqs), running(rows), budget)
+    assert {len(tokens) for tokens in found} == {each}
+
+
+def test_a_grammar_drafts_nothing() -> None:
+    (seq,) = running(1)
+    seq.matcher = object()  # type: ignore[assignment]
+    assert proposed(drafts(), [seq]) == [[]]
+
+
+def test_what_was_rejected_is_counted_and_remembered() -> None:
+    mine, (seq,) = drafts(), running(1)
+    proposed(mine, [seq])
+    verified = {seq.id: [1, 2, 3, 4]}
+    seq.token_ids += [1, 2, 9]
+    mine.take([seq], ScheduledBatchOutput({seq.id: (1, 2, 9)}), verified)
+    assert (mine.num_proposed, mine.num_accepted) == (4, 2)
+    mine.take([seq], ScheduledBatchOutput({seq.id: (9,)}), verified)
+    assert (mine.num_proposed, mine.num_accepted) == (8, 2)
+    seq.token_ids = [*CYCLE]
+    seq.lookup.note(len(CYCLE), 4, 0)  # type: ignore[union-attr]
+    assert proposed(mine, [seq]) == [[]], "a pause"
+
+
+def scheduler(**fields: Any) -> Scheduler:
+    config = Config(
+        num_kvcache_blocks=fields.pop("num_blocks", 16),
+        max_model_len=64,
+        max_num_seqs=4,
+        speculative_config=SpeculativeConfig(prompt_lookup_min=2),
+        **fields,
+    )
+    return Scheduler(config)
+
+
+def begin(scheduler: Scheduler) -> ScheduledBatch | None:
+    scheduled = scheduler.schedule()
+    if scheduled is None:
+        return None
+    scheduler.submitted.begin(scheduled[0])
+    return scheduled[0]
+
+
+def test_a_step_that_verifies_drafts_is_read_before_the_next_one() -> None:
+    mine = scheduler()
+    seq = Sequence([*CYCLE], 16, SamplingParams(temperature=0.0, max_tokens=40), id=3)
+    mine.add(seq)
+    assert begin(mine) is not None
+    ahead = begin(mine)
+    assert ahead is not None
+    assert ahead.scheduled_spec_decode_tokens == {3: [2, 3, 4, 1]}, "1 is guessed to be the one that is not known"
+    assert ahead.draft_tokens == [2, 3, 4, 1]
+    mine.submitted.read(ScheduledBatchOutput({3: (1,)}))
+    assert begin(mine) is None, "who knows how many are accepted"
+    mine.submitted.read(ScheduledBatchOutput({3: (2, 3, 9)}))
+    assert seq.completion_token_ids == [1, 2, 3, 9]
+    assert (mine.total_draft_tokens, mine.total_accepted_tokens) == (4, 2)
+    assert begin(mine).scheduled_tokens == [[9]]  # type: ignore[union-attr]
+
+
+def test_nobody_gives_blocks_back_for_drafts() -> None:
+    mine = scheduler(num_blocks=4)
+    seqs = [
+        Sequence([*CYCLE, *range(10 * i + 20, 10 * i + 33), 1, 2, 3, 4], 16, SamplingParams(), id=i) for i in (1, 2)
+    ]
+    mine.extend(seqs)
+    for token in (1, 2, 3, 4):
+        batch, rows = mine.schedule()  # type: ignore[misc]
+        assert len(rows) == 2
+        mine.postprocess(seqs, ScheduledBatchOutput({1: (token,), 2: (token,)}))
+    assert batch.num_scheduled_tokens == [1, 1], "each of 32 tokens, and no third block for drafts"
+    assert mine.stats("decode", 0.0).preemptions == 0
