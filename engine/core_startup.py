@@ -102,6 +102,11 @@ def load_model(
             config.max_num_seqs,
             model_config.architecture,
         )
+    if config.speculative_config is not None:
+        drafts = config.speculative_config
+        logger.info(
+            "Steps verify up to %d drafts a sequence, by %s", drafts.num_speculative_tokens, drafts.speculative_method
+        )
     config = _with_async_scheduling(_with_cache(config, size), runner.device.type)
     runner.allocate_kv_cache(size.num_blocks, size.num_slots)
     phases.end("kv-cache")

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -66,6 +66,25 @@ def test_prompts_are_read_for_their_log_probabilities(engine: LLMEngine) -> None
     assert [entry.token_id for entry in result["prompt_logprobs"]] == ids[1:]
 
 
+@pytest.mark.parametrize("more", [{}, {"async_scheduling": "on"}, {"parallel_config": {"tensor_parallel_size": 2}}])
+def test_answers_with_drafts_are_answers_without(more: dict[str, Any]) -> None:
+    """Prompts that repeat themselves, of which some are drafted well and others badly."""
+    prompts = ["Hello", "a b c d a b c d a b c d a b", "1, 2, 3, 1, 2, 3, 1, 2,", "The capital of France is"]
+    kinds = [
+        SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.8, max_tokens=48, seed=5, repetition_penalty=1.1, stop_strings=["The"]),
+    ]
+    found = []
+    for drafts in (None, {"num_speculative_tokens": 5, "prompt_lookup_min": 2}):
+        with LLMEngine(num_kvcache_blocks=128, speculative_config=drafts, **more) as engine:
+            batches = [engine.generate(prompts, kind, use_tqdm=False) for kind in kinds]
+        found.append([(each["token_ids"], each["finish_reason"], each["logprobs"]) for each in sum(batches, [])])
+    if "parallel_config" in more:
+        # Sums of ranks are rounded by the number of rows.
+        found = [[(tokens, reason) for tokens, reason, _ in answers] for answers in found]
+    assert found[0] == found[1]
+
+
 def test_parameters_that_nobody_gives_are_the_generation_configs(engine: LLMEngine, tmp_path: Path) -> None:
     assert engine.default_sampling_params == SamplingParams()
     (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
@@ -109,7 +128,6 @@ def test_context_is_no_longer_than_the_cache() -> None:
     [
         ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
         ({"device": "cuda"}, "torch finds no GPU"),
-        ({"speculative_config": {}}, "no draft proposer"),
         ({"async_scheduling": "on", "parallel_config": {"tensor_parallel_size": 2}}, "async_scheduling is on, but"),
     ],
 )

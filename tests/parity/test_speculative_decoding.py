@@ -190,11 +190,14 @@ def test_tritons_kernels_verify_drafts(
     monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
     family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
     path = make_checkpoint(tmp_path, family, **{**overrides, "vocab_size": 160})
-    few = [Sequence(each.token_ids, 16, each.sampling_params, id=each.id) for each in sequences()[:3]]
-    expected = answers(waiting(runner_for(path), few))
+
+    def few() -> list[Sequence]:
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1) for count in (5, 6)]
+        return [Sequence(prompt(3 + 9 * i, seed=i, vocab_size=160), 16, each, id=i) for i, each in enumerate(params)]
+
+    expected = answers(waiting(runner_for(path), few()))
     oracle(expected)
-    again = [Sequence(each.prompt_token_ids, 16, each.sampling_params, id=each.id) for each in few]
-    assert answers(waiting(runner_for(path, **SPECULATIVE), again)) == expected
+    assert answers(waiting(runner_for(path, **SPECULATIVE), few())) == expected
 
 
 def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
