@@ -3,7 +3,7 @@
 # docker build -t kaon --target cpu .     CPUs; with --build-arg TORCH_INDEX=... naming an index of CPU builds, a small image
 #
 # docs/gpu.md has the line that runs it with its devices and groups.
-ARG ROCM_BASE=rocm/pytorch:latest
+ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
 ARG PYTHON_BASE=python:3.12-slim
 
 FROM ${PYTHON_BASE} AS cpu
@@ -11,8 +11,8 @@ ARG TORCH_INDEX=
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN PIP_EXTRA_INDEX_URL=${TORCH_INDEX} sh deploy/container.sh
-# Where hub checkpoints are kept: mount a volume here to download them once.
-ENV HF_HOME=/var/cache/kaon
+# Where hub checkpoints and compiled code are kept: mount a volume here to download and compile once.
+ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor
 USER kaon
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]
@@ -28,8 +28,10 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 FROM ${ROCM_BASE} AS rocm
 COPY . /opt/kaon
 WORKDIR /opt/kaon
-RUN sh deploy/container.sh
-ENV HF_HOME=/var/cache/kaon TRITON_CACHE_DIR=/var/cache/kaon/triton
+RUN sh deploy/container.sh rocm
+# XDG_CACHE_HOME: aiter's, in a folder for each release of it (models/kernels/aiter/folder.py).
+ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
+    TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 USER kaon
 EXPOSE 8000
 HEALTHCHECK --start-period=30m CMD [".venv/bin/python", "-m", "server.healthcheck"]

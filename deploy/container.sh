@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs Kaon where it lies, in a container that is being built, as root. A torch that the base image has is used.
+# container.sh [rocm]: installs Kaon where it lies, in a container that is being built, as root. A torch that the base
+# image has is used. With `rocm` it must be built for that: pip's own would serve on the CPU.
 set -eu
 
 # The operators in C are compiled now, Triton's launchers when they are first used.
@@ -9,6 +10,12 @@ if ! { command -v make && command -v cc; } >/dev/null; then
     rm -rf /var/lib/apt/lists/*
 fi
 PIP_NO_CACHE_DIR=1 make install
+
+if [ "${1:-}" = rocm ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.hip is None)'; then
+    echo "container.sh: torch is not built for ROCm: name a base image, --build-arg ROCM_BASE=..., that has such a torch" \
+        "of 2.9 or newer for Python 3.11 or newer" >&2
+    exit 1
+fi
 
 # Groups that own GPUs' device files have other numbers on each host: `docker run --group-add` names them.
 useradd --system --create-home --uid 10001 kaon

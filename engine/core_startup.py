@@ -104,9 +104,8 @@ def load_model(
         )
     if config.speculative_config is not None:
         drafts = config.speculative_config
-        logger.info(
-            "Steps verify up to %d drafts a sequence, by %s", drafts.num_speculative_tokens, drafts.speculative_method
-        )
+        how = drafts.num_speculative_tokens, drafts.speculative_method
+        logger.info("Steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
     config = _with_async_scheduling(_with_cache(config, size), runner.device.type)
     runner.allocate_kv_cache(size.num_blocks, size.num_slots)
     phases.end("kv-cache")

@@ -16,7 +16,7 @@ import msgspec
 from engine.doctor_report import Facts, Gpu, Report, problems
 from engine.gpu_memory import free_memory, pci_address
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 _TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
 """Of its packages: now for CUDA, now for ROCm, and for ROCm up to torch 2.9."""
 
@@ -31,6 +31,8 @@ def gather() -> Facts:
         has_nvidia=_has_nvidia(),
         closed_devices=closed,
         closed_groups=groups,
+        shared_memory_mib=_shared_memory(),
+        has_numa_balancing=_has_numa_balancing(),
     )
     try:
         import torch  # noqa: F401
@@ -69,7 +71,7 @@ def _with_torch(facts: Facts) -> Facts:
         by = "torch" if library is None else f"the {facts.cpu_library} operators"
         named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
         return msgspec.structs.replace(facts, operators=named)
-    from models.kernels import triton
+    from models.kernels import ptxas, triton
     from models.kernels.aiter import probe
 
     device = torch.device("cuda", 0)
@@ -80,6 +82,7 @@ def _with_torch(facts: Facts) -> Facts:
     return msgspec.structs.replace(
         facts,
         triton_reason=reason,
+        ptxas=ptxas.release(device),
         aiter_reasons=reasons,
         aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
         operators=tuple(str(choice) for choice in choices),
@@ -126,6 +129,21 @@ def _gpu_error() -> str | None:
 def _has_nvidia(root: Path = Path("/dev")) -> bool:
     """A container that was given one GPU of several may have any number."""
     return any(root.glob("nvidia[0-9]*"))
+
+
+def _shared_memory(folder: Path = Path("/dev/shm")) -> float | None:
+    try:
+        found = os.statvfs(folder)
+    except FileNotFoundError:
+        return None
+    return found.f_blocks * found.f_frsize / MIB
+
+
+def _has_numa_balancing(root: Path = Path("/proc/sys/kernel")) -> bool:
+    try:
+        return (root / "numa_balancing").read_text().strip() != "0"
+    except FileNotFoundError:
+        return False
 
 
 def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[str, ...]]:

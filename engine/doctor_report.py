@@ -4,6 +4,9 @@ import msgspec
 
 _LITTLE_GIB = 2.0
 """Of a host's memory, less than which serves only the smallest of models."""
+_LITTLE_SHARED_MIB = 128.0
+"""Of /dev/shm. Containers have 64 MiB unless they are told otherwise."""
+_INSTINCT = ("gfx90a", "gfx942", "gfx950")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +43,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     triton: str | None = None
     triton_reason: str | None = None
     """Why its kernels do not run on the first GPU."""
+    ptxas: str | None = None
+    """The release of NVIDIA's assembler that Triton uses for the first GPU."""
     aiter: str | None = None
     """Its version; None: it is not installed."""
     aiter_reasons: dict[str, str | None] = {}
@@ -52,6 +57,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The instruction set of the CPU's compiled operators; None: they were not built."""
     memory_gib: float = 0.0
     """Of the host, that is available."""
+    shared_memory_mib: float | None = None
+    """Of /dev/shm, in all; None: there is none."""
+    has_numa_balancing: bool = False
+    """Whether the kernel moves memory to the processors that use it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +115,17 @@ def problems(facts: Facts) -> list[str]:
         found += [
             f"aiter is installed, but not used for {' and '.join(names)}: {reason}" for reason, names in broken.items()
         ]
+    little = facts.shared_memory_mib is not None and facts.shared_memory_mib < _LITTLE_SHARED_MIB
+    if little and len(facts.gpus) > 1:
+        found.append(
+            f"/dev/shm has {facts.shared_memory_mib:.0f} MiB, through which ranks on several GPUs exchange: start the "
+            "container with --ipc host or --shm-size 8g, or mount memory there in a pod"
+        )
+    if facts.has_numa_balancing and any(gpu.arch.split(":")[0] in _INSTINCT for gpu in facts.gpus):
+        found.append(
+            "the kernel balances memory among NUMA nodes, while which GPUs may hang, as AMD says: on the host, sysctl "
+            "kernel.numa_balancing=0"
+        )
     if not facts.gpus and facts.cpu_library is None:
         found.append(
             "the CPU's compiled operators are missing: Kaon was installed without a C compiler; install gcc or clang, "

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +108,14 @@ class ProcessGroupCollectives:
         dist.gather(x, parts, group=self._group, group_dst=0)
         return torch.cat(parts, -1)
 
-    def capturing(self) -> AbstractContextManager[None]:
-        """See `Collectives`: RCCL's and NCCL's need nothing."""
-        return nullcontext() if self._fast_sum is None else self._fast_sum.capturing()
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See `Collectives`: NCCL's need nothing; RCCL's, that nobody asks whether earlier ones have ended."""
+        if self._device.type != "cpu" and torch.version.hip is not None:
+            # A thread of torch's does, as long as it knows of one. Up to ROCm 7.2.0 that breaks another thread's
+            # capture, whatever the two say of threads, and the error ends the process.
+            group = self._group or dist.group.WORLD
+            assert isinstance(group, dist.ProcessGroup)
+            group._wait_for_pending_works()
+        with nullcontext() if self._fast_sum is None else self._fast_sum.capturing():
+            yield

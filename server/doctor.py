@@ -99,7 +99,10 @@ def _use(facts: Facts, operator: str) -> str:
 
 
 def _libraries(facts: Facts) -> list[tuple[str, str | None]]:
-    return [("Triton", facts.triton)] + ([("aiter", facts.aiter)] if facts.build.startswith("ROCm") else [])
+    found = [("Triton", facts.triton)]
+    if facts.ptxas is not None:
+        found.append(("ptxas", facts.ptxas))
+    return found + ([("aiter", facts.aiter)] if facts.build.startswith("ROCm") else [])
 
 
 def _without_report(problem: str) -> Report:

@@ -24,7 +24,7 @@ from engine.worker.threads import bind_memory, choose_threads, pin, settle
 from models.attention import require_backend
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
-from models.kernels import backends
+from models.kernels import backends, ptxas
 from models.kernels.aiter.sizes import Sizes, sizes_of
 from models.kernels.cpu import library
 from models.kernels.cpu.exchange import SharedMemoryExchange
@@ -117,6 +117,8 @@ def build_runner(
     runner.load(progress=sys.stderr.isatty() and (shard is None or shard.rank == 0))
     if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
         logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
+    if runner.caches.have_states and (caution := ptxas.caution(device)) is not None:
+        logger.info("%s", caution)
     return BuiltRunner(runner, runner.config, model_config, pinned, group, world)
 
 

@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     """Gone after the test, with what was started."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
     monkeypatch.syspath_prepend(str(tmp_path))
+    # Where processes take turns: those of other tests are not waited for.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # Of a file that changes twice within a second there may be old code.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield Library(tmp_path)

@@ -77,11 +77,11 @@ def test_answers_with_drafts_are_answers_without(more: dict[str, Any]) -> None:
     found = []
     for drafts in (None, {"num_speculative_tokens": 5, "prompt_lookup_min": 2}):
         with LLMEngine(num_kvcache_blocks=128, speculative_config=drafts, **more) as engine:
-            batches = [engine.generate(prompts, kind, use_tqdm=False) for kind in kinds]
-        found.append([(each["token_ids"], each["finish_reason"], each["logprobs"]) for each in sum(batches, [])])
+            answers = [each for kind in kinds for each in engine.generate(prompts, kind, use_tqdm=False)]
+        found.append([(each["token_ids"], each["finish_reason"], each["logprobs"]) for each in answers])
     if "parallel_config" in more:
         # Sums of ranks are rounded by the number of rows.
-        found = [[(tokens, reason) for tokens, reason, _ in answers] for answers in found]
+        found = [[(tokens, reason, None) for tokens, reason, _ in each] for each in found]
     assert found[0] == found[1]
 
 

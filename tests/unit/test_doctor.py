@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from engine import doctor as engine_doctor
 from engine.doctor_report import Facts, Gpu, problems
 from engine.gpu_memory import free_memory, pci_address, told_by_nvml
 from server import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
+RADEON = Gpu(name="RX 7900 XTX", arch="gfx1100", memory_gib=24.0, free_gib=23.0)
 HEALTHY: dict[str, Any] = {"user": "ann", "torch": "2.13", "cpu_library": "AMX", "memory_gib": 64.0}
 ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton": "3.7"}
 
@@ -40,6 +43,8 @@ ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton
             {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": "it hung", "activation": "it hung"}},
             "aiter is installed, but not used for norm and activation: it hung",
         ),
+        ({**ROCM, "gpus": (GPU, GPU), "shared_memory_mib": 64.0}, "/dev/shm has 64 MiB, .*--ipc host"),
+        ({**ROCM, "gpus": (GPU,), "has_numa_balancing": True}, "GPUs may hang.* sysctl kernel.numa_balancing=0"),
         ({**HEALTHY, "cpu_library": None}, "without a C compiler; install gcc or clang"),
         ({**HEALTHY, "memory_gib": 0.5}, "0.5 GiB of memory are available"),
     ],
@@ -59,12 +64,25 @@ def test_each_problem_is_one_sentence(facts: dict[str, Any], words: str) -> None
         {**ROCM, "gpus": (GPU,), "cpu_library": None},
         {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": None}},
         {**ROCM, "gpus": (GPU,), "aiter_reasons": {"norm": "aiter is not installed"}},
+        {**ROCM, "gpus": (GPU,), "shared_memory_mib": 64.0},
+        {**ROCM, "gpus": (GPU, GPU), "shared_memory_mib": 8192.0},
+        {**ROCM, "gpus": (RADEON,), "has_numa_balancing": True},
+        {**HEALTHY, "has_numa_balancing": True, "shared_memory_mib": 64.0},
         # One of a host's GPUs is this user's.
         {**ROCM, "gpus": (GPU,), "closed_devices": ("/dev/dri/renderD129",), "closed_groups": ("render",)},
     ],
 )
 def test_a_healthy_machine_has_no_problem(facts: dict[str, Any]) -> None:
     assert problems(Facts(**facts)) == []
+
+
+def test_the_kernel_s_settings_are_read_where_they_are(tmp_path: Path) -> None:
+    assert engine_doctor._shared_memory(tmp_path / "none") is None
+    assert engine_doctor._shared_memory(tmp_path) == shutil.disk_usage(tmp_path).total / 2**20
+    assert not engine_doctor._has_numa_balancing(tmp_path)
+    for value, has in (("0\n", False), ("1\n", True), ("2\n", True)):
+        (tmp_path / "numa_balancing").write_text(value)
+        assert engine_doctor._has_numa_balancing(tmp_path) == has
 
 
 def test_what_aiter_does_is_told_by_operator() -> None:
@@ -127,11 +145,12 @@ def test_a_gpu_whose_free_memory_is_unknown_is_printed_without_it() -> None:
 
 
 def test_what_was_found_is_printed_line_by_line() -> None:
-    facts = Facts(**ROCM, gpus=(GPU,), operators=("norm by triton",))
+    facts = Facts(**ROCM, gpus=(GPU,), operators=("norm by triton",), ptxas="12.8")
     printed = doctor.lines(doctor.Report(facts=facts, problems=["it rains"]))
     assert printed[0].startswith("torch     2.13, built for ROCm 7.0")
     assert "GPU       MI300X, gfx942, 191.0 of 192.0 GiB free" in printed
     assert "aiter     not installed" in printed
+    assert "ptxas     12.8" in printed
     assert "operator  norm by triton" in printed
     assert printed[-1] == "wrong     it rains"
 

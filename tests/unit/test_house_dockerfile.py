@@ -46,6 +46,53 @@ def test_each_target_runs_as_a_user_of_its_own_and_tells_of_its_health(target: s
     assert instructions.index("RUN") < instructions.index("USER")
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm"])
+def test_what_is_downloaded_and_compiled_is_kept_on_the_volume(target: str) -> None:
+    found = " ".join(line for line in stages()[target] if line.startswith("ENV "))
+    folders = dict(re.findall(r"(\w+)=(/\S+)", found))
+    # A processor's kernels are not Triton's, and aiter is for AMD's GPUs.
+    needed = {"HF_HOME", "TORCHINDUCTOR_CACHE_DIR"} | ({"TRITON_CACHE_DIR"} if target != "cpu" else set())
+    assert needed | ({"XDG_CACHE_HOME"} if target == "rocm" else set()) == set(folders)
+    assert all(Path(folder).is_relative_to("/var/cache/kaon") for folder in folders.values())
+    assert "install -d -o kaon /var/cache/kaon" in (ROOT / "deploy" / "container.sh").read_text()
+
+
+def test_the_image_for_amd_s_gpus_begins_with_a_certain_one_and_keeps_its_torch() -> None:
+    (base,) = (line.partition("=")[2] for line in LINES if line.startswith("ARG ROCM_BASE="))
+    _, _, tag = base.partition(":")
+    version = re.search(r"py3\.(\d+)_pytorch_release_(\d+)\.(\d+)", tag)
+    assert version is not None
+    assert int(version[1]) >= 11
+    assert (int(version[2]), int(version[3])) >= (2, 9)
+    assert "RUN sh deploy/container.sh rocm" in stages()["rocm"]
+
+
+@pytest.mark.parametrize(("argument", "hip", "code"), [("rocm", "7.2", 0), ("rocm", "None", 1), ("", "None", 0)])
+def test_an_image_for_amd_s_gpus_is_not_made_with_a_torch_for_others(
+    argument: str, hip: str, code: int, tmp_path: Path
+) -> None:
+    tools = tmp_path / "bin"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    tools.mkdir()
+    for name in ("make", "cc", "useradd", "install"):
+        (tools / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/done\n")
+        (tools / name).chmod(0o755)
+    (tmp_path / "torch.py").write_text(f"class version:\n    hip = {None if hip == 'None' else hip!r}\n")
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    done = subprocess.run(
+        ["sh", str(ROOT / "deploy" / "container.sh"), *argument.split()],
+        cwd=tmp_path,
+        env={"PATH": f"{tools}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert ("torch is not built for ROCm" in done.stderr) == (code == 1)
+    expected = ["make"] if code else ["make", "useradd", "install"]
+    assert (tmp_path / "done").read_text().split() == expected
+
+
 def copied(into: Path) -> None:
     """What `COPY . /opt/kaon` copies of the files under version control."""
     ignored = [line.strip() for line in (ROOT / ".dockerignore").read_text().splitlines() if line.strip()]

@@ -69,6 +69,13 @@ def test_a_manifest_s_selectors_find_its_pods(path: Path) -> None:
     assert mounts == {volume["name"] for volume in template["spec"]["volumes"]}
 
 
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_ranks_of_a_pod_have_shared_memory(path: Path) -> None:
+    [mount] = (each for each in container(path)["volumeMounts"] if each["mountPath"] == "/dev/shm")
+    volumes = {volume["name"]: volume for volume in workload(path)["spec"]["template"]["spec"]["volumes"]}
+    assert volumes[mount["name"]]["emptyDir"] == {"medium": "Memory"}
+
+
 TWO_HOSTS = ROOT / "deploy" / "kubernetes" / "kaon-two-hosts.yaml"
 
 

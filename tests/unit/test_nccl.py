@@ -1,11 +1,15 @@
-"""What the environment of NCCL and RCCL gets, on which GPU."""
+"""What the environment of NCCL and RCCL gets, on which GPU, and what a capture of theirs waits for."""
 
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from models import nccl
+from models.process_group import ProcessGroupCollectives
+from models.rendezvous import Rendezvous
 
 
 @pytest.mark.parametrize(
@@ -27,3 +31,35 @@ def test_rccl_keeps_to_one_protocol_on_gpus_of_gfx12_unless_told(
     nccl.prepare(torch.device("cuda", 0))
     assert environment.get("NCCL_PROTO") == expected
     assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+class Group(torch.distributed.ProcessGroup):
+    """Tells when it is waited for."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(0, 2)
+        self._events = events
+
+    def _wait_for_pending_works(self) -> None:
+        self._events.append("no sum is under way")
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "waits"), [("cuda", "7.2", True), ("cuda", None, False), ("cpu", "7.2", False)]
+)
+def test_rccl_s_sums_have_ended_before_a_graph_is_captured(
+    device: str, hip: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(torch.version, "hip", hip)
+    collectives = ProcessGroupCollectives(0, 2, torch.device(device), Rendezvous(f"file://{tmp_path}/store", 1.0))
+    collectives._group = Group(events)
+
+    def capturing() -> AbstractContextManager[None]:
+        events.append("aiter's sums are told of it")
+        return nullcontext()
+
+    collectives._fast_sum = SimpleNamespace(capturing=capturing)
+    with collectives.capturing():
+        events.append("capture")
+    assert events == [*(["no sum is under way"] if waits else []), "aiter's sums are told of it", "capture"]

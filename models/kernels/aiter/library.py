@@ -109,12 +109,18 @@ def member(name: str) -> Any:
 
 def version() -> str:
     """The installed one's name and version."""
+    found = release()
+    return "this aiter" if found is None else f"aiter {found}"
+
+
+def release() -> str | None:
+    """The installed one's version; None where it was not installed as a package."""
     for name in ("amd-aiter", "aiter"):
         try:
-            return f"aiter {importlib.metadata.version(name)}"
+            return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "this aiter"
+    return None
 
 
 def _found(call: Call) -> Callable[..., Any]:

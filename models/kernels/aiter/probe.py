@@ -8,8 +8,6 @@ import importlib
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,11 +16,12 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 
-from models.child_environment import own_code
-from models.kernels.aiter import library
+from models.kernels.aiter import child, folder, library, turns
 from models.kernels.aiter.sizes import Sizes
 
 if TYPE_CHECKING:
+    import subprocess
+
     from models.kernels.aiter.checks import Finding
 
 _SECONDS = 300.0
@@ -49,13 +48,39 @@ def probe(
     sizes: Sizes = Sizes(),  # noqa: B008, immutable
     seconds: float = _SECONDS,
 ) -> dict[str, str | None]:
-    """By operator, None where the library gave the right numbers, else what was wrong, in words."""
+    """By operator, None where the library gave the right numbers, else what was wrong, in words.
+
+    Processes of a host ask one at a time, and those that ask the same share what the first of them found.
+    """
+    wanted = list(operators)
+    found = importlib.util.find_spec("aiter")
+    if found is None:  # Spares a process its seconds.
+        return dict.fromkeys(wanted, _MISSING)
+    folder.prepare()
+    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith("AITER_")}
+    question = library.version(), torch.__version__, found.origin, told, _kind(device), wanted, sizes, seconds
+    try:
+        return turns.answered(json.dumps(question), lambda: _found_wrong(device, wanted, sizes, seconds))
+    except turns.NoTurn as error:
+        return dict.fromkeys(wanted, str(error))
+    except OSError as error:
+        return dict.fromkeys(wanted, f"its probe could not be run: {error}")
+
+
+def _kind(device: str) -> str:
+    """What GPUs have in common of which one is as good as the other."""
+    if torch.device(device).type == "cpu":
+        return device
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.gcnArchName}"
+
+
+def _found_wrong(device: str, operators: Sequence[str], sizes: Sizes, seconds: float) -> dict[str, str | None]:
+    """See `probe`."""
     left = list(operators)
-    if importlib.util.find_spec("aiter") is None:  # Spares a process its seconds.
-        return dict.fromkeys(left, _MISSING)
     reasons: dict[str, str | None] = {}
     while left:
-        call = f"from models.kernels.aiter.probe import report; report({device!r}, {left!r}, {tuple(sizes)!r})"
+        call = f"from models.kernels.aiter import probe; probe.report({device!r}, {left!r}, {tuple(sizes)!r})"
         found, ended = _watched(call, seconds)
         reasons |= found.reasons
         left = [operator for operator in left if operator not in found.reasons]
@@ -85,30 +110,27 @@ def _watched(call: str, seconds: float) -> tuple[_Found, str | None]:
     """Run a probe's call; what it told, and how it ended where it did not end well."""
     # Files: a pipe that a compiler it started holds open would be waited for.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        command = [sys.executable, "-P", "-c", call]
-        child = subprocess.Popen(command, stdout=out, stderr=errors, env=own_code(), start_new_session=True)
+        process = child.start(call, out, errors)
         try:
-            is_late = _is_late(child, lambda: os.fstat(out.fileno()).st_size, seconds)
+            is_late = _is_late(process, lambda: os.fstat(out.fileno()).st_size, seconds)
         finally:
-            if child.poll() is None:
-                # Its compilers too.
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child.end(process)
         found, said = _told(_text(out)), _text(errors)
     if is_late:
-        return found, f"its probe took longer than {seconds:g} s"
-    if child.returncode < 0:
-        return found, f"its probe was ended by signal {-child.returncode}"
-    if child.returncode or not found.reasons:
+        locks = folder.left_locks()
+        return found, f"its probe took longer than {seconds:g} s" + (f"; {locks}" if locks else "")
+    if process.returncode < 0:
+        return found, f"its probe was ended by signal {-process.returncode}"
+    if process.returncode or not found.reasons:
         last = said.strip().splitlines()[-1:] or ["it said nothing"]
-        return found, f"its probe ended with exit code {child.returncode}: {last[0]}"
+        return found, f"its probe ended with exit code {process.returncode}: {last[0]}"
     return found, None
 
 
-def _is_late(child: "subprocess.Popen[bytes]", told: Callable[[], int], seconds: float) -> bool:
+def _is_late(process: "subprocess.Popen[bytes]", told: Callable[[], int], seconds: float) -> bool:
     """Wait for its end, or until it has told nothing for so long. Before it tells anything, it is loading torch."""
     before, since = 0, time.monotonic()
-    while child.poll() is None:
+    while process.poll() is None:
         if told() != before:
             before, since = told(), time.monotonic()
         if time.monotonic() - since > (seconds if before else max(seconds, _SECONDS)):

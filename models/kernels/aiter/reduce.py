@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from models.child_environment import own_code
-from models.kernels.aiter import library
+from models.kernels.aiter import child, library
 
 _log = logging.getLogger(__name__)
 
@@ -107,18 +107,21 @@ def join(rank: int, size: int, device: torch.device, store: Path, agree: Callabl
 def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: float = _SECONDS) -> str | None:
     """What is wrong with sums over ranks' own processes, which meet at `store`; None: nothing."""
     call = f"from models.kernels.aiter import reduce; reduce.report({rank}, {size}, {str(device)!r}, {str(store)!r})"
-    command = [sys.executable, "-P", "-c", call]
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=seconds, check=False, env=own_code()
-        )
-    except subprocess.TimeoutExpired:
-        return f"its sums over {size} ranks took longer than {seconds:g} s"
-    if done.returncode < 0:
-        return f"its sums over {size} ranks were ended by signal {-done.returncode}"
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return said[-1] if said else f"its sums over {size} ranks ended with exit code {done.returncode}"
+    # A file: a pipe that a compiler it started holds open would be waited for.
+    with tempfile.TemporaryFile() as errors:
+        process = child.start(call, subprocess.DEVNULL, errors)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"its sums over {size} ranks took longer than {seconds:g} s"
+        finally:
+            child.end(process)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
+    if process.returncode < 0:
+        return f"its sums over {size} ranks were ended by signal {-process.returncode}"
+    if process.returncode:
+        return said[-1] if said else f"its sums over {size} ranks ended with exit code {process.returncode}"
     return None
 
 

@@ -48,11 +48,15 @@ def attention_decode_kernel(
     D_TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
     DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
 ):
-    """Grid: KV heads x programs that share the items out. The query heads of a KV head are one tile's rows."""
-    kv_head = tl.program_id(0)
-    members = tl.arange(0, BLOCK_M)
+    """Grid: KV heads and their tiles x programs that share the items out.
+
+    The query heads of a KV head, of all of a row's tokens, are the rows of one tile, or of several.
+    """
+    kv_head = tl.program_id(0) // TILES
+    members = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     tokens = members // GROUP
     heads = kv_head * GROUP + members % GROUP
     is_query = tokens < QUERY_LEN
@@ -122,11 +126,12 @@ def attention_decode(
     group = q.shape[1] // kv_heads
     target = target_of(q.device)
     config = config_of("attention_decode", target, head_dim=head_dim, element=q.element_size())
-    programs = len(items) if max_programs is None else min(len(items), -(-max_programs // kv_heads))
+    rows, tiles = _tiles(query_len * group, head_dim)
+    programs = len(items) if max_programs is None else min(len(items), -(-max_programs // (kv_heads * tiles)))
     if programs == 0:
         return
     scale = options.scale * options.k_scale
-    attention_decode_kernel[(kv_heads, programs)](
+    attention_decode_kernel[(kv_heads * tiles, programs)](
         q,
         partial,
         partial_lse,
@@ -153,22 +158,28 @@ def attention_decode(
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         D_TILE=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_M=_tile_rows(query_len * group),
+        BLOCK_M=rows,
+        TILES=tiles,
         **config.blocks,
         **config.options(target),
     )
 
 
-def _tile_rows(queries: int) -> int:
-    """A matrix instruction has at least 16 rows."""
-    return max(16, int(triton.next_power_of_2(queries)))
+def _tiles(queries: int, head_dim: int) -> tuple[int, int]:
+    """Rows of a tile, and tiles, of so many queries.
+
+    A matrix instruction has at least 16 rows; more than the most here, and registers spill.
+    """
+    rows = min(max(16, int(triton.next_power_of_2(queries))), 64 if head_dim <= 128 else 32)
+    return rows, -(-queries // rows)
 
 
 def _compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
     own = f"*{more.get('dtype', 'bf16')}"
     cache_type = target.fp8_pointer if more.get("fp8") else own
     strides = ("q_stride", "q_head_stride", "block_stride")
-    query_len = 4 if more.get("drafts") else 1
+    query_len = int(str(more.get("tokens", 1)))
+    rows, tiles = _tiles(query_len * group, head_dim)
     return Compilation(
         kernel=attention_decode_kernel,
         variant=variant,
@@ -191,7 +202,8 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
             "BLOCK_SIZE": 16,
             "HEAD_DIM": head_dim,
             "D_TILE": triton.next_power_of_2(head_dim),
-            "BLOCK_M": _tile_rows(query_len * group),
+            "BLOCK_M": rows,
+            "TILES": tiles,
         },
         divisible=frozenset(strides),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
@@ -205,7 +217,8 @@ COMPILATIONS = tuple(
     for compilation in (
         _compilation("bf16 d64 window", target, 64, 8, window=True),
         _compilation("bf16 d128", target, 128, 4),
-        _compilation("bf16 d128, 4 tokens a row", target, 128, 4, drafts=True),
+        _compilation("bf16 d128, 4 tokens a row", target, 128, 4, tokens=4),
+        _compilation("bf16 d128, 17 tokens a row", target, 128, 8, tokens=17),
         _compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
         _compilation("fp16 d128", target, 128, 4, dtype="fp16"),
         _compilation("fp32 d128", target, 128, 4, dtype="fp32"),
