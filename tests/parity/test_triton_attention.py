@@ -128,6 +128,13 @@ def test_drafts_are_verified_several_tokens_a_row(options: AttentionOptions) -> 
     batch.check(batch.decode(options), batch.expected(options))
 
 
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_many_queries_of_a_head_are_several_tiles(head_dim: int) -> None:
+    """Of 105: two of 64, or four of 32."""
+    batch = Batch([5, 5], [5, 261], num_heads=42, num_kv_heads=2, head_dim=head_dim)
+    batch.check(batch.decode(WINDOW, batch.sinks()), batch.expected(WINDOW, batch.sinks()))
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 2, 128), (7, 1, 64), (10, 2, 80), (4, 2, 96), (3, 1, 112), (2, 1, 256), (17, 1, 64), (4, 2, 8)],
