@@ -17,6 +17,7 @@ from benchmarks import (
     parallel,
     quantization,
     recovery,
+    speculative,
     startup,
     structured,
 )
@@ -29,8 +30,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 
 def main() -> None:
     sections = [f"# Benchmarks\n\nWritten by `make bench`. Single figures drift with the machine.\n\n{machine()}\n"]
-    engines = (startup, recovery, loading, experts, quantization, engine_loop, parallel, lockstep, data_parallel)
-    for benchmark in (*engines, front_end, structured):
+    engines = (startup, recovery, loading, experts, quantization, speculative, engine_loop, parallel, lockstep)
+    for benchmark in (*engines, data_parallel, front_end, structured):
         sections.append(benchmark.run().markdown())
         sys.stdout.write(sections[-1] + "\n")
         sys.stdout.flush()
