@@ -16,6 +16,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.tokenizer_config import read_json_object, read_special_tokens
+from engine.unreadable import why_unreadable
 from models.errors import CheckpointError
 
 MAX_RENDERED_CHARACTERS = 64 * 2**20
@@ -67,7 +68,7 @@ class ChatTemplate:
         try:
             source = file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"chat_template is {file}, which cannot be read: {error}") from error
+            raise CheckpointError(f"chat_template is {file}, which cannot be read: {why_unreadable(error)}") from error
         return cls({"default": source}, read_special_tokens(checkpoint), f"the chat template {file}")
 
     def render(

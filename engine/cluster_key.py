@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from engine.config import CLUSTER_KEY_ENV
+from engine.unreadable import why_unreadable
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def read_cluster_key(file: str | None, master_addr: str) -> str:
             if Path(file).stat().st_mode & stat.S_IROTH:
                 _log.warning("cluster_key_file is %s, which every user of this machine can read; chmod 600 it", file)
         except (OSError, ValueError) as error:
-            raise ValueError(f"cluster_key_file is {file}, which cannot be read: {error}") from error
+            raise ValueError(f"cluster_key_file is {file}, which cannot be read: {why_unreadable(error)}") from error
     elif not key:
         if is_loopback(master_addr):
             return ""

@@ -23,6 +23,7 @@ from engine.core_startup import LoadedModel, PhaseClock, load_model
 from engine.engine_core import EngineCore
 from engine.flight_record import FlightRecord
 from engine.lifetime import begin_child, end_with_parent, name_process
+from engine.log_lines import log_lines
 from engine.messages import Failed, Ready
 from engine.replica_links import PEER_END_SECONDS, MeetingError, PeerGoneError, ReplicaLinks
 from engine.seats import Seat
@@ -51,9 +52,7 @@ def main() -> NoReturn:
     meeting_place = [] if launch.seat is None else [launch.seat.directory]
     end_with_parent(lifeline, launch.directory, *meeting_place, on_ended=part)
     config = Config.model_validate_json(launch.config)
-    logging.basicConfig(
-        level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
-    )
+    log_lines(launch.name, config.server_config.log_level)
     sockets = _open_sockets(config, launch)
     failure = _run(config, launch, sockets, ranks)
     if failure is not None:

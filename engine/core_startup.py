@@ -79,7 +79,9 @@ def load_model(
 
     phases.end("import")
     shard, seat = None if ranks is None else ranks.shard, None if links is None else links.seat
+    asked = config
     runner, config, model_config, own_cpus, group, world = build_runner(config, path, shard, seat, share)
+    _check_token_ids(asked, model_config.vocab_size)
     if ranks is not None:
         others_cpus, others_parameters = ranks.wait_loaded()
     if links is not None:
@@ -152,10 +154,33 @@ def _refuse_unsupported(config: Config) -> None:
         )
 
 
+def _check_token_ids(asked: Config, vocab_size: int) -> None:
+    """Raise `ValueError` for a token id of the settings beyond the vocabulary.
+
+    It would end no answer, or begin one with a row that the embedding does not have.
+    """
+    for name, token_ids in (
+        ("bos_token_id", (asked.bos_token_id,)),
+        ("eos_token_id", (asked.eos_token_id,)),
+        ("stop_token_ids", asked.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id is not None and token_id >= vocab_size:
+                raise ValueError(
+                    f"{name} holds token id {token_id}; this model's token ids are between 0 and {vocab_size - 1}"
+                )
+
+
 def _with_cache(config: Config, size: "KVCacheSize") -> Config:
     """`config` with the KV cache's size, and a context that fits it."""
     assert config.max_model_len is not None
     capacity = size.num_blocks * config.kv_cache_block_size
+    if capacity < config.max_model_len:
+        logger.warning(
+            "a sequence may have %d tokens, not max_model_len %d: the KV cache holds no more",
+            capacity,
+            config.max_model_len,
+        )
     return config.model_copy(
         update={
             "num_kvcache_blocks": size.num_blocks,

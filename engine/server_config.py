@@ -1,10 +1,14 @@
 """`ServerConfig`: the section of `Config` on the HTTP face."""
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from engine.section import Section
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
+"""What may stand in a browser's `Origin` header, which is compared letter by letter."""
 
 
 class ServerConfig(Section):
@@ -121,6 +125,17 @@ class ServerConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_as_browsers_send_them(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins is {','.join(value)}; each item must be *, null, or a scheme and a host as in "
+                    "https://chat.example, in small letters, with nothing behind but a port"
+                )
+        return value
 
     @field_validator("root_path")
     @classmethod

@@ -1,6 +1,7 @@
 """`page`: the API's description as one HTML page that needs nothing else: no script, no other server. For `/docs`."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -24,7 +25,7 @@ def page(document: Mapping[str, Any], root_path: str = "") -> str:
         (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>',
             f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>',
-            f"<h1>{escape(title)}</h1><p>{escape(document['info'].get('description', ''))} ",
+            f"<h1>{escape(title)}</h1><p>{_prose(document['info'].get('description', ''))} ",
             f'For programs: <a href="{escape(root_path)}/openapi.json">openapi.json</a>.',
             " Requests need an API key: <code>Authorization: Bearer KEY</code>." if "security" in document else "",
             "</p>",
@@ -40,7 +41,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[str]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             yield f'<h2 id="{escape(method + path)}"><b>{method.upper()}</b> <code>{escape(path)}</code></h2>'
-            yield f"<p>{escape(operation.get('description', ''))}"
+            yield f"<p>{_prose(operation.get('description', ''))}"
             yield " Needs no key.</p>" if operation.get("security") == [] else "</p>"
             yield from _table(operation.get("parameters", ()))
             if "requestBody" in operation:
@@ -50,7 +51,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[str]:
 def _table(parameters: Any) -> Iterator[str]:
     for parameter in parameters:
         yield f"<p><code>{escape(parameter['name'])}</code> ({escape(parameter['in'])}) "
-        yield f"{escape(parameter.get('description', ''))}</p>"
+        yield f"{_prose(parameter.get('description', ''))}</p>"
 
 
 def _body(body: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
@@ -74,5 +75,10 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
     yield "<table><tr><th>Field<th>Type<th>Default<th>Meaning</tr>"
     for field in fields_of(schema):
         name, default = (f"<code>{escape(text)}</code>" for text in (field.name, field.default))
-        yield f"<tr><td>{name}<td>{escape(field.type)}<td>{default}<td>{escape(field.meaning)}</tr>"
+        yield f"<tr><td>{name}<td>{escape(field.type)}<td>{default}<td>{_prose(field.meaning)}</tr>"
     yield "</table>"
+
+
+def _prose(text: str) -> str:
+    """`text` with what stands between backticks set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

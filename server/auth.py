@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from engine.config import ServerConfig
+from engine.unreadable import why_unreadable
 
 
 class KeyRing:
@@ -43,7 +44,7 @@ def _read_keys(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise ValueError(f"api_key_file is {file}, which cannot be read: {error}") from error
+        raise ValueError(f"api_key_file is {file}, which cannot be read: {why_unreadable(error)}") from error
     keys = [key for line in lines if (key := line.partition("#")[0].strip())]
     if not keys:
         raise ValueError(f"api_key_file is {file}, which holds no key; write one a line, or leave api_key_file out")

@@ -71,7 +71,7 @@ def _help(arguments: list[str], command: str) -> int:
 
 
 def _unknown(arguments: list[str], command: str) -> int:
-    from server.settings import nearest
+    from server.spelling import nearest
 
     hint = nearest(command, _COMMANDS) or "; kaon --help lists the commands"
     return _complain(f"kaon: {command} is not a command{hint}", _BAD_USAGE)

@@ -23,7 +23,9 @@ def run(arguments: Sequence[str]) -> int:
     """Print what was found; 0 where nothing is wrong, 1 where something is, 2 for a flag that there is not."""
     if arguments and list(arguments) != ["--json"]:
         is_help = list(arguments) in (["--help"], ["-h"])
-        (sys.stdout if is_help else sys.stderr).write(_USAGE)
+        wrong = next((each for each in arguments if each != "--json"), "--json twice")
+        told = _USAGE if is_help else f"kaon doctor: {wrong} is not known; {_USAGE}"
+        (sys.stdout if is_help else sys.stderr).write(told)
         return 0 if is_help else 2
     report = examine([sys.executable, "-P", "-m", "engine.doctor"])
     if arguments:

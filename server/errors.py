@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from engine.io_processor import DoesNotFit, InvalidRequest
+from server.spelling import nearest
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +178,9 @@ _ELSEWHERE = {
 }
 """Parts of OpenAI's paths that this server has nothing of, and what they are for."""
 
+_LIKE_A_PATH = 0.75
+"""How alike a path must be for a hint: a base URL without its /v1, a plural left out, a slash at the end."""
+
 
 def install(app: FastAPI) -> None:
     """Make `app` answer every exception through `answer`."""
@@ -219,10 +223,14 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 def _allowed_methods(request: Request) -> str:
     """Methods that the path takes: the framework names those of one route, and a path may have several."""
     app: FastAPI = request.app
-    routes = [route for route in (*getattr(app.state, "routes", ()), *app.router.routes) if isinstance(route, Route)]
+    routes = _routes(app)
     path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
     methods = {method for route in routes if route.path == path for method in route.methods or ()}
     return ", ".join(sorted(methods, key=_METHODS.index))
+
+
+def _routes(app: FastAPI) -> list[Route]:
+    return [route for route in (*getattr(app.state, "routes", ()), *app.router.routes) if isinstance(route, Route)]
 
 
 def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:
@@ -231,7 +239,8 @@ def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str
         part = path.removeprefix("/v1/").partition("/")[0]
         if path.startswith("/v1/") and part in _ELSEWHERE:
             return f"{path} is of OpenAI's API for {_ELSEWHERE[part]}, which this server does not have; see /docs"
-        return f"{path} is not a path of this server; /docs lists them"
+        hint = nearest(path, (route.path for route in _routes(request.app)), likeness=_LIKE_A_PATH)
+        return f"{path} is not a path of this server{hint or '; /docs lists them'}"
     if error.status_code == 405:
         return f"{path} does not take {request.method}; use {headers['Allow']}"
     return str(error.detail)

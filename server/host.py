@@ -3,12 +3,12 @@
 Called by `server.serve` where `node_rank` is not 0. Serves no HTTP.
 """
 
-import logging
 import signal
 import sys
 
 from engine.config import Config
 from engine.lifetime import name_process
+from engine.log_lines import log_lines
 from engine.release import release
 
 
@@ -17,9 +17,7 @@ def run(config: Config) -> int:
     parallel = config.parallel_config
     name = f"kaon-node-{parallel.node_rank}"
     name_process(name)
-    logging.basicConfig(
-        level=config.server_config.log_level.upper(), format=f"{name} %(levelname)s %(name)s: %(message)s"
-    )
+    log_lines(name, config.server_config.log_level)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Not above: the first host's server needs none of it.
     from engine.checkpoint import resolve_checkpoint

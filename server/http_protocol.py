@@ -48,6 +48,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_message_complete()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: uvicorn would advise to install what would not help. The request is answered as any other."""
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(BadRequest("what was sent is not HTTP/1.1; check the client, and that the URL is http://"))
 

@@ -4,6 +4,7 @@ Called by the routes; nothing else reads a body.
 """
 
 import json
+from collections.abc import Collection
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from engine.config import ServerConfig
 from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 from server.protocol.rules import RequestModel
+from server.spelling import nearest
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -30,11 +32,13 @@ _SHOWN_CHARACTERS = 60
 _MAX_CONTAINERS = 2**17
 """Most lists and objects in a body. Megabytes of empty ones take no room on the wire, and seconds to make."""
 _JSON = "application/json"
+_LEAVE_OUT = "leave it out, or start the server with --allow-unknown-fields"
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
     """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
     _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
     body = await read_body(request, limits.max_request_bytes)
     return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
 
@@ -58,6 +62,14 @@ def _check_media_type(content_type: str | None) -> None:
     if media_type != _JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
         raise UnsupportedMediaType(
             f"Content-Type is {media_type[:_SHOWN_CHARACTERS]}; it must be {_JSON} (curl: -H 'Content-Type: {_JSON}')"
+        )
+
+
+def _check_encoding(encoding: str | None) -> None:
+    """Refuse a compressed body: a small one may hold far more than `max_request_bytes`."""
+    if encoding and encoding.strip().lower() != "identity":
+        raise UnsupportedMediaType(
+            f"Content-Encoding is {encoding[:_SHOWN_CHARACTERS]}; send the body as it is, not compressed"
         )
 
 
@@ -119,10 +131,11 @@ def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -
     try:
         return model.model_validate(given, extra="ignore" if allow_unknown else None)
     except ValidationError as error:
-        raise _first_error(given, error) from None
+        raise _first_error(given, error, known) from None
 
 
-def _first_error(data: dict[str, Any], error: ValidationError) -> BadRequest:
+def _first_error(data: dict[str, Any], error: ValidationError, known: Collection[str]) -> BadRequest:
+    """What to answer to `error`; `known` are the fields of the request itself."""
     errors = error.errors(include_url=False)
     located = [(*_locate(data, each), each) for each in errors]
     path, value, first = located[0]
@@ -133,7 +146,14 @@ def _first_error(data: dict[str, Any], error: ValidationError) -> BadRequest:
         path, value, first = deeper[0]
         siblings = [(path, value, first)]
     same = [each for each_path, _, each in siblings if each_path == path]
-    return BadRequest(_sentence(path, value, same), param=path or None)
+    if first["type"] == "extra_forbidden" and path in data:
+        hint = nearest(path, known)
+        hint = f"{hint} If not," if hint else ";"
+        return BadRequest(f"{path} is not a known field{hint} {_LEAVE_OUT}", param=path)
+    sentence = _sentence(path, value, same)
+    # One on several fields of the request begins with that which is to change.
+    subject = sentence.partition(" ")[0]
+    return BadRequest(sentence, param=path or (subject if subject in known else None))
 
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
@@ -159,7 +179,7 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
     if kind in ("missing", "union_tag_not_found"):
         return f"{path} is missing; this endpoint needs it"
     if kind == "extra_forbidden":
-        return f"{path} is not a known field; leave it out, or start the server with --allow-unknown-fields"
+        return f"{path} is not a known field; {_LEAVE_OUT}"
     if kind == "none_required":
         return f"{path} is not supported by this release; leave it out"
     if kind == "sentence":

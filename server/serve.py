@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from engine.config import Config, ServerConfig
 from engine.core_manager import CoreManager
 from engine.lifetime import name_process
+from engine.log_lines import log_lines
 from engine.release import release
 from server.auth import KeyRing
 from server.command_line import hide
@@ -115,10 +116,7 @@ def _set_up_logging(config: ServerConfig) -> None:
         record.request = "" if request_id is None else f" [{request_id}]"
         return True
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("kaon-api %(levelname)s %(name)s: %(message)s%(request)s"))
-    handler.addFilter(name_request)
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    log_lines("kaon-api", config.log_level, "%(request)s").addFilter(name_request)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
@@ -131,6 +129,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     except socket.gaierror as error:
         raise OSError(f"host is {host}, which is no address of this machine: {error.strerror}") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise OSError(f"host is {host}, which is no address of this machine") from error
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} on {host} is taken; stop what listens there or choose another port") from error
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error

@@ -9,7 +9,8 @@ import argparse
 import os
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -17,12 +18,15 @@ from pydantic import ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from engine.config import CLUSTER_KEY_ENV, Config, Section
+from server.other_flags import instead_of
 from server.settings_table import ENV_PREFIX, POSITIONAL, SETTINGS, Setting
+from server.spelling import nearest
 
 CONFIG_FLAG = "--config"
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
+_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 class SettingsError(ValueError):
@@ -35,9 +39,10 @@ def load_config(argv: Sequence[str]) -> Config:
     Raises `SettingsError` for the first thing that is wrong. `--help` prints the settings and exits.
     """
     flags = _read_flags(argv)
+    file_named_by = CONFIG_FLAG if "config" in flags else CONFIG_ENV
     file = flags.pop("config", os.environ.get(CONFIG_ENV))
     environment = _read_environment()
-    yaml = {} if not file else _read_yaml(Path(file))
+    yaml = {} if not file else _read_yaml(Path(file), file_named_by)
     given = ChainMap(flags, environment, yaml)
     try:
         return Config.model_validate(_nested(given))
@@ -47,14 +52,6 @@ def load_config(argv: Sequence[str]) -> Config:
         spelled |= {name: _BY_NAME[name].env for name in environment}
         spelled |= {name: _BY_NAME[name].flag for name in flags}
         raise SettingsError(_sentence(error, given, spelled)) from None
-
-
-def nearest(wrong: str, known: Iterable[str]) -> str:
-    """A hint to end a sentence with: the known name that `wrong` may be a slip of, or nothing."""
-    import difflib
-
-    match = difflib.get_close_matches(wrong, list(known), n=1)
-    return f"; did you mean {match[0]}?" if match else ""
 
 
 # -- sources ----------------------------------------------------------------------------------------------------
@@ -77,10 +74,23 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
         word = unknown[0].partition("=")[0]
         if word.startswith("-"):
             flags = [CONFIG_FLAG, *(setting.flag for setting in SETTINGS)]
-            raise SettingsError(f"{word} is not a flag{nearest(word, flags) or '; kaon serve --help lists them'}")
+            hint = instead_of(word) or nearest(word, flags, prefix="--") or "; kaon serve --help lists them"
+            raise SettingsError(f"{word} is not a flag{hint}")
         raise SettingsError(f"one MODEL can be served, and {word} is a second one")
+    _refuse_truth_as_model(known, argv)
     # A list may be given in pieces: each may be a list itself, as everywhere else.
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+
+
+def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Refuse the `false` of `--enable-prefix-caching false`, which would be taken for the MODEL."""
+    model = getattr(known, POSITIONAL, "")
+    if model.lower() not in _TRUTH_VALUES:
+        return
+    switches = {setting.flag for setting in SETTINGS if setting.kind is bool}
+    for flag, value in pairwise(argv):
+        if value == model and flag in switches:
+            raise SettingsError(f"{flag} takes no value; write {flag}, or --no-{flag[2:]} for the contrary")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -144,15 +154,16 @@ def _read_environment() -> dict[str, Any]:
         )
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
-            raise SettingsError(f"{name} in the environment is not a setting{nearest(name, known)}")
+            hint = nearest(name, known, prefix=ENV_PREFIX) or "; `kaon serve --help` lists them"
+            raise SettingsError(f"{name} in the environment is not a setting{hint}")
     return EnvSettingsSource(_flat_model())()
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise SettingsError(f"{CONFIG_FLAG} is {path}, but there is no such file")
+        raise SettingsError(f"{named_by} is {path}, but there is no such file")
     try:
         values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
     except yaml.MarkedYAMLError as error:

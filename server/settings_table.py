@@ -62,8 +62,11 @@ class Setting:
 
     @property
     def default(self) -> str | None:
-        """The default as YAML would spell it; None where the meaning tells it."""
-        if self.optional:
+        """The default as YAML would spell it; None where the meaning tells it.
+
+        Of an optional section the first setting's is `off`, and the others' what they are once the section is there.
+        """
+        if self.optional and self.name == next(iter(self.section.model_fields)):
             return "off"
         value = self.field.default
         if value is None or value in ((), ""):

@@ -19,6 +19,7 @@ import msgspec
 
 from engine.config import Config
 from engine.lifetime import begin_child, end_with_parent_even_if_stuck, name_process
+from engine.log_lines import log_lines
 from engine.worker.rank_messages import (
     MAX_BYTES,
     Allocate,
@@ -51,9 +52,7 @@ def main() -> int:
     assert isinstance(launch, RankLaunch)
     name_process(launch.name)
     config = Config.model_validate_json(launch.config)
-    logging.basicConfig(
-        level=config.server_config.log_level.upper(), format=f"{launch.name} %(levelname)s %(name)s: %(message)s"
-    )
+    log_lines(launch.name, config.server_config.log_level)
     try:
         _serve(config, launch, core)
     except (ValueError, MemoryError) as error:

@@ -24,6 +24,9 @@ MAX_ITEMS = 2048
 MAX_STOP_CHARACTERS = 4096
 """Longest stop string: a longer one could only ever match an answer of thousands of tokens."""
 
+_NO_LIMIT = 2**31 - 1
+"""From here on an upper bound is of the machine's making, and tells a client nothing: docs leave it out too."""
+
 Item = TypeVar("Item")
 
 
@@ -59,6 +62,8 @@ class Between:
     def _check(self, value: float) -> float:
         if self.low <= value <= self.high and not (self.low_open and value == self.low):
             return value
+        if value < self.low and self.high >= _NO_LIMIT:
+            raise rule(f"it must be at least {self.low}")
         if self.low_open:
             raise rule(f"it must be above {self.low} and at most {self.high}")
         raise rule(f"it must be between {self.low} and {self.high}")

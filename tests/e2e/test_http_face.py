@@ -111,6 +111,17 @@ def test_what_is_no_http_or_has_endless_headers_gets_an_error_object_and_goodbye
     assert server.get("/livez").status_code == 200
 
 
+def test_an_upgrade_is_not_taken_and_nobody_is_advised_to_install_anything(server: KaonServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START_SECONDS)
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "eA=="}
+    connection.request("GET", "/v1/realtime", headers={**headers, "Sec-WebSocket-Version": "13"})
+    answer = connection.getresponse()
+    assert answer.status == 404
+    assert "real-time sessions, which this server does not have" in answer.read().decode()
+    connection.close()
+    assert "pip install" not in server.stderr
+
+
 def test_metrics_count_what_was_generated(server: KaonServer, http_client: httpx.Client) -> None:
     eventually(lambda: server.metric("kaon_requests_live") == server.metric("kaon_requests_running") == 0)
     before = server.metric("kaon_generation_tokens_total")

@@ -159,7 +159,7 @@ def test_files_that_do_not_work_end_the_server_with_a_sentence(
     for settings, said in (
         ({"ssl_certfile": str(broken)}, "no PEM certificate and key"),
         ({"api_key_file": str(tmp_path / "none")}, "api_key_file is"),
-        ({"chat_template": str(tmp_path / "none.jinja")}, "chat_template is"),
+        ({"chat_template": str(tmp_path / "none.jinja")}, "none.jinja, which cannot be read: No such"),
     ):
         running = start_server(port=0, server_config=settings)
         assert running.wait() == 1

@@ -116,17 +116,21 @@ def test_model_describes_itself(engine: LLMEngine) -> None:
     assert info.max_model_len == min(config["max_position_embeddings"], 512 * 16)
 
 
-def test_context_is_no_longer_than_the_cache() -> None:
+def test_context_is_no_longer_than_the_cache(capfd: pytest.CaptureFixture[str]) -> None:
     with LLMEngine(num_kvcache_blocks=4) as engine:
         assert engine.model_info.max_model_len == 64
         with pytest.raises(ValueError, match="64 tokens"):
             engine.generate([[5] * 64], use_tqdm=False)
+    assert "a sequence may have 64 tokens, not max_model_len 4096: the KV" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
+        ({"eos_token_id": 99999}, "eos_token_id holds token id 99999; this model's token ids are between 0 and 1535"),
+        ({"bos_token_id": 1536}, "bos_token_id holds token id 1536"),
+        ({"stop_token_ids": (5, 1536)}, "stop_token_ids holds token id 1536"),
         ({"device": "cuda"}, "torch finds no GPU"),
         ({"async_scheduling": "on", "parallel_config": {"tensor_parallel_size": 2}}, "async_scheduling is on, but"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server import api_docs
+from server import api_docs, api_page
 from server.openapi import REQUESTS, request_schemas
 from server.schema_words import fields_of, type_of
 
@@ -72,3 +72,9 @@ def test_a_stale_page_fails_the_check_and_a_page_without_markers_is_an_error(
     page.write_text("nothing")
     with pytest.raises(ValueError, match="needs the lines"):
         api_docs.main([])
+
+
+def test_what_stands_between_backticks_is_code_on_the_page_for_people() -> None:
+    schema = {"properties": {"model": {"type": "string", "description": "As `/v1/<models>` lists it, or `none`."}}}
+    document = {"info": {"title": "Kaon", "version": "1"}, "paths": {}, "components": {"schemas": {"Some": schema}}}
+    assert "As <code>/v1/&lt;models&gt;</code> lists it, or <code>none</code>." in api_page.page(document)

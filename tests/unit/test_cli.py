@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 import server.serve
-from engine.config import Config
+from engine.config import Config, ServerConfig
 from server import chat
 from server.cli import main
 
@@ -67,6 +67,11 @@ def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.
     assert main(["serve", "--port", "x"]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err) == ("", "kaon serve: --port is x; it must be a valid integer\n")
+
+
+def test_an_address_of_another_machine_is_told_as_such() -> None:
+    with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is no address of this machine$"):
+        server.serve._listen(ServerConfig(host="192.0.2.1", port=0))
 
 
 def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

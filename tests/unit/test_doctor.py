@@ -183,5 +183,6 @@ def test_what_libraries_print_around_the_report_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--nonsense", 2)])
-def test_other_flags(argument: str, code: int) -> None:
+def test_other_flags(argument: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run([argument]) == code
+    assert (f"kaon doctor: {argument} is not known" in capsys.readouterr().err) is (code == 2)

@@ -1,5 +1,6 @@
 """What every request passes before its route: keys, request ids, CORS, access log; and what unknown paths answer."""
 
+import gzip
 import json
 import logging
 from typing import Any
@@ -103,7 +104,8 @@ async def test_a_key_file_has_a_key_a_line_and_comments(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("# none\n", "holds no key"), ("a b\n", "holds a space"), (None, "cannot be")]
+    ("text", "said"),
+    [("# none\n", "holds no key"), ("a b\n", "holds a space"), (None, "cannot be read: No such file or directory$")],
 )
 def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any, text: str | None, said: str) -> None:
     file = tmp_path / "keys"
@@ -208,6 +210,19 @@ async def test_other_origins_are_told_nothing() -> None:
         assert (await http.options("/v1/models", headers={**PREFLIGHT, "Origin": "https://evil.example"})).is_error
 
 
+@pytest.mark.parametrize(
+    "origin", ["chat.example", "https://chat.example/", "https://Chat.example", "https://*.example", "https://", ""]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed_origins"):
+        ServerConfig(allowed_origins=("https://fine.example:8443", origin))
+
+
+@pytest.mark.parametrize("origin", ["*", "null", "http://localhost:3000", "https://[::1]:3000", "app+x://y"])
+def test_origins_that_browsers_send_are_taken(origin: str) -> None:
+    assert ServerConfig(allowed_origins=(origin,)).allowed_origins == (origin,)
+
+
 def test_credentials_for_any_origin_are_refused() -> None:
     with pytest.raises(ValueError, match="name the origins one by one"):
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
@@ -274,6 +289,27 @@ async def test_what_openai_has_and_this_server_has_not_is_a_404_that_says_so(pat
 
 
 @pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/completion", "/v1/completions"),
+    ],
+)
+async def test_a_path_that_is_nearly_one_is_told_which(path: str, meant: str) -> None:
+    answer = await client().post(path, json={})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"{path} is not a path of this server; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("path", ["/", "/generate", "/favicon.ico", "/v1", "/" + "v1/models" * 5000])
+async def test_another_path_is_told_where_they_are_listed(path: str) -> None:
+    answer = await client().get(path + "x")
+    assert answer.json()["error"]["message"] == f"{path}x is not a path of this server; /docs lists them"
+
+
+@pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
         ("PUT", "/v1/models", "GET, HEAD"),
@@ -313,9 +349,21 @@ async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
     assert media_type in answer.json()["error"]["message"]
 
 
+async def test_a_compressed_body_is_415() -> None:
+    body = gzip.compress(b'{"prompt": "Hi"}')
+    answer = await client().post("/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "Content-Encoding is gzip; send the body as it is" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Content-Type": "application/json; charset=utf-8"}, {"Content-Type": "Application/JSON"}],
+    [
+        {},
+        {"Content-Type": "application/json; charset=utf-8"},
+        {"Content-Type": "Application/JSON"},
+        {"Content-Encoding": "identity"},
+    ],
 )
 async def test_json_by_any_spelling_and_a_body_without_type_are_read(headers: dict[str, str]) -> None:
     answer = await client().post("/v1/completions", content=b"[]", headers=headers)

@@ -1,11 +1,13 @@
 """Which value a setting takes, and what is said of one that cannot be."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from engine.config import Config, SpeculativeConfig
+from server.other_flags import _INSTEAD, _OTHER_NAMES, instead_of
 from server.settings import SettingsError, load_config
 from server.settings_table import SETTINGS, Setting
 
@@ -58,6 +60,7 @@ def test_every_default_can_be_given_in_all_three_places(
         "max_model_len": "2",
         "root_path": "/llm",
         "lora": "a=/a",
+        "allowed_origins": "*",
     }
     value = others.get(name) or setting.default or "1"
     by_flag = [flag] if value == "true" else ["--no-" + flag[2:]] if value == "false" else [flag, value]
@@ -134,6 +137,15 @@ def test_an_empty_file_sets_nothing(yaml_file: Path) -> None:
         (["--max-num-seqs", "--port"], "--max-num-seqs needs a value"),
         (["--enable-prefix-caching=3"], "--enable-prefix-caching takes no value"),
         (["a", "b"], "one MODEL can be served, and b is a second one"),
+        (
+            ["--enable-prefix-caching", "false"],
+            "--enable-prefix-caching takes no value; write --enable-prefix-caching, or --no-enable-prefix-caching "
+            "for the contrary",
+        ),
+        (["--model", "a"], "--model is not a flag; MODEL stands by itself: kaon serve MODEL"),
+        (["-tp", "2"], "-tp is not a flag; it is --tensor-parallel-size here"),
+        (["--block-size=32"], "--block-size is not a flag; it is --kv-cache-block-size here"),
+        (["--pt", "2"], "--pt is not a flag; did you mean --port?"),
         (["--config", "/nowhere.yaml"], "--config is /nowhere.yaml, but there is no such file"),
     ],
 )
@@ -149,6 +161,28 @@ def test_a_bad_variable_is_named_as_the_environment_spells_it(monkeypatch: pytes
 def test_a_variable_that_is_no_setting_is_named_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAON_MAX_NUM_SEQ", "1")
     assert sentence() == "KAON_MAX_NUM_SEQ in the environment is not a setting; did you mean KAON_MAX_NUM_SEQS?"
+
+
+def test_what_all_variables_begin_with_is_no_likeness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_FOO", "1")
+    assert sentence() == "KAON_FOO in the environment is not a setting; `kaon serve --help` lists them"
+
+
+def test_a_file_that_is_not_there_is_blamed_on_who_named_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAON_CONFIG", "/nowhere.yaml")
+    assert sentence() == "KAON_CONFIG is /nowhere.yaml, but there is no such file"
+
+
+def test_a_model_may_be_called_like_a_truth_value() -> None:
+    assert load_config(["true", "--enable-prefix-caching"]).model == "true"
+
+
+@pytest.mark.parametrize("flag", [*_OTHER_NAMES, *_INSTEAD])
+def test_what_to_write_instead_of_other_servers_flags_is_there(flag: str) -> None:
+    flags = {setting.flag for setting in SETTINGS}
+    assert flag not in flags
+    assert flags >= set(re.findall(r"--[a-z-]+", instead_of(flag)))
+    assert instead_of(flag)
 
 
 def test_variables_of_a_kubernetes_service_are_told_apart_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def test_defaults_are_those_of_config_as_yaml_spells_them() -> None:
     assert defaults["max_model_len"] is None
     assert defaults["served_model_name"] is None
     assert defaults["num_speculative_tokens"] == "off"
+    assert (defaults["speculative_method"], defaults["prompt_lookup_min"]) == ("ngram", "3")
 
 
 def test_types_are_told_in_words() -> None:
