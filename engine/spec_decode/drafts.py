@@ -47,15 +47,15 @@ class Drafts:
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Have the sequences that decode in the next step, of so many tokens at most, draft what may follow.
 
-        Where all drafts of all rows would be too many, each row drafts fewer; a grammar drafts nothing, for its next
-        mask needs the token before.
+        With more of them than could each have all drafts nobody has any. A grammar drafts nothing, for its next mask
+        needs the token before.
         """
         if self._matched is None or not seqs:
             return
-        share = min(self.most, min(budget, self._most_choices) // len(seqs) - 1)
+        is_full = len(seqs) * (1 + self.most) > min(budget, self._most_choices)
         for seq in seqs:
-            count = min(share, seq.num_useful_drafts)
-            if count <= 0 or seq.matcher is not None:
+            count = min(self.most, seq.num_useful_drafts)
+            if is_full or not count or seq.matcher is not None:
                 seq.spec_token_ids = []
                 continue
             if seq.lookup is None:

@@ -168,8 +168,8 @@ class InputBatch:
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
-        num_decodes = batch.total_seqs_num_decode
-        if batch.draft_tokens and alike and num_decodes == len(slots) and seq_lens.min() >= alike.query_len:
+        num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
+        if drafts and alike and num_decodes == len(slots) and seq_lens.min() >= alike.query_len:
             query_lens = np.full_like(scheduled, alike.query_len)
         ends = np.cumsum(query_lens)
         num_tokens_in_step = int(ends[-1])
@@ -185,19 +185,15 @@ class InputBatch:
         sampled = np.flatnonzero(seq_lens >= num_tokens)
         last_tokens = ends[sampled] - 1
         slot_mapping = self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
-        length_of_decodes = 1
-        if batch.draft_tokens:
+        if drafts:
             counts = np.where(sampled < num_decodes, scheduled[sampled], 1)
-            sampled, last_tokens, drafts = _places(sampled, last_tokens, counts)
-            self._tokens[token_slots[drafts], positions[drafts]] = batch.draft_tokens
+            sampled, last_tokens, drafted = _places(sampled, last_tokens, counts)
+            self._tokens[token_slots[drafted], positions[drafted]] = drafts
             if alike:
                 slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = alike.spare_slot
             # Rows of one length are decodes to the attention backend, others are spans as those of a prompt.
-            longest = int(query_lens[:num_decodes].max())
-            if int(query_lens[:num_decodes].min()) == longest:
-                length_of_decodes = longest
-            else:
-                num_decodes = 0
+            shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
+            num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
         sampled_slots, places = slots[sampled], positions[last_tokens] + 1
         # Of a row's tokens but the drafts, which are known here, only the last may not be.
         num_read = self._num_read[slots]
@@ -220,8 +216,8 @@ class InputBatch:
             unread_tokens=(ends - seq_lens + num_read)[unread],
             sampling=LATER if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
             adapters=self._adapters_of(slots),
-            query_len=length_of_decodes,
-            has_drafts=bool(batch.draft_tokens),
+            query_len=query_len,
+            has_drafts=bool(drafts),
         )
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:

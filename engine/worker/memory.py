@@ -100,7 +100,9 @@ def kv_cache_size(
         most = -(-max(found.max_tokens, max_model_len) // config.kv_cache_block_size)
         if most < num_blocks:
             num_blocks = most
-            reason = f"{found.max_tokens} tokens, or one sequence's {max_model_len}, are the most unasked"
+            reason = (
+                f"{max(found.max_tokens, max_model_len)} tokens are kept where num_kvcache_blocks asks for no more"
+            )
     return KVCacheSize(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes, reason)
 
 

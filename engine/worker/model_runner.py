@@ -396,7 +396,8 @@ class ModelRunner:
         return self._step_inputs(batch)
 
     def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
-        inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.alike)
+        alike = None if self.graphs is None else self.graphs.alike(len(batch.num_scheduled_tokens))
+        inputs = self.input_batch.step_inputs(batch, alike)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)

@@ -187,7 +187,10 @@ def test_each_replica_tells_of_itself_and_the_server_is_ready_while_one_is_start
         assert http.get("/readyz").status_code == 200
         assert http.get("/livez").status_code == 200
     assert text_of(pair, 1, max_tokens=4)
-    assert {word for line in pair.stderr.splitlines() for word in line.split()[2:3]} >= {"kaon-engine-0", "kaon-engine-1"}
+    assert {word for line in pair.stderr.splitlines() for word in line.split()[2:3]} >= {
+        "kaon-engine-0",
+        "kaon-engine-1",
+    }
 
 
 def test_choices_of_a_prompt_are_computed_once(pair: KaonServer) -> None:
