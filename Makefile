@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-peers test-gpu demo-model clean
+.PHONY: help install serve chat test test-long chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 
 bench-gpu: $(VENV)/.installed-test ## Measure the GPU, and write its part of that page; ARGS="--quick"
 	@exec $(VENV)/bin/python -m benchmarks.gpu $(ARGS)
+
+bench-host: $(VENV)/.installed-test ## Measure what the host does for a GPU, without one, and write that part
+	@exec $(VENV)/bin/python -m benchmarks.host $(ARGS)
 
 bench-peers: $(VENV)/.installed-test ## Measure Kaon and other servers in turn, and write their part of that page
 	@exec $(VENV)/bin/python -m benchmarks.peers $(ARGS)

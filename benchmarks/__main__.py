@@ -1,7 +1,7 @@
 """`python -m benchmarks`: runs every benchmark of Kaon alone and writes docs/benchmarks.md. `make bench` calls it.
 
-The page's comparison with other servers is kept, and its figures of a GPU; `make bench-peers` and `make bench-gpu`
-write these.
+The page's comparison with other servers is kept, its figures of a GPU, and of the host beside one; `make bench-peers`,
+`make bench-gpu` and `make bench-host` write these.
 """
 
 import sys
@@ -12,6 +12,7 @@ from benchmarks import (
     engine_loop,
     experts,
     front_end,
+    host,
     loading,
     lockstep,
     parallel,
@@ -36,7 +37,7 @@ def main() -> None:
         sys.stdout.write(sections[-1] + "\n")
         sys.stdout.flush()
     old = PAGE.read_text()
-    sections += [kept_section(old, page.SECTION) for page in (gpu, peers)]
+    sections += [kept_section(old, page.SECTION) for page in (host, gpu, peers)]
     PAGE.write_text("\n".join(filter(None, sections)))
 
 

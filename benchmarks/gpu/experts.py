@@ -9,12 +9,11 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.case import Case, Values
 from benchmarks.gpu.quantized import random_mxfp4
 from models.kernels.cpu.structures import SILU
-from models.kernels.triton.grouped import block_of
 from models.kernels.triton.moe_combine import moe_combine
 from models.kernels.triton.moe_four_bit_gemm import moe_four_bit_gemm
 from models.kernels.triton.moe_gemm import moe_gemm
 from models.kernels.triton.moe_route import moe_route
-from models.kernels.triton.moe_sort import moe_sort
+from models.kernels.triton.moe_sort import block_of, moe_sort
 from models.kernels.triton.reference import moe_gemm as reference
 from models.kernels.triton.reference import moe_route as route_reference
 from models.kernels.triton.reference import moe_sort as sort_reference

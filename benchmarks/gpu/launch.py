@@ -2,108 +2,68 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from benchmarks.gpu.attention import Problem
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.case import Case, Values
 from benchmarks.gpu.empty_kernel import empty_kernel
 from benchmarks.gpu.launches import Launches
-from models.kernels.cpu.structures import SILU
-from models.kernels.triton.fp8 import FP8Weight
-from models.kernels.triton.fp8_gemm import fp8_linear
-from models.kernels.triton.gated import gated
-from models.kernels.triton.grouped import block_of
-from models.kernels.triton.moe_gemm import moe_gemm
-from models.kernels.triton.moe_sort import moe_sort
-from models.kernels.triton.rms_norm import ADD_NORM, rms_norm
-from models.kernels.triton.sampling import argmax
+from benchmarks.gpu.operators import OPERATORS
 
-_CALLS = 100
+_CALLS = 50
 """Fewer than the device queues, or the host would wait for it."""
-_ROUNDS = 5
+_ROUNDS = 31
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """One operator of each room."""
-    yield Case("an empty kernel", lambda: {"us": _host_seconds(bench, lambda: empty_kernel[(1,)]()) * 1e6})
-    made: dict[str, Callable[[], Callable[[], object]]] = {
-        "norm with residual": lambda: _norm(bench),
-        "SwiGLU": lambda: _gated(bench),
-        "attention decode and merge": lambda: _decode(bench),
-        "experts' sort": lambda: _sort(bench),
-        "experts' product": lambda: _experts(bench),
-        "FP8 product": lambda: _fp8(bench),
-        "likeliest tokens": lambda: _argmax(bench),
-    }
-    for name, make in made.items():
-        yield Case(name, lambda make=make: _measure(bench, make()))  # type: ignore[misc]
+    """Each operator of a decode step, and what is in all of them."""
+    x = bench.random(4, 1024)
+    yield Case("an empty kernel", lambda: _median_of(bench, lambda: empty_kernel[(1,)]()))
+    yield Case("a tensor's allocation", lambda: _median_of(bench, lambda: x.new_empty(4, 1024)))
+    for name, make in OPERATORS.items():
+        yield Case(name, lambda make=make: measure(bench, make(bench)))  # type: ignore[misc]
 
 
-def _measure(bench: Bench, call: Callable[[], object]) -> Values:
+def measure(bench: Bench, call: Callable[[], object]) -> Values:
+    """An operator, and the same launches with the same arguments and nothing around them."""
     with torch.inference_mode():
         call()
         with Launches() as launches:
             call()
         made = launches.made
-        ours = _host_seconds(bench, call)
-        tritons = _host_seconds(bench, lambda: [launch() for launch in made])
+
+        def launch_again() -> None:
+            for launch in made:
+                launch()
+
+        ours, tritons = _host_us(bench, call, launch_again)
+    beyond = [one - other for one, other in zip(ours, tritons, strict=True)]
     return {
-        "us": ours * 1e6,
-        "Triton's own, us": tritons * 1e6,
+        "us": statistics.median(ours),
+        "Triton's own, us": statistics.median(tritons),
         "kernels": str(len(made)),
-        "beyond, us a kernel": (ours - tritons) / max(len(made), 1) * 1e6,
+        "beyond, us a kernel": statistics.median(beyond) / max(len(made), 1),
     }
 
 
-def _host_seconds(bench: Bench, call: Callable[[], object]) -> float:
-    """Of one call, which nothing waits for; the median of some rounds."""
-    calls = 1 if bench.is_dry else _CALLS
-    call()
-    found = []
-    for _ in range(1 if bench.is_dry else _ROUNDS):
-        bench.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
+def _median_of(bench: Bench, call: Callable[[], object]) -> Values:
+    (took,) = _host_us(bench, call)
+    return {"us": statistics.median(took)}
+
+
+def _host_us(bench: Bench, *calls: Callable[[], object]) -> Sequence[list[float]]:
+    """Of one call each, which nothing waits for, by round; they take turns, so that a round's are of one moment."""
+    count, rounds = (1, 1) if bench.is_dry else (_CALLS, _ROUNDS)
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, took in zip(calls, found, strict=True):
             call()
-        found.append((time.perf_counter() - begin) / calls)
+            bench.synchronize()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            took.append((time.perf_counter() - begin) / count * 1e6)
     bench.synchronize()
-    return statistics.median(found)
-
-
-def _norm(bench: Bench) -> Callable[[], object]:
-    x, residual, weight = bench.random(4, 1024), bench.random(4, 1024), bench.random(1024)
-    return lambda: rms_norm(x, weight, 1e-6, residual=residual, mode=ADD_NORM)
-
-
-def _gated(bench: Bench) -> Callable[[], object]:
-    x = bench.random(4, 2048)
-    return lambda: gated(x, SILU)
-
-
-def _decode(bench: Bench) -> Callable[[], object]:
-    return Problem(bench, [1] * 4, [40] * 4).decode
-
-
-def _sort(bench: Bench) -> Callable[[], object]:
-    ids = torch.randint(0, 8, (4, 2), device=bench.device)
-    return lambda: moe_sort(ids, 8, 16)
-
-
-def _experts(bench: Bench) -> Callable[[], object]:
-    ids, rows, weight = torch.randint(0, 8, (4, 2), device=bench.device), bench.random(4, 64), bench.random(8, 64, 64)
-    pairs = moe_sort(ids, 8, block_of(8, 8))
-    return lambda: moe_gemm(rows, weight, None, pairs, 8)
-
-
-def _fp8(bench: Bench) -> Callable[[], object]:
-    x, codes = bench.random(4, 256), bench.random(256, 256).to(torch.float8_e4m3fn)
-    weight = FP8Weight(codes, torch.ones(256, 2, device=bench.device))
-    return lambda: fp8_linear(x, weight)
-
-
-def _argmax(bench: Bench) -> Callable[[], object]:
-    logits = bench.random(4, 1024, dtype=torch.float32)
-    return lambda: argmax(logits)
+    return found

@@ -20,6 +20,8 @@ Signature: TypeAlias = tuple[str, ...]
 
 _KIND: Any = type(empty_kernel)
 """`JITFunction`, or `InterpretedFunction` where kernels are interpreted."""
+_HOW = frozenset({"grid", "warmup"})
+"""Of what `run` is given, what is no argument or option of the kernel."""
 
 
 class Launches:
@@ -35,7 +37,8 @@ class Launches:
         self._run = run = _KIND.run
 
         def heard(kernel: Any, /, *arguments: Any, **options: Any) -> Any:
-            self.made.append(functools.partial(run, kernel, *arguments, **options))
+            given = {name: value for name, value in options.items() if name not in _HOW}
+            self.made.append(functools.partial(_launch, kernel, options["grid"], arguments, given))
             signature = signature_of(kernel, arguments, options)
             self.signatures[signature] = self.signatures.get(signature, 0) + 1
             return run(kernel, *arguments, **options)
@@ -49,9 +52,14 @@ class Launches:
         _KIND.run = self._run
 
 
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """As one writes it."""
+    kernel[grid](*arguments, **options)
+
+
 def signature_of(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Signature:
     """By Triton's own rules for AMD's GPUs, which know more of pointers than NVIDIA's."""
-    options = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+    options = {name: value for name, value in options.items() if name not in _HOW}
     _, specialization, rest = _binder(kernel.fn, *_hints(kernel))(*arguments, **options)
     return (kernel.fn.__name__, *map(str, specialization), str(sorted(rest.items())))
 

@@ -55,8 +55,8 @@ PARTS = (
         "Host time to call an operator outside graphs, less the time of Triton's own launches in it with the same "
         "arguments. `an empty kernel` is what Triton takes for one without arguments.",
         "at most 5 us each kernel beyond Triton's own.",
-        30,
-        15,
+        60,
+        25,
     ),
     Part(
         "engine",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.structured.masks import TokenMasks
 from engine.worker.likeliest import argmax, likeliest
@@ -28,16 +29,16 @@ class PendingTokens:
     """A token for each of N rows, on the device."""
 
     token_ids: torch.Tensor  # [N] int64, on the device
-    chosen: Download  # [2, N]: the tokens, and the bits of each row's largest logit
+    chosen: Download  # [2, N or more]: the tokens; and N float32, each row's largest logit
     logprobs: Download | None
     rows: SamplingRows
     refused: dict[int, str] = field(default_factory=dict)
 
     def read(self, downloads: Downloads) -> SampledTokens:
         """Wait for the tokens, and tell of them."""
-        words = self.chosen.wait()
-        token_ids = words[0].numpy().copy()
-        peaks = words[1].int().view(torch.float32).numpy()
+        tokens, largest = self.chosen.wait().numpy()
+        num_rows = self.token_ids.shape[0]
+        token_ids, peaks = tokens[:num_rows].copy(), largest.view(np.float32)[:num_rows].copy()
         downloads.give_back(self.chosen)
         refused = dict(self.refused)
         broken = np.flatnonzero(~np.isfinite(peaks)).tolist()
@@ -93,7 +94,8 @@ class DeferredSampler:
             # What is not finite would lead the search for a token out of the vocabulary.
             usable = peaks.isfinite()
             self._draw(logits.masked_fill_(~usable, 0.0), peaks.masked_fill(~usable, 0.0), tokens, rows.random)
-        chosen = self._downloads.begin(torch.stack((tokens, peaks[:, 0].contiguous().view(torch.int32).long())))
+        largest = F.pad(peaks[:, 0], (0, len(peaks))).view(torch.int64)  # Two to a word.
+        chosen = self._downloads.begin(torch.stack((tokens, largest)))
         logprobs = None
         if asked:
             logprobs = self._downloads.begin(pack_logprobs(unmodified, tokens[asking], max(asked.values())))
@@ -101,9 +103,8 @@ class DeferredSampler:
 
     def chosen(self, sampled: SampledTokens) -> PendingTokens:
         """Tokens that the model's head chose by itself, on the host."""
-        peaks = np.zeros(len(sampled.token_ids), dtype=np.float32)
-        peaks[sampled.broken] = np.nan
-        words = np.stack((sampled.token_ids, peaks.view(np.int32).astype(np.int64)))
+        words = np.stack((sampled.token_ids, np.zeros_like(sampled.token_ids)))
+        words[1].view(np.float32)[sampled.broken] = np.nan
         (on_device,) = self._uploads.send([words])
         return PendingTokens(on_device[0], self._downloads.begin(on_device), None, SamplingRows())
 

@@ -30,8 +30,8 @@ class LaunchedTokens:
     """Its tokens are those that were sampled."""
     asked: dict[int, int]
     """Alternatives asked for, by row."""
-    asking: torch.Tensor
-    """These rows. # [len(asked)] int64"""
+    asking: torch.Tensor | None
+    """These rows; None where there are none. # [len(asked)] int64"""
     logits: torch.Tensor | None
     """Of the rows that asked, as the model gave them. # [len(asked), V]"""
     logprobs: Logprobs | None
@@ -44,13 +44,12 @@ class LaunchedTokens:
         return self.likeliest.tokens
 
     def words(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What there is to read, on the device: tokens with the bits of peaks, and log probabilities where asked for.
+        """What there is to read, on the device: tokens and peaks, and log probabilities where asked for.
 
-        # [2, N] int64, and as `pack_logprobs` makes them
+        # as `Likeliest` has both, and as `pack_logprobs` makes them
         """
-        peaks = self.likeliest.peaks.view(torch.int32).long()
-        words = torch.stack((self.token_ids, peaks))
-        if self.logits is None:
+        words = self.likeliest.both
+        if self.logits is None or self.asking is None:
             return words, None
         chosen = self.token_ids.index_select(0, self.asking)
         if self.logprobs is None:
@@ -93,6 +92,9 @@ def launch(logits: torch.Tensor, rows: SamplingRows, masks: TokenMasks, send: Se
         )
         if change is not None and len(change.rows)
     ]
+    if not (asked or masked or changes or rows.random is not None):
+        # All rows take their likeliest token, as in most steps: there is nothing to send.
+        return LaunchedTokens(rows, sampling.argmax(logits), {}, None, None, None, {})
     words, refused = masks.fill(masked, logits.shape[-1]) if masked else (np.zeros((0, 0), np.int32), {})
     asking, masked_rows, mask_words, columns, *changed = (send or partial(upload, device=logits.device))(
         [

@@ -44,10 +44,10 @@ class TritonAttentionBackend(GPUAttentionBackend):
         Raises `ValueError` for a cache in FP8 where the hardware has none.
         """
         assert isinstance(metadata, TritonMetaData)
-        q, k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (q, k, v))
+        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
         cache, options = as_hardware_reads(cache, options, q.device)
         q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape)
         self._attend(q, out, cache, metadata, options, sinks)
         return out
 
@@ -61,9 +61,12 @@ class TritonAttentionBackend(GPUAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         """To what is stored. # [T, Hq, D] each"""
-        if decodes := metadata.num_decodes * metadata.query_len:
+        decodes, tokens = metadata.num_decodes * metadata.query_len, q.shape[0]
+        if 0 < decodes < tokens:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
-        if decodes < len(q):
+        elif decodes:
+            self._decode(q, out, cache, metadata, options, sinks)
+        if decodes < tokens:
             tiles = metadata.tiles(tokens_of_tile(q, cache.k_cache.shape[1]))
             starts, lengths = metadata.cu_seqlens_q, metadata.seq_lens
             attention_prefill(q, out, cache, tiles, starts, lengths, metadata.block_tables, options, sinks)
@@ -81,9 +84,9 @@ class TritonAttentionBackend(GPUAttentionBackend):
         _, heads, head_dim = q.shape
         rows, members = metadata.num_decodes, metadata.query_len * heads
         pieces = metadata.pieces(cache.k_cache.shape[2])
-        partial = torch.empty(rows, pieces, members, head_dim, dtype=torch.float32, device=q.device)
-        weights = torch.empty(rows, pieces, members, dtype=torch.float32, device=q.device)
-        lengths = metadata.seq_lens[:rows]
+        partial = q.new_empty(rows, pieces, members, head_dim, dtype=torch.float32)
+        weights = q.new_empty(rows, pieces, members, dtype=torch.float32)
+        lengths = metadata.seq_lens
         attention_decode(
             q,
             partial,
@@ -111,9 +114,9 @@ class TritonAttentionBackend(GPUAttentionBackend):
         inputs: LatentInputs | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
-        from models.attention import triton_latent
+        import models.attention.triton_latent as latents
 
-        return triton_latent.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
+        return latents.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
     def index_top_k(
         self,
@@ -125,6 +128,11 @@ class TritonAttentionBackend(GPUAttentionBackend):
         top_k: int,
     ) -> torch.Tensor | None:
         """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
-        from models.attention import triton_latent
+        import models.attention.triton_latent as latents
 
-        return triton_latent.index_top_k(q, weights, k, cache, metadata, top_k)
+        return latents.index_top_k(q, weights, k, cache, metadata, top_k)
+
+
+def _with_dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """Each head's dimensions side by side. # [T, heads, D]"""
+    return x if x.stride(2) == 1 else x.contiguous()

@@ -46,7 +46,10 @@ class TritonMetaData(AttentionMetaData):
         """The most pieces that a decode has, or may have in a captured graph."""
         if self.lengths is None:
             return min(MAX_PIECES, -(-self.block_tables.shape[1] * block_size // PIECE))
-        return int(num_pieces(self.lengths.contexts[: self.num_decodes]).max())
+        if "pieces" not in self.plans:
+            self.plans["pieces"] = int(num_pieces(self.lengths.contexts[: self.num_decodes]).max())
+        most: int = self.plans["pieces"]
+        return most
 
     def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
         assert self.lengths is not None, "a captured graph has decodes only"

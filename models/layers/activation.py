@@ -77,6 +77,6 @@ def gating_of(activation: GatedActivation) -> Gating | None:
 
 
 def _by_kernel(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
-    from models.kernels.triton.gated import gated
+    import models.kernels.triton.gated as kernels
 
-    return gated(gate_up, gating.activation, alpha=gating.alpha, limit=gating.limit)
+    return kernels.gated(gate_up, gating.activation, alpha=gating.alpha, limit=gating.limit)

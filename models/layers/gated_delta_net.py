@@ -90,13 +90,13 @@ class GatedDeltaNet(nn.Module):
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
         """As `_by_torch`, where the host learns nothing of the states."""
+        import models.kernels.triton.gated_delta_net as kernels
         from models.attention.triton_metadata import TritonMetaData
-        from models.kernels.triton.gated_delta_net import delta_net, plan_of
 
         if not isinstance(metadata, TritonMetaData):
             return self._by_torch(projected, ba, cache, metadata)
         inputs, states = cache.tensors
-        return delta_net(
+        return kernels.delta_net(
             projected,
             ba,
             self.conv1d.weight,
@@ -105,7 +105,7 @@ class GatedDeltaNet(nn.Module):
             (self.norm.weight, self.norm.eps),
             inputs,
             states,
-            plan_of(metadata),
+            kernels.plan_of(metadata),
             key_heads=self.num_key_heads,
         )
 

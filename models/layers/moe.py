@@ -143,10 +143,11 @@ class FusedMoE(nn.Module):
         if self.shuffled is not None:
             sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
             return self._add(self.parallel.all_reduce(sums), routed)
-        if self._is_packed:
+        w13, w2 = self.w13, self.w2
+        if packed_of(w13) is not None and packed_of(w2) is not None:
             return self._by_operators(routed)
-        if hidden.dtype is self.w13.dtype and triton.runs(hidden, operator="moe") and self._are_for_kernels:
-            return self._by_kernels(routed)
+        if hidden.dtype is w13.dtype and triton.runs(hidden, operator="moe") and _are_for_kernels(w13, w2):
+            return self._by_kernels(routed, w13, w2)
         return self._by_torch(routed)
 
     def shuffle(self) -> bool:
@@ -173,12 +174,6 @@ class FusedMoE(nn.Module):
             w13, w2 = first.fp8_blocks(), second.fp8_blocks()
             return None if w13 is None or w2 is None else aiter_experts.ExpertWeights(w13[0], w2[0], w13[1], w2[1])
         return aiter_experts.ExpertWeights(self.w13, self.w2) if first is None and second is None else None
-
-    @property
-    def _are_for_kernels(self) -> bool:
-        return all(
-            stored_of(weight) is not None or triton.runs(weight, operator="moe") for weight in (self.w13, self.w2)
-        )
 
     @property
     def _is_packed(self) -> bool:
@@ -247,24 +242,24 @@ class FusedMoE(nn.Module):
             return sums
         return sums + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
 
-    def _by_kernels(self, routed: Routed) -> torch.Tensor:
+    def _by_kernels(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
         """`forward` on a GPU, where the host learns nothing of who goes where."""
-        from models.kernels.triton.grouped import block_of
-        from models.kernels.triton.moe_combine import moe_combine
-        from models.kernels.triton.moe_sort import moe_sort
+        import models.kernels.triton.moe_combine as last
+        import models.kernels.triton.moe_sort as first
 
         hidden, weights, ids, beside, gate = routed
-        experts = ids if self.expert_map is None else self.expert_map[ids]
+        expert_map = self.expert_map
+        experts = ids if expert_map is None else expert_map[ids]
         num_pairs, held = ids.numel(), len(self.local_experts)
-        pairs = moe_sort(experts, held, block_of(num_pairs, self.num_experts))
+        pairs = first.moe_sort(experts, held, first.block_of(num_pairs, self.num_experts))
         gating = gating_of(self.activation)
-        inner = _multiply(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
+        inner = _multiply(hidden, w13, self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        products = _multiply(inner, self.w2, self._outer_bias, pairs, num_pairs)
+        products = _multiply(inner, w2, self._outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
-            return moe_combine(products, weights, experts, held, beside, gate)
-        return self._add(self.parallel.all_reduce(moe_combine(products, weights, experts, held)), routed)
+            return last.moe_combine(products, weights, experts, held, beside, gate)
+        return self._add(self.parallel.all_reduce(last.moe_combine(products, weights, experts, held)), routed)
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""
@@ -320,6 +315,10 @@ class FusedMoE(nn.Module):
         return loaded.narrow(-1, self.split.rank * local, local)
 
 
+def _are_for_kernels(*weights: nn.Parameter) -> bool:
+    return all(stored_of(weight) is not None or triton.runs(weight, operator="moe") for weight in weights)
+
+
 def _multiply(
     rows: torch.Tensor,
     weight: nn.Parameter,
@@ -332,6 +331,6 @@ def _multiply(
     stored = stored_of(weight)
     if stored is not None:
         return stored.grouped(rows, bias, pairs, num_pairs, gating)
-    from models.kernels.triton.moe_gemm import moe_gemm
+    import models.kernels.triton.moe_gemm as kernels
 
-    return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+    return kernels.moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

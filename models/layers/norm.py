@@ -18,6 +18,8 @@ class RMSNorm(nn.Module):
     offset: ClassVar[float] = 0.0
     """What is added to the weight."""
 
+    # Methods look the weight up once: `nn.Module` finds its parameters by a function in Python.
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.shape = (size,)
@@ -26,14 +28,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
-        if x.dim() == 2 and runtime.runs(x, self.weight):
-            return ops.rms_norm(x, self.weight, self.eps, offset=self.offset)
-        if self.offset == 0.0 and aiter.runs("norm", x, self.weight):
-            return dense.rms_norm(x, self.weight, self.eps)
-        if triton.runs(x, self.weight, operator="norm"):
-            from models.kernels.triton.rms_norm import rms_norm
+        weight = self.weight
+        if x.dim() == 2 and runtime.runs(x, weight):
+            return ops.rms_norm(x, weight, self.eps, offset=self.offset)
+        if self.offset == 0.0 and aiter.runs("norm", x, weight):
+            return dense.rms_norm(x, weight, self.eps)
+        if triton.runs(x, weight, operator="norm"):
+            import models.kernels.triton.rms_norm as kernels
 
-            return rms_norm(x, self.weight, self.eps, offset=self.offset)
+            return kernels.rms_norm(x, weight, self.eps, offset=self.offset)
         return self._compute(x)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,26 +44,29 @@ class RMSNorm(nn.Module):
 
         # [..., size] each
         """
-        if x.dim() == 2 and runtime.runs(x, residual, self.weight):
-            return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual), residual
-        if self.offset == 0.0 and aiter.runs("norm", x, residual, self.weight):
-            return dense.add_rms_norm(x, residual, self.weight, self.eps)
-        if x.dim() == 2 and triton.runs(x, residual, self.weight, operator="norm"):
-            from models.kernels.triton.rms_norm import ADD_NORM, rms_norm
+        weight = self.weight
+        if x.dim() == 2 and runtime.runs(x, residual, weight):
+            return ops.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual), residual
+        if self.offset == 0.0 and aiter.runs("norm", x, residual, weight):
+            return dense.add_rms_norm(x, residual, weight, self.eps)
+        if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
+            import models.kernels.triton.rms_norm as kernels
 
-            normed = rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, mode=ADD_NORM)
-            return normed, residual
+            how = kernels.ADD_NORM
+            return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how), residual
         residual = x + residual
         return self._compute(residual), residual
 
     def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
-        if x.dim() == 2 and runtime.runs(x, residual, self.weight):
-            return ops.add_rms_norm(residual, x, self.weight, self.eps, offset=self.offset)
-        if x.dim() == 2 and triton.runs(x, residual, self.weight, operator="norm"):
-            from models.kernels.triton.rms_norm import NORM_ADD, rms_norm
+        weight = self.weight
+        if x.dim() == 2 and runtime.runs(x, residual, weight):
+            return ops.add_rms_norm(residual, x, weight, self.eps, offset=self.offset)
+        if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
+            import models.kernels.triton.rms_norm as kernels
 
-            return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, mode=NORM_ADD)
+            how = kernels.NORM_ADD
+            return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how)
         return residual + self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:

@@ -104,17 +104,17 @@ class StoredWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
-        if len(x) == 0:
+        if x.shape[0] == 0:
             return x.new_empty(0, self._shape[0])
         if self.kind == "fp8":
-            from models.kernels.triton.fp8_gemm import fp8_linear
+            import models.kernels.triton.fp8_gemm as fp8
 
             if aiter.runs("linear", x) and (blocks := self.fp8_blocks()) is not None:
                 return _by_aiter(x, *blocks, bias)
-            return fp8_linear(x, self._fp8(), bias)
-        from models.kernels.triton.four_bit_gemm import four_bit_linear
+            return fp8.fp8_linear(x, self._fp8(), bias)
+        import models.kernels.triton.four_bit_gemm as four_bit
 
-        return four_bit_linear(x, self._four_bit(), bias)
+        return four_bit.four_bit_linear(x, self._four_bit(), bias)
 
     def grouped(
         self,
@@ -126,12 +126,12 @@ class StoredWeight:
     ) -> torch.Tensor:
         """Each pair's row by its expert's weight of the stack, as `moe_gemm`."""
         if self.kind == "fp8":
-            from models.kernels.triton.moe_fp8_gemm import moe_fp8_gemm
+            import models.kernels.triton.moe_fp8_gemm as fp8
 
-            return moe_fp8_gemm(rows, self._fp8(), bias, pairs, num_pairs, gating=gating)
-        from models.kernels.triton.moe_four_bit_gemm import moe_four_bit_gemm
+            return fp8.moe_fp8_gemm(rows, self._fp8(), bias, pairs, num_pairs, gating=gating)
+        import models.kernels.triton.moe_four_bit_gemm as four_bit
 
-        return moe_four_bit_gemm(rows, self._four_bit(), bias, pairs, num_pairs, gating=gating)
+        return four_bit.moe_four_bit_gemm(rows, self._four_bit(), bias, pairs, num_pairs, gating=gating)
 
     def fp8_blocks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """FP8 with a scale for each block of 128 x 128, once it is filled; None where it is of another kind.
@@ -172,16 +172,16 @@ class StoredWeight:
         return four_bit_weight(FourBitWeight(codes, scales, zeros), self._dtype)
 
     def _fp8(self) -> "FP8Weight":
-        from models.kernels.triton.fp8 import FP8Weight
+        import models.kernels.triton.fp8 as kernels
 
         assert self._first is not None, "a weight is filled before it is used"
-        return FP8Weight(self._codes, self._scales if self._first.width == GROUP else self._scales[..., 0])
+        return kernels.FP8Weight(self._codes, self._scales if self._first.width == GROUP else self._scales[..., 0])
 
     def _four_bit(self) -> "FourBitWeight":
-        from models.kernels.triton.four_bit import FourBitWeight
+        import models.kernels.triton.four_bit as kernels
 
         assert self._first is not None, "a weight is filled before it is used"
-        return FourBitWeight(self._codes, self._scales, self._zeros)
+        return kernels.FourBitWeight(self._codes, self._scales, self._zeros)
 
 
 def _by_aiter(x: torch.Tensor, codes: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

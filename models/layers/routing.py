@@ -122,9 +122,9 @@ class GroupedRouter(nn.Module):
                 scaling_factor=self.scaling_factor,
             )
         if triton.runs(scores, operator="moe"):
-            from models.kernels.triton.moe_route import moe_route
+            import models.kernels.triton.moe_route as kernels
 
-            return moe_route(
+            return kernels.moe_route(
                 scores,
                 self.top_k,
                 sigmoid=self.scoring == "sigmoid",
@@ -163,7 +163,7 @@ class SoftmaxRouter(nn.Module):
         if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
         if triton.runs(scores, operator="moe"):
-            from models.kernels.triton.moe_route import moe_route
+            import models.kernels.triton.moe_route as kernels
 
-            return moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
+            return kernels.moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
         return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +17,10 @@ import torch
 import triton.compiler
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from benchmarks.gpu import absent
 from engine.sequence import Sequence
-from engine.worker import model_runner
 from engine.worker.step_launcher import StepLauncher
-from models.attention.triton import TritonAttentionBackend
-from models.kernels import triton as kernels
-from models.kernels.triton import configs, probe
-from models.kernels.triton.compilation import gpu_of
 from models.kernels.triton.configs import TARGETS, Target
 from tests.parity.ahead import Ahead
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
@@ -51,27 +45,15 @@ class FrontEnd:
         backend.load_dialects(context)
         source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
         self.made.append(source.name)
-        return SimpleNamespace(
-            run=lambda *launch: None, launch_metadata=lambda *launch: None, function=None, packed_metadata=None
-        )
+        return absent.IDLE_KERNEL
 
 
 @contextmanager
 def on(target: Target) -> Iterator[FrontEnd]:
     """Kernels of tensors on a CPU are made for such a GPU, and compute nothing."""
-    gpu = gpu_of(target)
-    there = SimpleNamespace(
-        get_current_target=lambda: gpu, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
     front_end = FrontEnd()
-    driver.set_active(there)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.compiler, "compile", front_end)
-        patch.setattr(configs, "INTERPRETER", target)
-        patch.setattr(probe, "probe", lambda device: None)
-        patch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    with pytest.MonkeyPatch.context() as patch, absent.on(target, front_end):
         allocate_zeros(patch)
-        kernels.start(torch.device("cpu"))
         yield front_end
 
 

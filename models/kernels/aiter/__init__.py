@@ -41,7 +41,7 @@ def decodes_apart() -> bool:
 def runs(operator: str, *tensors: torch.Tensor) -> bool:
     """Whether the library computes an operator of tensors such as these: matrices of 16-bit floats without gaps."""
     # What torch compiles it fuses itself.
-    if torch.compiler.is_compiling() or operator not in _started:
+    if operator not in _started or torch.compiler.is_compiling():
         return False
     return all(
         tensor.dim() <= 2 and tensor.is_contiguous() and tensor.dtype in (torch.bfloat16, torch.float16)

@@ -13,9 +13,11 @@ import triton.language as tl
 
 from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.attention_tile import MAX_PIECES, NOTHING_YET, attend_tile, piece_length
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of, target_of
+from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of
+from models.kernels.triton.configs_dense import launch_of
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
@@ -124,10 +126,11 @@ def attention_decode(
     """
     kv_heads, block_size, head_dim = cache.k_cache.shape[1:]
     group = q.shape[1] // kv_heads
-    target = target_of(q.device)
-    config = config_of("attention_decode", target, head_dim=head_dim, element=q.element_size())
+    launch = launch_of("attention_decode", q.device, head_dim=head_dim, element=q.element_size())
     rows, tiles = _tiles(query_len * group, head_dim)
-    programs = len(items) if max_programs is None else min(len(items), -(-max_programs // (kv_heads * tiles)))
+    programs = items.shape[0]
+    if max_programs is not None:
+        programs = min(programs, cdiv(max_programs, kv_heads * tiles))
     if programs == 0:
         return
     scale = options.scale * options.k_scale
@@ -141,8 +144,7 @@ def attention_decode(
         num_items,
         seq_lens,
         block_tables,
-        q.stride(0),
-        q.stride(1),
+        *q.stride()[:2],
         cache.k_cache.stride(0),
         block_tables.stride(0),
         partial.shape[1],
@@ -157,11 +159,10 @@ def attention_decode(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        D_TILE=max(16, triton.next_power_of_2(head_dim)),
+        D_TILE=max(16, next_power_of_2(head_dim)),
         BLOCK_M=rows,
         TILES=tiles,
-        **config.blocks,
-        **config.options(target),
+        **launch.keywords,
     )
 
 
@@ -170,8 +171,8 @@ def _tiles(queries: int, head_dim: int) -> tuple[int, int]:
 
     A matrix instruction has at least 16 rows; more than the most here, and registers spill.
     """
-    rows = min(max(16, int(triton.next_power_of_2(queries))), 64 if head_dim <= 128 else 32)
-    return rows, -(-queries // rows)
+    rows = min(max(16, next_power_of_2(queries)), 64 if head_dim <= 128 else 32)
+    return rows, cdiv(queries, rows)
 
 
 def _compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
@@ -201,7 +202,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
             "GROUP": group,
             "BLOCK_SIZE": 16,
             "HEAD_DIM": head_dim,
-            "D_TILE": triton.next_power_of_2(head_dim),
+            "D_TILE": next_power_of_2(head_dim),
             "BLOCK_M": rows,
             "TILES": tiles,
         },

@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import next_power_of_2
 from models.kernels.triton.attention_tile import LOG2_E, NOTHING_YET, piece_length
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, config_of, target_of
+from models.kernels.triton.configs import TARGETS, config_of
+from models.kernels.triton.configs_dense import launch_of
 
 
 @triton.jit(do_not_specialize=["num_pieces"])  # It differs from step to step.
@@ -72,8 +74,6 @@ def attention_merge(
     length 0 gets zeros. `seq_lens` [B] int32.
     """
     num_rows, pieces, members, head_dim = partial.shape
-    target = target_of(out.device)
-    config = config_of("attention_merge", target)
     attention_merge_kernel[(num_rows, members)](
         partial,
         partial_lse,
@@ -86,9 +86,8 @@ def attention_merge(
         QUERY_LEN=query_len,
         HEADS=members // query_len,
         HEAD_DIM=head_dim,
-        D_TILE=triton.next_power_of_2(head_dim),
-        **config.blocks,
-        **config.options(target),
+        D_TILE=next_power_of_2(head_dim),
+        **launch_of("attention_merge", out.device).keywords,
     )
 
 
@@ -111,7 +110,7 @@ COMPILATIONS = tuple(
             "QUERY_LEN": 1,
             "HEADS": 32,
             "HEAD_DIM": head_dim,
-            "D_TILE": triton.next_power_of_2(head_dim),
+            "D_TILE": next_power_of_2(head_dim),
         },
         # The head's sink.
         narrow_loads=int(has_sinks),

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from models.attention.base import AttentionOptions
 from models.forward_context import KVCacheTensor
+from models.kernels.triton.arithmetic import next_power_of_2
 from models.kernels.triton.attention_tile import LOG2_E, NOTHING_YET, attend_tile
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, WHOLE, Config, Target, config_of, target_of
@@ -114,7 +115,7 @@ def tokens_of_tile(q: torch.Tensor, kv_heads: int) -> int:
 
 def _tile_rows(config: Config, group: int) -> int:
     """At least one token's heads."""
-    return max(config.blocks["BLOCK_M"], int(triton.next_power_of_2(group)))
+    return max(config.blocks["BLOCK_M"], next_power_of_2(group))
 
 
 def attention_prefill(
@@ -167,7 +168,7 @@ def attention_prefill(
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
-        D_TILE=max(16, triton.next_power_of_2(head_dim)),
+        D_TILE=max(16, next_power_of_2(head_dim)),
         **{**config.blocks, "BLOCK_M": _tile_rows(config, group)},
         **config.options(target),
     )
@@ -199,7 +200,7 @@ def _compilation(variant: str, target: Target, head_dim: int, group: int, **more
             "GROUP": group,
             "BLOCK_SIZE": 16,
             "HEAD_DIM": head_dim,
-            "D_TILE": triton.next_power_of_2(head_dim),
+            "D_TILE": next_power_of_2(head_dim),
         },
         divisible=frozenset(strides),
         large=frozenset({"k_cache_ptr", "v_cache_ptr"}),

@@ -1,6 +1,7 @@
 """`as_hardware_reads`: a layer's cache and scales in the FP8 that the device's hardware converts."""
 
 import dataclasses
+import functools
 
 import torch
 
@@ -25,8 +26,13 @@ def as_hardware_reads(
     if target.fp8 == "e4m3fn":
         return cache, options
     fnuz = torch.float8_e4m3fnuz
-    doubled = dataclasses.replace(options, k_scale=2 * options.k_scale, v_scale=2 * options.v_scale)
-    return KVCacheTensor(cache.k_cache.view(fnuz), cache.v_cache.view(fnuz)), doubled
+    return KVCacheTensor(cache.k_cache.view(fnuz), cache.v_cache.view(fnuz)), _doubled(options)
+
+
+@functools.lru_cache
+def _doubled(options: AttentionOptions) -> AttentionOptions:
+    """A layer's, the same at every step."""
+    return dataclasses.replace(options, k_scale=2 * options.k_scale, v_scale=2 * options.v_scale)
 
 
 def vectors_as_hardware_reads(vectors: torch.Tensor, scale: float, device: torch.device) -> tuple[torch.Tensor, float]:

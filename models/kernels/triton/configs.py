@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 KIB = 1024
+_FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 WHOLE = 1 << 16
 """A depth beyond every operand's: none is multiplied in parts."""
 
@@ -44,6 +45,11 @@ class Target:
     def fp8_pointer(self) -> str:
         """Triton's name for a pointer to its FP8."""
         return "*fp8e4b8" if self.fp8 == "e4m3fnuz" else "*fp8e4nv"
+
+    @property
+    def fp8_dtype(self) -> torch.dtype | None:
+        """torch's name for its FP8."""
+        return None if self.fp8 is None else _FP8_DTYPES[self.fp8]
 
     @property
     def has_float32_matrices(self) -> bool:

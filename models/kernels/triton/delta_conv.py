@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -132,7 +133,7 @@ def delta_conv(
     shape = {
         "KEY": key_dim,
         "VALUES": values,
-        "COLUMNS": triton.next_power_of_2(2 * key_dim + values),
+        "COLUMNS": next_power_of_2(2 * key_dim + values),
         "TAPS": weight.shape[-1],
     }
     table, token_rows = (slots, slots) if spans is None else spans

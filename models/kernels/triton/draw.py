@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -221,11 +222,11 @@ def draw(
     num_draws, vocab_size = columns.shape[1], logits.shape[1]
     pieces, choice = launch_of("weigh", logits.device), launch_of("draw", logits.device)
     tile, room = pieces.blocks["TILE"], choice.blocks["ROOM"]
-    tiles = triton.cdiv(vocab_size, tile)
+    tiles = cdiv(vocab_size, tile)
     runs = tiles * (tile // RUN)
     masses = logits.new_empty(num_draws * runs, dtype=torch.int64)
     # Of the buckets, and then of each row's candidates.
-    counts = torch.zeros(num_draws * (BUCKETS + 1), dtype=torch.int32, device=logits.device)
+    counts = logits.new_zeros(num_draws * (BUCKETS + 1), dtype=torch.int32)
     candidates = logits.new_empty(num_draws * room if has_filtered else 1, dtype=torch.int64)
     of_logits = (logits, peaks, columns)
     sizes = (logits.stride(0), vocab_size, num_draws)
@@ -250,7 +251,7 @@ def draw(
         *sizes,
         runs,
         RUN=RUN,
-        RUNS=triton.next_power_of_2(runs),
+        RUNS=next_power_of_2(runs),
         BUCKETS=BUCKETS,
         HAS_FILTERED=has_filtered,
         **choice.keywords,

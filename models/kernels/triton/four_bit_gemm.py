@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_quantized  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -71,8 +72,8 @@ def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor |
     rows, inputs = x.shape
     outputs, groups = weight.scales.shape
     out = x.new_empty(rows, outputs)
-    launch = launch_of("four_bit_gemm", x.device, rows=triton.next_power_of_2(rows))
-    grid = triton.cdiv(outputs, launch.blocks["COLUMNS"]), triton.cdiv(rows, launch.blocks["ROWS"])
+    launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows))
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
     four_bit_gemm_kernel[grid](
         x,
         weight.packed,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_quantized  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of, target_of
 from models.kernels.triton.configs_dense import launch_of
@@ -97,7 +98,8 @@ class FP8Weight(NamedTuple):
     @property
     def scale_rows(self) -> int:
         """Output features that share a scale; 0: all. Not of a stack, where each has its own."""
-        return {len(self.codes): 1, 1: 0}.get(len(self.scales), GROUP)
+        num_scales = self.scales.shape[0]
+        return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else GROUP
 
 
 def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,11 +124,11 @@ def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if target.fp8 is None:
         raise ValueError(f"{target.arch} has no FP8; activations stay as they are there")
     rows, inputs = x.shape
-    groups = triton.cdiv(inputs, GROUP)
-    codes = x.new_empty(rows, inputs, dtype=getattr(torch, f"float8_{target.fp8}"))
+    groups = cdiv(inputs, GROUP)
+    codes = x.new_empty(rows, inputs, dtype=target.fp8_dtype)
     scales = x.new_empty(rows, groups, dtype=torch.float32)
     launch = launch_of("quantize_groups", x.device)
-    quantize_groups_kernel[(rows, triton.cdiv(groups, launch.blocks["GROUPS"]))](
+    quantize_groups_kernel[(rows, cdiv(groups, launch.blocks["GROUPS"]))](
         x,
         codes,
         scales,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -63,10 +64,10 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
     """`x @ weight.T + bias`, of activations rounded as `fp8` says. # [M, K] -> [M, N] of x's type"""
     sides = operands(x, weight)
     rows, inputs = x.shape
-    outputs = len(weight.codes)
+    outputs = weight.codes.shape[0]
     out = x.new_empty(rows, outputs)
-    launch = launch_of("fp8_gemm", x.device, rows=triton.next_power_of_2(rows))
-    grid = triton.cdiv(outputs, launch.blocks["COLUMNS"]), triton.cdiv(rows, launch.blocks["ROWS"])
+    launch = launch_of("fp8_gemm", x.device, rows=next_power_of_2(rows))
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
     fp8_gemm_kernel[grid](
         sides.rows,
         weight.scales if sides.row_scales is None else sides.row_scales,
@@ -78,7 +79,7 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
         outputs,
         inputs,
         sides.rows.stride(0),
-        triton.cdiv(inputs, GROUP),
+        cdiv(inputs, GROUP),
         SCALE_ROWS=weight.scale_rows,
         IS_ROUNDED=sides.row_scales is not None,
         IS_BLOCKED=weight.is_blocked,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from models.kernels.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -52,14 +53,15 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.0, limit: 
 
     # [..., 2 * features], gates before what they gate -> [..., features]
     """
-    features = gate_up.shape[-1] // 2
-    rows = gate_up.flatten(0, -2)
-    out = rows.new_empty(len(rows), features)
+    rows = gate_up if gate_up.dim() == 2 else gate_up.flatten(0, -2)
+    num_rows, width = rows.shape
+    features = width // 2
+    out = rows.new_empty(num_rows, features)
     launch = launch_of("gated", gate_up.device)
-    gated_kernel[(len(rows), triton.cdiv(features, launch.blocks["FEATURES"]))](
+    gated_kernel[(num_rows, cdiv(features, launch.blocks["FEATURES"]))](
         rows, out, rows.stride(0), features, alpha, limit, ACTIVATION=activation, **launch.keywords
     )
-    return out.view(*gate_up.shape[:-1], features)
+    return out if rows is gate_up else out.view(*gate_up.shape[:-1], features)
 
 
 COMPILATIONS = tuple(

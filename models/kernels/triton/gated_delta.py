@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -125,7 +126,7 @@ def delta_step(
     """
     _, heads, key_dim, value_dim = states.shape
     launch = launch_of("gated_delta_step", convolved.device)
-    gated_delta_step_kernel[(triton.cdiv(value_dim, launch.blocks["VALUES"]), heads, len(out))](
+    gated_delta_step_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(out))](
         convolved,
         ba,
         a_log,
@@ -139,7 +140,7 @@ def delta_step(
         KEY=key_dim,
         VALUE=value_dim,
         GROUP=heads // key_heads_of(convolved, states),
-        KEY_TILE=max(16, triton.next_power_of_2(key_dim)),
+        KEY_TILE=max(16, next_power_of_2(key_dim)),
         **launch.keywords,
     )
 
@@ -168,7 +169,7 @@ def gated_norm(
         KEY=key_dim,
         VALUE=value_dim,
         GROUP=group,
-        VALUE_TILE=triton.next_power_of_2(value_dim),
+        VALUE_TILE=next_power_of_2(value_dim),
         **launch.keywords,
     )
     return out

@@ -73,14 +73,17 @@ def delta_net(
     # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
     """
     _, heads, key_dim, value_dim = states.shape
-    convolved = projected.new_empty(len(projected), len(conv))
-    read = projected.new_empty(len(projected), heads, value_dim)
+    num_tokens = projected.shape[0]
+    convolved = projected.new_empty(num_tokens, conv.shape[0])
+    read = projected.new_empty(num_tokens, heads, value_dim)
     decodes, gates = plan.num_decodes, (ba, a_log, dt_bias)
     shape = {"key_dim": key_dim, "key_heads": key_heads}
     if decodes:
-        slots = plan.slots[:decodes]
+        slots, of_decodes = plan.slots, read
+        if plan.spans is not None:
+            slots, of_decodes = slots[:decodes], read[:decodes]
         delta_conv(projected, conv, inputs, slots, convolved, None, **shape)
-        delta_step(convolved, *gates, states, slots, read[:decodes])
+        delta_step(convolved, *gates, states, slots, of_decodes)
     if plan.spans is not None:
         assert plan.token_rows is not None
         assert plan.chunks is not None

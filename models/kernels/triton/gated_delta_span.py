@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of, target_of
 from models.kernels.triton.configs_dense import launch_of
@@ -194,7 +195,7 @@ def delta_spans(
     shape = {
         "KEY": key_dim,
         "GROUP": heads // key_heads_of(convolved, states),
-        "KEY_TILE": max(16, triton.next_power_of_2(key_dim)),
+        "KEY_TILE": max(16, next_power_of_2(key_dim)),
         "PRECISION": precision,
     }
     delta_inverse_kernel[(len(chunks), heads)](
@@ -212,7 +213,7 @@ def delta_spans(
         **launch_of("delta_inverse", device).keywords,
     )
     launch = launch_of("gated_delta_span", device)
-    gated_delta_span_kernel[(triton.cdiv(value_dim, launch.blocks["VALUES"]), heads, len(spans))](
+    gated_delta_span_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(spans))](
         convolved,
         decays,
         inverses,

@@ -79,7 +79,7 @@ def products_of(
     columns = outputs // (1 if gating is None else 2)
     gating = gating or Gating(NO_ACTIVATION)
     forms = {
-        "PAIRS_PER_ROW": num_pairs // max(1, len(rows)),
+        "PAIRS_PER_ROW": num_pairs // max(1, rows.shape[0]),
         "HAS_BIAS": bias is not None,
         "ACTIVATION": gating.activation,
     }
@@ -111,12 +111,6 @@ CLAMPED_FORMS = tuple(
     Form(block, Gating(activation)) for activation in (CLAMPED_SILU, NO_ACTIVATION) for block in BLOCKS
 )
 """gpt-oss's."""
-
-
-def block_of(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a block: about what an expert has if they are spread evenly, so that few rows are multiplied idly."""
-    each = num_pairs / num_experts
-    return 16 if each <= 16 else 64 if each <= 128 else 128
 
 
 def compilation_of(

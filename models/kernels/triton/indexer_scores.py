@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -77,7 +78,7 @@ def indexer_scores(
     num_tokens, num_heads, dim = q.shape
     launch = launch_of("indexer_scores", q.device)
     scores = q.new_empty(num_tokens, width, dtype=torch.float32)
-    indexer_scores_kernel[(triton.cdiv(width, launch.blocks["KEYS"]), num_tokens)](
+    indexer_scores_kernel[(cdiv(width, launch.blocks["KEYS"]), num_tokens)](
         q.contiguous(),
         weights.contiguous(),
         vectors,
@@ -92,8 +93,8 @@ def indexer_scores(
         width,
         BLOCK_SIZE=vectors.shape[1],
         DIM=dim,
-        DIM_TILE=max(16, triton.next_power_of_2(dim)),
-        HEADS=max(16, triton.next_power_of_2(num_heads)),
+        DIM_TILE=max(16, next_power_of_2(dim)),
+        HEADS=max(16, next_power_of_2(num_heads)),
         **launch.keywords,
     )
     return scores

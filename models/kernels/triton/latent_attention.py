@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, WHOLE, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -198,33 +199,36 @@ def latent_attention(
     launch = launch_of("latent_attention", q.device, **shape)
     merge = launch_of("merge_latent_runs", q.device)
     run = launch.blocks["RUN"]
-    num_runs = min(MAX_RUNS.value, triton.cdiv(longest if selected is None else selected.shape[1], run))
+    num_runs = min(MAX_RUNS.value, cdiv(longest if selected is None else selected.shape[1], run))
     out = q.new_empty(num_tokens, num_heads, rank)
-    rank_tile = max(16, triton.next_power_of_2(rank))
+    rank_tile = max(16, next_power_of_2(rank))
     rope = q_rope.shape[2]
     step = max(1, MAX_PARTIAL_ELEMENTS // (num_heads * num_runs * rank))
+    tokens = (q, q_rope, token_rows, token_lens, out)
     for first in range(0, num_tokens, step):
         some = slice(first, min(first + step, num_tokens))
         count = some.stop - first
+        # Most steps are one part: slices of the whole would take the host longer than the launch.
+        q_part, rope_part, rows_part, lens_part, out_part = (
+            tokens if count == num_tokens else [each[some] for each in tokens]
+        )
         partial = q.new_empty(count, num_heads, num_runs, rank, dtype=torch.float32)
         lse = q.new_empty(count, num_heads, num_runs, dtype=torch.float32)
         chosen = block_tables if selected is None else selected[some].contiguous()
-        latent_attention_kernel[(num_runs, triton.cdiv(num_heads, launch.blocks["HEADS"]), count)](
-            q[some],
-            q_rope[some],
+        latent_attention_kernel[(num_runs, cdiv(num_heads, launch.blocks["HEADS"]), count)](
+            q_part,
+            rope_part,
             vectors,
             block_tables,
-            token_rows[some],
-            token_lens[some],
+            rows_part,
+            lens_part,
             chosen,
             partial,
             lse,
             scale * cache_scale * math.log2(math.e),
             cache_scale,
-            q.stride(0),
-            q.stride(1),
-            q_rope.stride(0),
-            q_rope.stride(1),
+            *q.stride()[:2],
+            *q_rope.stride()[:2],
             vectors.stride(0),
             block_tables.stride(0),
             0 if selected is None else selected.shape[1],
@@ -235,15 +239,15 @@ def latent_attention(
             RANK=rank,
             ROPE=rope,
             RANK_TILE=rank_tile,
-            ROPE_TILE=max(16, triton.next_power_of_2(rope)),
+            ROPE_TILE=max(16, next_power_of_2(rope)),
             IS_SPARSE=selected is not None,
             **launch.keywords,
         )
         merge_latent_runs_kernel[(count, num_heads)](
             partial,
             lse,
-            token_lens[some],
-            out[some],
+            lens_part,
+            out_part,
             num_heads,
             num_runs,
             0 if selected is None else selected.shape[1],

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -187,7 +188,7 @@ def latent_prefill(
     launch = launch_of("latent_prefill", q.device, element=q.element_size())
     nothing = out.new_empty(1, dtype=torch.float32)
     sums, softmax = carried or (nothing, nothing)
-    latent_prefill_kernel[(triton.cdiv(longest, launch.blocks["QUERIES"]), num_heads, len(pieces))](
+    latent_prefill_kernel[(cdiv(longest, launch.blocks["QUERIES"]), num_heads, len(pieces))](
         q,
         q_rope,
         expanded,
@@ -207,9 +208,9 @@ def latent_prefill(
         NOPE=nope,
         ROPE=rope,
         VALUE=value,
-        NOPE_TILE=max(16, triton.next_power_of_2(nope)),
-        ROPE_TILE=max(16, triton.next_power_of_2(rope)),
-        VALUE_TILE=max(16, triton.next_power_of_2(value)),
+        NOPE_TILE=max(16, next_power_of_2(nope)),
+        ROPE_TILE=max(16, next_power_of_2(rope)),
+        VALUE_TILE=max(16, next_power_of_2(value)),
         **launch.keywords,
     )
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_latent  # noqa: F401, the rows of these kernels
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -143,7 +144,7 @@ def latent_store(
     rank, rope = len(weight), cos.shape[-1]
     out = q.new_empty(num_tokens, heads, rope)
     launch = launch_of("latent_store", q.device)
-    latent_store_kernel[(num_tokens, 1 + triton.cdiv(heads, launch.blocks["HEADS"]))](
+    latent_store_kernel[(num_tokens, 1 + cdiv(heads, launch.blocks["HEADS"]))](
         q,
         latent,
         out,
@@ -155,8 +156,7 @@ def latent_store(
         eps,
         scale,
         torch.finfo(vectors.dtype).max,
-        q.stride(0),
-        q.stride(1),
+        *q.stride()[:2],
         latent.stride(0),
         vectors.stride(0),
         heads,
@@ -164,8 +164,8 @@ def latent_store(
         NOPE=dim - rope,
         RANK=rank,
         ROPE=rope,
-        RANK_TILE=triton.next_power_of_2(rank),
-        HALF_TILE=triton.next_power_of_2(rope // 2),
+        RANK_TILE=next_power_of_2(rank),
+        HALF_TILE=next_power_of_2(rope // 2),
         IS_INTERLEAVED=is_interleaved,
         IS_FP8=vectors.dtype.itemsize == 1,
         **launch.keywords,
@@ -186,7 +186,7 @@ def vector_store(rows: torch.Tensor, vectors: torch.Tensor, slots: torch.Tensor,
         vectors.stride(0),
         BLOCK_SIZE=vectors.shape[1],
         DIM=rows.shape[1],
-        TILE=triton.next_power_of_2(rows.shape[1]),
+        TILE=next_power_of_2(rows.shape[1]),
         IS_FP8=vectors.dtype.itemsize == 1,
         **launch.keywords,
     )

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -114,8 +115,8 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logpr
     """
     num_rows, vocab_size = logits.shape
     tile = launch_of("logprobs_tile", logits.device)
-    tiles = triton.cdiv(vocab_size, tile.blocks["TILE"])
-    peaks, sums = (logits.new_empty(num_rows, tiles) for _ in range(2))
+    tiles = cdiv(vocab_size, tile.blocks["TILE"])
+    peaks, sums = logits.new_empty(num_rows, tiles), logits.new_empty(num_rows, tiles)
     better = logits.new_empty(num_rows, tiles, dtype=torch.int32)
     best = logits.new_empty(num_rows * tiles * count, dtype=torch.int64)
     out = Logprobs(
@@ -133,8 +134,8 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logpr
         stride,
         tiles,
         count,
-        TILES=triton.next_power_of_2(tiles),
-        CANDIDATES=triton.next_power_of_2(tiles * MAX_LIKELIEST),  # One form for any count
+        TILES=next_power_of_2(tiles),
+        CANDIDATES=next_power_of_2(tiles * MAX_LIKELIEST),  # One form for any count
         **launch_of("logprobs_row", logits.device).keywords,
     )
     return out

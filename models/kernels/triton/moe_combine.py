@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -64,7 +65,7 @@ def moe_combine(
     size = products.shape[1]
     out = products.new_empty(num_tokens, size)
     launch = launch_of("moe_combine", products.device)
-    moe_combine_kernel[(num_tokens, triton.cdiv(size, launch.blocks["COLUMNS"]))](
+    moe_combine_kernel[(num_tokens, cdiv(size, launch.blocks["COLUMNS"]))](
         products,
         weights,
         ids,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import models.kernels.triton.configs_quantized  # noqa: F401, the rows of this kernel
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.four_bit import FourBitWeight, add_runs
@@ -113,7 +114,7 @@ def moe_four_bit_gemm(
     if not sorted_pairs.max_blocks:
         return made.out
     launch = launch_of("moe_four_bit_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
-    moe_four_bit_gemm_kernel[(triton.cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
+    moe_four_bit_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
         rows,
         weight.packed,
         weight.scales,

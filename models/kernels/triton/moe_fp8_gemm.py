@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.fp8 import FP8Weight, add_group, operands
@@ -99,7 +100,7 @@ def moe_fp8_gemm(
         return made.out
     sides = operands(rows, weight)
     launch = launch_of("moe_fp8_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
-    moe_fp8_gemm_kernel[(triton.cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
+    moe_fp8_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
         sides.rows,
         weight.scales if sides.row_scales is None else sides.row_scales,
         sides.codes,
@@ -110,7 +111,7 @@ def moe_fp8_gemm(
         made.columns,
         inner,
         sides.rows.stride(0),
-        triton.cdiv(inner, GROUP),
+        cdiv(inner, GROUP),
         made.gating.alpha,
         made.gating.limit,
         IS_ROUNDED=sides.row_scales is not None,

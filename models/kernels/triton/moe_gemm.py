@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from models.kernels.cpu.structures import CLAMPED_SILU
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.grouped import FORMS, Form, compilation_of, pairs_of_block, products_of, store_products
@@ -99,11 +100,11 @@ def moe_gemm(
     With `gating` the weight's rows are gates and then what they gate, and the result is [num_pairs, out / 2]. Rows of
     pairs that `sorted_pairs` left out are undefined. `weight` must lie with its inner dimension side by side.
     """
-    inner = weight.shape[2]
-    made = products_of(rows, weight.shape[1], bias, sorted_pairs, num_pairs, gating)
+    _, outputs, inner = weight.shape
+    made = products_of(rows, outputs, bias, sorted_pairs, num_pairs, gating)
     shape = {"block": sorted_pairs.block, "gated": gating is not None, "element": rows.element_size()}
     launch = launch_of("moe_gemm", rows.device, **shape)
-    tiles = triton.cdiv(made.columns, launch.blocks["BLOCK_N"])
+    tiles = cdiv(made.columns, launch.blocks["BLOCK_N"])
     moe_gemm_kernel[(sorted_pairs.max_blocks * tiles,)](
         rows,
         weight,
@@ -113,8 +114,7 @@ def moe_gemm(
         made.columns,
         inner,
         rows.stride(0),
-        weight.stride(0),
-        weight.stride(1),
+        *weight.stride()[:2],
         made.gating.alpha,
         made.gating.limit,
         sorted_pairs.max_blocks,

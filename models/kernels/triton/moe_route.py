@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -114,9 +115,9 @@ def moe_route(
     num_tokens, experts = logits.shape
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
-    tile = triton.next_power_of_2(experts)
+    tile = next_power_of_2(experts)
     launch = launch_of("moe_route", logits.device, tile=tile)
-    moe_route_kernel[(triton.cdiv(num_tokens, launch.blocks["ROWS"]),)](
+    moe_route_kernel[(cdiv(num_tokens, launch.blocks["ROWS"]),)](
         logits,
         logits if correction is None else correction,
         weights,
@@ -127,12 +128,12 @@ def moe_route(
         EXPERTS=experts,
         TILE=tile,
         TOP_K=top_k,
-        TOP_K_TILE=triton.next_power_of_2(top_k),
+        TOP_K_TILE=next_power_of_2(top_k),
         SIGMOID=sigmoid,
         RENORMALIZE=renormalize,
         HAS_CORRECTION=correction is not None,
         GROUPS=num_groups,
-        GROUPS_TILE=triton.next_power_of_2(num_groups),
+        GROUPS_TILE=next_power_of_2(num_groups),
         TOP_GROUPS=top_groups,
         **launch.keywords,
     )
@@ -158,7 +159,7 @@ def _compilations() -> tuple[Compilation, ...]:
             constexprs={
                 **form,
                 "TILE": form["EXPERTS"],
-                "TOP_K_TILE": triton.next_power_of_2(form["TOP_K"]),
+                "TOP_K_TILE": next_power_of_2(form["TOP_K"]),
                 "GROUPS_TILE": form["GROUPS"],
                 "RENORMALIZE": True,
             },

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -118,21 +119,27 @@ def moe_place_kernel(
         tl.store(num_blocks, tl.sum(blocks, 0))
 
 
+def block_of(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a block: about what an expert has if they are spread evenly, so that few rows are multiplied idly."""
+    each = num_pairs / num_experts
+    return 16 if each <= 16 else 64 if each <= 128 else 128
+
+
 def moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> SortedPairs:
     """Sorts pairs by expert, stably, into blocks of `block` rows. # ids [tokens, top_k] int64
 
     Ids of `num_experts` and more are of experts that this rank does not hold: their pairs are left out.
     """
     num_pairs = ids.numel()
-    tile = triton.next_power_of_2(num_experts + 1)
+    tile = next_power_of_2(num_experts + 1)
     max_blocks = num_pairs // block + min(num_experts, num_pairs)
-    table = triton.cdiv(max_blocks, 4) * 4  # Each of them aligned to 16 bytes: a kernel is compiled for that.
+    table = cdiv(max_blocks, 4) * 4  # Each of them aligned to 16 bytes: a kernel is compiled for that.
     sizes = [max_blocks * block, table, table, 1]
-    pairs, block_experts, block_rows, num_blocks = torch.split(ids.new_empty(sum(sizes), dtype=torch.int32), sizes)
+    pairs, block_experts, block_rows, num_blocks = ids.new_empty(sum(sizes), dtype=torch.int32).split_with_sizes(sizes)
     out = SortedPairs(pairs, block_experts, block_rows, num_blocks, max_blocks, block)
     place = launch_of("moe_place", ids.device)
     chunk = place.blocks["CHUNK"]
-    num_chunks = triton.cdiv(num_pairs, chunk)
+    num_chunks = cdiv(num_pairs, chunk)
     counts = totals = out.pairs
     if num_chunks > 1:
         counts = ids.new_empty(num_chunks * tile, dtype=torch.int32)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -164,7 +165,7 @@ def keep_equal(
     kept = drafts.new_empty(num_rows, most + 1)
     num_kept = drafts.new_empty(num_rows, dtype=torch.int32)
     launch = launch_of("keep_equal", drafts.device)
-    keep_equal_kernel[(triton.cdiv(num_rows, launch.blocks["ROWS"]),)](
+    keep_equal_kernel[(cdiv(num_rows, launch.blocks["ROWS"]),)](
         sampled,
         drafts,
         first_drafts,
@@ -172,7 +173,7 @@ def keep_equal(
         num_kept,
         num_rows,
         most + 1,
-        PLACES=triton.next_power_of_2(most + 1),
+        PLACES=next_power_of_2(most + 1),
         **launch.keywords,
     )
     return kept, num_kept
@@ -195,7 +196,7 @@ def keep_likely(
     kept = drafts.new_empty(num_rows, most + 1)
     num_kept = drafts.new_empty(num_rows, dtype=torch.int32)
     pieces = launch_of("weigh", drafts.device)
-    tiles = triton.cdiv(vocab_size, pieces.blocks["TILE"])
+    tiles = cdiv(vocab_size, pieces.blocks["TILE"])
     runs = tiles * (pieces.blocks["TILE"] // RUN)
     masses = drafts.new_empty(num_rows * runs)
     row = launch_of("keep_likely", drafts.device)
@@ -219,7 +220,7 @@ def keep_likely(
         most + 1,
         runs,
         RUN=RUN,
-        RUNS=triton.next_power_of_2(runs),
+        RUNS=next_power_of_2(runs),
         **row.keywords,
     )
     return kept, num_kept

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -66,27 +67,27 @@ def rms_norm(
     `ADD_NORM`: of `x + residual`, rounded, which `residual` becomes. `NORM_ADD`: and `residual` added to it, rounded
     again. The rows of `residual` must lie at one stride.
     """
-    size = x.shape[-1]
-    rows = x.flatten(0, -2)
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    rows = x if x.dim() == 2 else x.flatten(0, -2)
+    num_rows, size = rows.shape
+    out = rows.new_empty(num_rows, size)
     beside = rows if residual is None else residual if residual.dim() == 2 else residual.view(-1, size)
     launch = launch_of("rms_norm", x.device, size=size)
-    rms_norm_kernel[(triton.cdiv(len(rows), launch.blocks["ROWS"]),)](
+    rms_norm_kernel[(cdiv(num_rows, launch.blocks["ROWS"]),)](
         rows,
         beside,
         weight,
         out,
         rows.stride(0),
         beside.stride(0),
-        len(rows),
+        num_rows,
         eps,
         SIZE=size,
-        TILE=triton.next_power_of_2(size),
+        TILE=next_power_of_2(size),
         OFFSET=offset,
         MODE=mode,
         **launch.keywords,
     )
-    return out.view(x.shape)
+    return out if rows is x else out.view(x.shape)
 
 
 def _compilations() -> tuple[Compilation, ...]:
@@ -106,7 +107,7 @@ def _compilations() -> tuple[Compilation, ...]:
             },
             constexprs={
                 "SIZE": size,
-                "TILE": triton.next_power_of_2(size),
+                "TILE": next_power_of_2(size),
                 "OFFSET": 0.0,
                 "MODE": modes[mode],
             },

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
@@ -78,7 +79,7 @@ def adjust(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: 
     if kind <= PRESENCE:
         seen = torch.zeros(len(logits), words, dtype=torch.int32, device=logits.device)
     launch = launch_of("adjust", logits.device)
-    adjust_kernel[(triton.cdiv(num_changes, launch.blocks["TILE"]),)](
+    adjust_kernel[(cdiv(num_changes, launch.blocks["TILE"]),)](
         logits, rows, ids, values, seen, num_changes, logits.stride(0), words, KIND=kind, **launch.keywords
     )
 
@@ -109,7 +110,7 @@ def mask(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Minus infinity for tokens whose bit is not set, in place. # [N, V], [masks] int64, [masks, V / 32] int32"""
     num_masks, num_words = masks.shape
     launch = launch_of("mask", logits.device)
-    mask_kernel[(triton.cdiv(num_words, launch.blocks["WORDS"]), num_masks)](
+    mask_kernel[(cdiv(num_words, launch.blocks["WORDS"]), num_masks)](
         logits, rows, masks, logits.stride(0), masks.stride(0), num_words, logits.shape[1], **launch.keywords
     )
 
@@ -138,27 +139,29 @@ def argmax_kernel(
 class Likeliest:
     """Tokens and the largest logits of N rows, in one buffer that is read at once."""
 
-    __slots__ = ("_both", "peaks", "tokens")
+    __slots__ = ("both", "peaks", "tokens")
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         # Aligned to 16 bytes both, as the kernels are compiled for.
-        self._both = torch.empty(2, num_rows + num_rows % 2, dtype=torch.int64, device=device)
-        self.tokens = self._both[0, :num_rows]  # [N] int64
-        self.peaks = self._both[1].view(torch.float32)[:num_rows]  # [N] float32
+        width = num_rows + num_rows % 2
+        self.both = torch.empty(2, width, dtype=torch.int64, device=device)
+        """[2, N or one more]: tokens, and the words of the peaks, two to a word."""
+        tokens, peaks = self.both.unbind()
+        self.tokens = tokens if width == num_rows else tokens[:num_rows]  # [N] int64
+        self.peaks = peaks.view(torch.float32)[:num_rows]  # [N] float32
 
     def read(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Both on the host, which waits for the device."""
-        both = self._both.cpu().numpy()
+        both = self.both.cpu().numpy()
         return both[0, : len(self.tokens)], both[1].view(np.float32)[: len(self.tokens)]
 
 
 def argmax(logits: torch.Tensor) -> Likeliest:
     """Each row's likeliest token, the first of equal ones, and its logit; a NaN counts as largest. # [N, V] float32"""
-    found = Likeliest(len(logits), logits.device)
+    num_rows, vocab_size = logits.shape
+    found = Likeliest(num_rows, logits.device)
     launch = launch_of("argmax", logits.device)
-    argmax_kernel[(len(logits),)](
-        logits, found.tokens, found.peaks, logits.stride(0), logits.shape[1], **launch.keywords
-    )
+    argmax_kernel[(num_rows,)](logits, found.tokens, found.peaks, logits.stride(0), vocab_size, **launch.keywords)
     return found
 
 

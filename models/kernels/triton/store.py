@@ -4,14 +4,19 @@ One pass over the step's q, k and v. Norm: Zhang and Sennrich, 2019; rotation: S
 `(i, i + rotary_dim / 2)`. Both are computed in float32 and rounded to the model's type in between, as the layers do.
 """
 
+import functools
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
 from models.attention.base import AttentionOptions, Rotation
 from models.forward_context import KVCacheTensor
+from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
-from models.kernels.triton.configs import TARGETS, Target, config_of, target_of
+from models.kernels.triton.configs import TARGETS, Target, config_of
+from models.kernels.triton.configs_dense import launch_of
 from models.layers.norm import HeadNorms
 
 
@@ -185,19 +190,18 @@ def store(
     """
     num_tokens, q_heads, head_dim = q.shape
     kv_heads, block_size = cache.k_cache.shape[1:3]
-    target = target_of(q.device)
     is_changed = norms is not None or rotation is not None
-    q_out = q.new_empty(q.shape) if is_changed else q
+    q_out = q.new_empty(num_tokens, q_heads, head_dim) if is_changed else q
     if num_tokens == 0:
         return q_out
     rotary_dim = head_dim if rotation is None else rotation[0].shape[-1]
     cos, sin = (slots, slots) if rotation is None else rotation
     weights = (q, k) if norms is None else (norms.q.weight, norms.k.weight)
-    is_fp8 = cache.k_cache.dtype.itemsize == 1
-    config = config_of("store", target)
-    block_h = min(config.blocks["BLOCK_H"], triton.next_power_of_2(max(q_heads, kv_heads)))
-    q_tiles = triton.cdiv(q_heads, block_h) if is_changed else 0
-    store_kernel[(num_tokens, q_tiles + 2 * triton.cdiv(kv_heads, block_h))](
+    cache_dtype = cache.k_cache.dtype
+    launch = launch_of("store", q.device)
+    block_h = min(launch.blocks["BLOCK_H"], next_power_of_2(max(q_heads, kv_heads)))
+    q_tiles = cdiv(q_heads, block_h) if is_changed else 0
+    store_kernel[(num_tokens, q_tiles + 2 * cdiv(kv_heads, block_h))](
         q,
         k,
         v,
@@ -208,18 +212,15 @@ def store(
         cos,
         sin,
         *weights,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
         cache.k_cache.stride(0),
         0.0 if norms is None else norms.q.eps,
         0.0 if norms is None else norms.q.offset,
         options.k_scale,
         options.v_scale,
-        target.fp8_max,
+        torch.finfo(cache_dtype).max,
         Q_HEADS=q_heads if is_changed else 0,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -227,17 +228,17 @@ def store(
         BLOCK_SIZE=block_size,
         HAS_NORM=norms is not None,
         HAS_ROTATION=rotation is not None,
-        IS_FP8=is_fp8,
+        IS_FP8=cache_dtype.itemsize == 1,
         **_tiles(head_dim, rotary_dim),
-        BLOCK_H=block_h,
-        **config.options(target),
+        **{**launch.keywords, "BLOCK_H": block_h},
     )
     return q_out
 
 
-def _tiles(head_dim: int, rotary_dim: int) -> dict[str, int]:
+@functools.cache
+def _tiles(head_dim: int, rotary_dim: int) -> Mapping[str, int]:
     rest = max(1, head_dim - rotary_dim)
-    return {"HALF_TILE": triton.next_power_of_2(rotary_dim // 2), "REST_TILE": triton.next_power_of_2(rest)}
+    return {"HALF_TILE": next_power_of_2(rotary_dim // 2), "REST_TILE": next_power_of_2(rest)}
 
 
 _STRIDES = ("q_stride", "q_head_stride", "k_stride", "k_head_stride", "v_stride", "v_head_stride", "block_stride")

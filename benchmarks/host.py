@@ -1,0 +1,119 @@
+"""What the host does for a GPU, measured where there is none: launches of kernels, and turns of the engine's loop.
+
+Run as `python -m benchmarks.host`, which writes its section of docs/benchmarks.md; `--dry` once through everything,
+without writing. Each GPU's kernels are launched in a process of their own (`--target`): see `benchmarks.gpu.absent`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.report import machine, marked, put_section
+
+SECTION = "host"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+TARGETS = ("sm_90", "gfx942")
+_PARTS = ("operators", "turns")
+_WHAT = """## The host beside a GPU
+
+Written by `make bench-host`. {machine} Triton {triton}.
+
+**No device takes part.** Kernels are launched as for the named GPU, with its tiles, through all of Triton's own path
+but the driver's launch at its end; their tensors lie on the CPU. A GPU's own costs are not in it: the driver's launch,
+its allocator, its copies and events. Rows of a table are measured in turn in one process; single figures drift with
+the machine, which other work shared.
+"""
+_OPERATORS = """### Launching kernels, {target}
+
+The host's time to call an operator of a decode step outside graphs, as its layer calls it, and that of the same
+launches alone, `kernel[grid](...)` with all arguments at hand. What is beyond is all of ours: which kernels take the
+call, tiles, strides, and the results' memory; `a tensor's allocation` is what torch takes for the memory of one.
+Microseconds, medians of 31 rounds of 50 calls; what is beyond is the median of the rounds' differences.
+
+Target: at most 5 us each kernel beyond Triton's own.
+"""
+_TURNS = """### A turn of the engine's loop, {target}
+
+The engine's loop with deferred output, greedy, 1k contexts, at the layers and heads of Qwen3-0.6B: schedule the next
+step, launch it, read the one before and take its tokens in. `replayed`: an empty graph stands for the model's pass;
+`eager`: its kernels are launched one by one, and torch's products only allocate. Milliseconds, medians of {steps}
+turns.
+
+Target: none; where a step takes the device longer than a turn takes the host, the device waits for none of it.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, help="measure for one GPU, and print what was found as JSON")
+    parser.add_argument("--part", choices=_PARTS, help="of what is measured for one GPU; by default all")
+    parser.add_argument("--dry", action="store_true", help="do everything once, on small problems; write nothing")
+    options = parser.parse_args(arguments)
+    if options.target is not None:
+        # What libraries print is no finding.
+        with redirect_stdout(sys.stderr):
+            found = measured(options.target, options.part, is_dry=options.dry)
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    text = section({target: _in_a_process(target, is_dry=options.dry) for target in TARGETS})
+    sys.stdout.write(text)
+    if not options.dry:
+        put_section(PAGE, SECTION, marked(SECTION, text))
+
+
+Found = dict[str, list[tuple[str, dict[str, float | str]]]]
+"""By part, what each case gave."""
+
+
+def measured(target: str, part: str | None, *, is_dry: bool) -> Found:
+    """For one GPU, in a process whose kernels are not interpreted."""
+    from benchmarks.gpu import launch, turn
+    from benchmarks.gpu.absent import AbsentBench, on
+    from models.kernels.triton.configs import TARGETS as GPUS
+
+    bench = AbsentBench(is_dry=is_dry)
+    with on(GPUS[target], turn.first_tokens):
+        cases = {"operators": launch.cases, "turns": turn.cases}
+        wanted = cases if part is None else {part: cases[part]}
+        return {name: [(case.name, case.run()) for case in of(bench)] for name, of in wanted.items()}
+
+
+def _in_a_process(target: str, *, is_dry: bool) -> Found:
+    command = [sys.executable, "-m", "benchmarks.host", "--target", target, *(["--dry"] if is_dry else [])]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: Found = json.loads(done.stdout)
+    return found
+
+
+def section(found: dict[str, Found]) -> str:
+    """The section's Markdown."""
+    from benchmarks.gpu.turn import STEPS
+
+    parts = [_WHAT.format(machine=machine(), triton=version("triton"))]
+    for name, text in zip(_PARTS, (_OPERATORS, _TURNS), strict=True):
+        for target, of_target in found.items():
+            parts += [text.format(target=target, steps=STEPS), _table(of_target[name])]
+    return "\n".join(parts)
+
+
+def _table(cases: list[tuple[str, dict[str, float | str]]]) -> str:
+    columns = list(dict.fromkeys(column for _, values in cases for column in values))
+    lines = [["", *columns], ["---", *("---:" for _ in columns)]]
+    lines += [[name, *(_cell(values.get(column, "")) for column in columns)] for name, values in cases]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3f}" if value < 1 else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    main()
