@@ -10,11 +10,15 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report, problems
 from engine.gpu_memory import free_memory, pci_address
+
+if TYPE_CHECKING:
+    import torch
 
 MIB, GIB = 2**20, 2**30
 _TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
@@ -77,16 +81,43 @@ def _with_torch(facts: Facts) -> Facts:
     device = torch.device("cuda", 0)
     reason, reasons = triton.start(device), backends.aiter_reasons(device)
     choices = backends.choose(backends.parse(()), reason, reasons)
+    wrong = {} if reason is not None else _wrong_kernels(device)
+    choices = tuple(
+        backends.Choice(choice.operator, backends.TORCH, "Triton's kernels are wrong")
+        if choice.backend == backends.TRITON and choice.operator in wrong
+        else choice
+        for choice in choices
+    )
     if probe.unfit(facts.gpus[0].arch.split(":")[0]) is not None:
         reasons = {}
     return msgspec.structs.replace(
         facts,
         triton_reason=reason,
         ptxas=ptxas.release(device),
+        kernel_reasons=wrong,
         aiter_reasons=reasons,
         aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
         operators=tuple(str(choice) for choice in choices),
     )
+
+
+def _wrong_kernels(device: "torch.device") -> dict[str, str]:
+    """By operator, what is wrong with Triton's kernels for it, at sizes as many models have them."""
+    from engine.worker.kernel_checks import what_is_wrong
+    from engine.worker.sampling_check import SamplingForm
+    from models.kernels.triton.checks.usual import VOCABULARY, usual_checks
+
+    found: dict[str, str] = {}
+    usual = usual_checks(device)
+    usual["sampling"] = [SamplingForm(VOCABULARY).check]
+    for operator, checks in usual.items():
+        try:
+            reason = what_is_wrong(checks, device, operator)
+        except ValueError as lost:  # Nothing can be told of the others.
+            return {**found, operator: str(lost)}
+        if reason is not None:
+            found[operator] = reason
+    return found
 
 
 def _build() -> str:

@@ -2,6 +2,11 @@
 
 import msgspec
 
+ANOTHER_TRITON = (
+    "another release of Triton, and of torch with it, may help; on NVIDIA's GPUs also another ptxas, by "
+    "TRITON_PTXAS_PATH"
+)
+"""What to do about kernels that are wrong."""
 _LITTLE_GIB = 2.0
 """Of a host's memory, less than which serves only the smallest of models."""
 _LITTLE_SHARED_MIB = 128.0
@@ -45,6 +50,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Why its kernels do not run on the first GPU."""
     ptxas: str | None = None
     """The release of NVIDIA's assembler that Triton uses for the first GPU."""
+    kernel_reasons: dict[str, str] = {}
+    """By operator, what is wrong with its kernels there, compared with torch at usual sizes."""
     aiter: str | None = None
     """Its version; None: it is not installed."""
     aiter_reasons: dict[str, str | None] = {}
@@ -107,6 +114,11 @@ def problems(facts: Facts) -> list[str]:
         )
     if facts.gpus and facts.triton_reason is not None:
         found.append(f"{facts.triton_reason}; plain torch computes instead, slowly")
+    found += [
+        f"Triton's kernels for {operator} are wrong at usual sizes: {wrong}; where they are at a model's own, plain "
+        f"torch computes in their place, slowly; {ANOTHER_TRITON}"
+        for operator, wrong in facts.kernel_reasons.items()
+    ]
     if facts.aiter is not None and facts.gpus and is_rocm:
         broken: dict[str, list[str]] = {}
         for name, reason in facts.aiter_reasons.items():

@@ -34,8 +34,9 @@ class Gemma3Attention(Qwen3Attention):
 class Gemma3MLP(LlamaMLP):
     """Feed-forward layer gated by a GELU."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(hidden, geglu_tanh))  # type: ignore[no-any-return]
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__(config, parallel)
+        self.activation = geglu_tanh
 
 
 class Gemma3DecoderLayer(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.base import CacheSpec
-from models.layers.activation import swiglu
+from models.layers.activation import GatedActivation, swiglu
 from models.layers.attention import Attention
 from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from models.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -71,6 +71,7 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, *, intermediate_size: int | None = None) -> None:
         super().__init__()
+        self.activation: GatedActivation = swiglu
         size = config.intermediate_size if intermediate_size is None else intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
@@ -78,7 +79,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size, bias=config.mlp_bias, parallel=parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(hidden, swiglu))  # type: ignore[no-any-return]
+        return self.down_proj(self.gate_up_proj.gated(hidden, self.activation))  # type: ignore[no-any-return]
 
 
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]

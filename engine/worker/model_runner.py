@@ -23,6 +23,7 @@ from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.device import device_of
 from engine.worker.device_batch import DeviceInputs, Place
 from engine.worker.input_batch import InputBatch, StepInputs, StepRows
+from engine.worker.kernel_checks import check_kernels
 from engine.worker.kv_memory import TorchDeviceMemory, at_start, in_step
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
 from engine.worker.memory import (
@@ -192,7 +193,10 @@ class ModelRunner:
         return -(-CPU_BYTES_AT_FIRST // (self._num_ranks * self.caches.block_bytes))
 
     def kv_cache_size(self) -> KVCacheSize:
-        """How large a KV cache fits beside the loaded model. Raises `ValueError` when none does."""
+        """How large a KV cache fits beside the loaded model, once its kernels are checked. Raises `ValueError` when
+        none does, or they are wrong.
+        """
+        self.backend = check_kernels(self)
         sizes = {"block_bytes": self.caches.block_bytes, "slot_bytes": self.caches.slot_bytes}
         return kv_cache_size(
             self.config,

@@ -65,6 +65,15 @@ def parse(words: Sequence[str]) -> dict[str, str]:
     return wanted
 
 
+def named(words: Sequence[str], backend: str) -> frozenset[str]:
+    """Operators that the words of `kernel_backend` give to a backend by name, the last word counting."""
+    by_name: dict[str, str] = {}
+    for word in words:
+        operator, equals, given = word.rpartition("=")
+        by_name = {**by_name, operator: given} if equals else {}
+    return frozenset(operator for operator, given in by_name.items() if given == backend)
+
+
 def choose(
     wanted: Mapping[str, str], triton_reason: str | None, aiter_reasons: Mapping[str, str | None]
 ) -> tuple[Choice, ...]:

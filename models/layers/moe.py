@@ -253,10 +253,10 @@ class FusedMoE(nn.Module):
         num_pairs, held = ids.numel(), len(self.local_experts)
         pairs = first.moe_sort(experts, held, first.block_of(num_pairs, self.num_experts))
         gating = gating_of(self.activation)
-        inner = _multiply(hidden, w13, self.w13_bias, pairs, num_pairs, gating)
+        inner = multiply(hidden, w13, self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        products = _multiply(inner, w2, self._outer_bias, pairs, num_pairs)
+        products = multiply(inner, w2, self._outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
             return last.moe_combine(products, weights, experts, held, beside, gate)
         return self._add(self.parallel.all_reduce(last.moe_combine(products, weights, experts, held)), routed)
@@ -319,7 +319,7 @@ def _are_for_kernels(*weights: nn.Parameter) -> bool:
     return all(stored_of(weight) is not None or triton.runs(weight, operator="moe") for weight in weights)
 
 
-def _multiply(
+def multiply(
     rows: torch.Tensor,
     weight: nn.Parameter,
     bias: torch.Tensor | None,

@@ -4,12 +4,12 @@ Called by `models.layers.product` and `FusedMoE`, and by the loader before and w
 """
 
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
-from models.kernels import aiter
+from models.kernels import aiter, triton
 from models.kernels.aiter import dense as aiter_dense
 from models.quantization.config import LayerQuantConfig, Storage
 from models.quantization.stored import GROUP, Codes, QuantizedRows
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from models.kernels.triton.moe_sort import SortedPairs
     from models.layers.activation import Gating
 
+_Place: TypeAlias = int | slice | EllipsisType | tuple[int | slice, ...]
+"""Some rows of a weight, or of a stack of them."""
 _FOUR_BIT = (Storage.MXFP4, Storage.AWQ, Storage.GPTQ, Storage.PACKED)
 
 
@@ -42,6 +44,12 @@ class StoredWeight:
     def kind(self) -> str | None:
         """`fp8`, `int4` or `mxfp4`; None before it has rows."""
         return None if self._first is None else self._first.kind
+
+    @property
+    def form(self) -> tuple[str, int, int]:
+        """Equal for weights that the same kernels multiply by: kind, inputs that share a scale, and groups of them."""
+        assert self._first is not None, "a weight is filled before it is used"
+        return self._first.kind, self._first.width, self._scales.shape[-1]
 
     def put(self, first: int, rows: torch.Tensor, place: int | None = None) -> bool:
         """Fill rows from `first` on, of a stack those of one of its weights; False where they cannot stay, or are of
@@ -104,8 +112,8 @@ class StoredWeight:
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ weight.T + bias`. # [tokens, in_features] -> [tokens, out_features]"""
-        if x.shape[0] == 0:
-            return x.new_empty(0, self._shape[0])
+        if x.shape[0] == 0 or triton.is_idle():
+            return x.new_zeros(x.shape[0], self._shape[0])
         if self.kind == "fp8":
             import models.kernels.triton.fp8_gemm as fp8
 
@@ -157,18 +165,26 @@ class StoredWeight:
             dense[place] = self._dense(place)
         return dense
 
-    def _dense(self, place: int | EllipsisType) -> torch.Tensor:
+    def part(self, at: _Place) -> torch.Tensor:
+        """Some of the rows' numbers, as kernels multiply by them, in float32."""
+        return self._values(at).float()
+
+    def _dense(self, at: _Place) -> torch.Tensor:
+        if self._first is None:
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._values(at).to(self._dtype)
+
+    def _values(self, at: _Place) -> torch.Tensor:
         from models.kernels.triton.four_bit import FourBitWeight
         from models.kernels.triton.reference.quantized import four_bit_weight
 
-        if self._first is None:
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        codes, scales = self._codes[place], self._scales[place]
+        assert self._first is not None, "a weight is filled before it is used"
+        codes, scales = self._codes[at], self._scales[at]
         if self._first.kind == "fp8":
             inputs = self._shape[-1]
             scales = scales.repeat_interleave(min(self._first.width, inputs), -1)[..., :inputs]
-            return (codes.float() * scales).to(self._dtype)
-        zeros = None if self._zeros is None else self._zeros[place]
+            return codes.float() * scales
+        zeros = None if self._zeros is None else self._zeros[at]
         return four_bit_weight(FourBitWeight(codes, scales, zeros), self._dtype)
 
     def _fp8(self) -> "FP8Weight":
@@ -204,9 +220,16 @@ def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: 
     stored = stored_of(parameter)
     if stored is None or stored.put(first, rows, place):
         return stored is not None
-    parameter.data = stored.dense()
-    del parameter.stored  # type: ignore[attr-defined]
+    make_dense(parameter)
     return False
+
+
+def make_dense(parameter: nn.Parameter) -> None:
+    """Have torch multiply by a weight, or a stack of them, that stayed quantised."""
+    stored = stored_of(parameter)
+    if stored is not None:
+        parameter.data = stored.dense()
+        del parameter.stored  # type: ignore[attr-defined]
 
 
 def keep_quantized(parameter: nn.Parameter, *, is_rounded_again: bool = False) -> None:

@@ -1,5 +1,6 @@
 """What the warm-up runs is all that Triton compiles: a varied load afterwards needs no kernel that it has not met."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -12,11 +13,12 @@ from benchmarks.gpu.empty_kernel import empty_kernel
 from benchmarks.gpu.launches import Launches
 from engine.sequence import Sequence
 from engine.step_limits import StepOutOfMemory
-from engine.worker import model_runner
+from engine.worker import kernel_checks, model_runner
 from engine.worker.step_launcher import StepLauncher
 from engine.worker.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from models.attention.triton import TritonAttentionBackend
 from models.kernels.triton import configs
+from models.kernels.triton.checks.findings import Numbers
 from models.kernels.triton.configs import TARGETS
 from models.kernels.triton.configs_dense import launch_of
 from models.parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
@@ -26,7 +28,7 @@ from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
-from tests.parity.variants import Variant, deepseek, gpt_oss, qwen3_next
+from tests.parity.variants import Variant, deepseek, gemma3, gpt_oss, qwen3_next
 
 __all__ = ["triton_kernels"]
 
@@ -92,6 +94,36 @@ def test_after_the_warm_up_a_varied_load_compiles_nothing(
         ahead.run(load())
     assert serving.signatures
     new = [signature for signature in serving.signatures if signature not in warming.signatures]
+    assert not new, "\n".join(map(str, new))
+
+
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(None, id="qwen3"),
+        pytest.param(gemma3.VARIANTS[0], id="gemma3", marks=pytest.mark.slow),
+        pytest.param(gpt_oss.VARIANTS[0], id="gpt_oss", marks=pytest.mark.slow),
+        pytest.param(INDEXED, id="deepseek"),
+        pytest.param(qwen3_next.VARIANTS[0], id="qwen3_next"),
+    ],
+)
+def test_what_checks_of_kernels_compile_requests_need(
+    variant: Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
+    runner = runner_for(make_checkpoint(tmp_path, family, **overrides), **LIMITS)
+    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    with Launches() as checking, torch.inference_mode():
+        for check in itertools.chain.from_iterable(kernel_checks._uses(runner).values()):
+            # Nothing is right where kernels compute nothing: each is heard to the end.
+            list(check(Numbers(runner.device)))
+    runner.allocate_kv_cache(100)
+    with Launches() as warming:
+        runner.warm_up()
+    assert checking.signatures
+    new = [signature for signature in checking.signatures if signature not in warming.signatures]
     assert not new, "\n".join(map(str, new))
 
 

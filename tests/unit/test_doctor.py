@@ -36,6 +36,10 @@ ROCM: dict[str, Any] = {**HEALTHY, "build": "ROCm 7.0", "has_kfd": True, "triton
         ({**ROCM, "gpu_error": "driver too old"}, "finds no GPU though there is a driver: driver too old"),
         ({**ROCM, "gpus": (GPU,), "triton_reason": "Triton failed"}, "Triton failed; plain torch computes instead"),
         (
+            {**ROCM, "gpus": (GPU,), "kernel_reasons": {"recurrent": "its numbers are off by 31 times"}},
+            "Triton's kernels for recurrent are wrong at usual sizes: .* 31 times; .*torch .*TRITON_PTXAS_PATH",
+        ),
+        (
             {**ROCM, "gpus": (GPU,), "aiter": "0.1", "aiter_reasons": {"norm": "it has no rmsnorm2d_fwd"}},
             "aiter is installed, but not used for norm: it has no rmsnorm2d_fwd",
         ),

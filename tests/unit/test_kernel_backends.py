@@ -37,6 +37,12 @@ def test_a_library_that_is_asked_for_and_broken_prevents_nothing() -> None:
     assert choices("aiter", triton="no compiler", norm="x")["norm"] == "norm by torch (not aiter: x; no compiler)"
 
 
+def test_operators_that_are_named_as_tritons_are_those_of_the_last_word() -> None:
+    assert backends.named(["norm=triton", "moe=triton", "moe=torch"], "triton") == {"norm"}
+    assert backends.named(["norm=triton", "triton"], "triton") == set()
+    assert backends.named([], "triton") == set()
+
+
 @pytest.mark.parametrize("word", ["cuda", "norm=cuda", "nrm=torch", "="])
 def test_a_name_that_there_is_not_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"kernel_backend is {word}; it must be one of auto, triton"):

@@ -4,7 +4,8 @@ Triton is imported by `start`, never before: a server on a CPU has none of it in
 `import file as kernels` costs the host a third of what `from file import function` does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 
 import torch
@@ -13,6 +14,7 @@ _device_type: str | None = None
 _is_there: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
 """Whether a tensor is on a device of that type; told sooner than the type's name."""
 _left: frozenset[str] = frozenset()
+_is_idle = False
 
 
 def start(device: torch.device) -> str | None:
@@ -38,6 +40,34 @@ def leave_to_torch(operators: frozenset[str]) -> None:
     """Have torch compute these of `models.kernels.backends.OPERATORS`, and the kernels the others."""
     global _left
     _left = operators
+
+
+def left() -> frozenset[str]:
+    """What is left to torch."""
+    return _left
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """For a pass whose numbers are nobody's: no kernel runs. Products of weights that stay quantised give zeros."""
+    global _device_type, _is_idle
+    before, _device_type, _is_idle = _device_type, None, True
+    try:
+        yield
+    finally:
+        _device_type, _is_idle = before, False
+
+
+def is_idle() -> bool:
+    """Whether such a pass runs."""
+    return _is_idle
+
+
+def version() -> str:
+    """Triton's own."""
+    from models.kernels.triton import probe_kernel
+
+    return probe_kernel.version()
 
 
 def leaves(operator: str) -> bool:

@@ -53,24 +53,21 @@ def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.T
     return DeltaPlan(num_decodes, slots, *upload(tables, slots.device))
 
 
-def delta_net(
+def remember(
     projected: torch.Tensor,
     ba: torch.Tensor,
     conv: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    norm: tuple[torch.Tensor, float],
     inputs: torch.Tensor,
     states: torch.Tensor,
     plan: DeltaPlan,
     *,
     key_heads: int,
-) -> torch.Tensor:
-    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the convolution gives of each token, and what it reads of its state: `delta_net` before its norm.
 
-    # projected [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group],
-    # conv [channels, 1, taps], a_log and dt_bias [value heads], inputs [slots, channels, taps - 1],
-    # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
+    # -> [T, channels], [T, value heads, value_dim]
     """
     _, heads, key_dim, value_dim = states.shape
     num_tokens = projected.shape[0]
@@ -91,4 +88,28 @@ def delta_net(
         spans = plan.spans, plan.token_rows
         delta_conv(projected, conv, inputs, slots, convolved, spans, first_token=decodes, **shape)
         delta_spans(convolved, *gates, states, slots, plan.spans, plan.chunks, read)
+    return convolved, read
+
+
+def delta_net(
+    projected: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    plan: DeltaPlan,
+    *,
+    key_heads: int,
+) -> torch.Tensor:
+    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+
+    # projected [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group],
+    # conv [channels, 1, taps], a_log and dt_bias [value heads], inputs [slots, channels, taps - 1],
+    # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
+    """
+    _, heads, key_dim, _ = states.shape
+    _, read = remember(projected, ba, conv, a_log, dt_bias, inputs, states, plan, key_heads=key_heads)
     return gated_norm(read, projected, *norm, key_dim=key_dim, group=heads // key_heads)

@@ -1,0 +1,103 @@
+"""`ObservingBackend`: keeps how a model's layers attend: by it the start learns what to check."""
+
+from typing import NamedTuple
+
+import torch
+
+from models.attention.base import AttentionOptions, LatentInputs, Rotation
+from models.attention.gpu import GPUAttentionBackend
+from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.layers.norm import HeadNorms
+
+
+class Attended(NamedTuple):
+    """A layer's call of `forward`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    cache: KVCacheTensor
+    options: AttentionOptions
+    sinks: torch.Tensor | None
+    norms: HeadNorms | None
+    rotation: Rotation | None
+
+
+class AttendedLatents(NamedTuple):
+    """A layer's call of `latent_attention`."""
+
+    q: torch.Tensor
+    kv_b: torch.Tensor
+    cache: VectorCache
+    options: AttentionOptions
+    inputs: LatentInputs
+
+
+class Indexed(NamedTuple):
+    """A layer's call of `index_top_k`."""
+
+    q: torch.Tensor
+    cache: VectorCache
+    top_k: int
+
+
+class ObservingBackend(GPUAttentionBackend):
+    """What it gives are zeros."""
+
+    name = "observer"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.attended: list[Attended] = []
+        self.latents: list[AttendedLatents] = []
+        self.indexed: list[Indexed] = []
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KVCacheTensor,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        sinks: torch.Tensor | None = None,
+        norms: HeadNorms | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        del v, metadata
+        self.attended.append(Attended(q, k, cache, options, sinks, norms, rotation))
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        kv_b: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        options: AttentionOptions,
+        selected: torch.Tensor | None = None,
+        inputs: LatentInputs | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`."""
+        del metadata, selected
+        assert inputs is not None, "layers leave norms and rotation to the backend"
+        self.latents.append(AttendedLatents(q, kv_b, cache, options, inputs))
+        nope = q.shape[2] - (latent.shape[1] - kv_b.shape[2])
+        return q.new_zeros(*q.shape[:2], kv_b.shape[1] - nope)
+
+    def index_top_k(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k: torch.Tensor,
+        cache: VectorCache,
+        metadata: AttentionMetaData,
+        top_k: int,
+    ) -> None:
+        """See `AttentionBackend`: the one token attends to itself."""
+        del weights, k, metadata
+        self.indexed.append(Indexed(q, cache, top_k))
+
+    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> None:
+        """None: nothing is captured."""

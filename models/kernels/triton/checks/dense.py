@@ -1,0 +1,69 @@
+"""Norms and gated activations against torch."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from models.kernels.triton.checks.findings import FLOAT32, Finding, Numbers, excess, slack
+from models.kernels.triton.gated import gated
+from models.kernels.triton.reference import gated as gated_reference
+from models.kernels.triton.reference import rms_norm as norm_reference
+from models.kernels.triton.rms_norm import ADD_NORM, NORM_ADD, rms_norm
+from models.layers.activation import Gating
+
+_ROWS = 21
+"""More than a tile's, and no multiple of one."""
+
+
+class NormForm(NamedTuple):
+    """A norm of rows."""
+
+    size: int
+    eps: float
+    offset: float
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    sums: tuple[int, ...] = (ADD_NORM, NORM_ADD)
+    """How it is computed with one, besides by itself."""
+
+    def check(self, numbers: Numbers) -> Iterator[Finding]:
+        """By itself, behind a sum and before one."""
+        x, residual = (numbers.normal(_ROWS, self.size, dtype=self.dtype) for _ in range(2))
+        weight = (numbers.near_one(self.size) - self.offset).to(self.weight_dtype)
+        rounded, of = slack(self.dtype), f"a norm of {self.size}"
+        exact = self._exact(x, weight)
+        yield Finding(of, excess(rms_norm(x, weight, self.eps, offset=self.offset), exact, rounded * exact.abs()))
+
+        for mode in self.sums:
+            summed = residual.clone()
+            found = rms_norm(x, weight, self.eps, offset=self.offset, residual=summed, mode=mode)
+            if mode == NORM_ADD:
+                total = residual.float() + exact
+                yield Finding(f"a sum behind {of}", excess(found, total, rounded * (total.abs() + exact.abs())))
+                continue
+            both = x.float() + residual.float()
+            yield Finding(f"the sum before {of}", excess(summed, both, rounded * both.abs()))
+            behind = self._exact(summed, weight)
+            yield Finding(f"{of} of a sum", excess(found, behind, rounded * behind.abs()))
+
+    def _exact(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return norm_reference.rms_norm(x.float(), weight.float(), self.eps, offset=self.offset)
+
+
+class ActivationForm(NamedTuple):
+    """A gated activation of rows."""
+
+    features: int
+    gating: Gating
+    dtype: torch.dtype
+
+    def check(self, numbers: Numbers) -> Iterator[Finding]:
+        """A few rows."""
+        gate_up = numbers.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
+        activation, alpha, limit = self.gating
+        found = gated(gate_up, activation, alpha=alpha, limit=limit)
+        exact = gated_reference.gated(gate_up.float(), activation, alpha=alpha, limit=limit)
+        gate, up = gate_up.float().abs().chunk(2, -1)
+        bound = slack(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1)
+        yield Finding(f"an activation of {self.features}", excess(found, exact, bound))

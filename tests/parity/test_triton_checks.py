@@ -1,0 +1,460 @@
+"""What the start finds out of kernels: sound ones are found right, a broken one is found wrong, and torch computes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from engine import doctor
+from engine.sequence import Sequence
+from engine.worker import kernel_checks, model_runner
+from engine.worker.kernel_checks import check_kernels, what_is_wrong
+from engine.worker.model_runner import ModelRunner
+from engine.worker.sampling_check import SamplingForm
+from models.attention.base import AttentionOptions, LatentInputs
+from models.attention.triton import TritonAttentionBackend
+from models.kernels import triton
+from models.kernels.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
+from models.kernels.triton import configs
+from models.kernels.triton.checks import products, usual
+from models.kernels.triton.checks.attention import AttentionForm
+from models.kernels.triton.checks.dense import ActivationForm, NormForm
+from models.kernels.triton.checks.experts import ExpertsForm, RouteForm
+from models.kernels.triton.checks.findings import Check, Numbers, excess, wrong
+from models.kernels.triton.checks.latents import IndexForm, LatentForm
+from models.kernels.triton.checks.products import ProductForm
+from models.kernels.triton.checks.recurrent import DeltaForm
+from models.layers.activation import Gating
+from models.layers.moe import FusedMoE
+from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
+from models.layers.quantized_product import keep_quantized, stored_of
+from models.parallel import TensorParallel
+from tests.parity import quantized_checkpoints as q
+from tests.parity.checkpoints import make_checkpoint
+from tests.parity.paged_model import prompt
+from tests.parity.test_quantization import FORMATS
+from tests.parity.test_worker_model_runner import runner_for, step_alone
+from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
+from tests.parity.variants import deepseek, gemma3, gpt_oss, qwen3_next
+
+__all__ = ["triton_kernels"]
+
+pytestmark = requires_interpreter
+
+CPU = torch.device("cpu")
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+INDEXED = next(each for each in deepseek.VARIANTS if each.overrides.get("index_topk") == 64)
+
+
+def head_norms(kind: type[RMSNorm], head_dim: int) -> HeadNorms:
+    norms = kind(head_dim, 1e-6), kind(head_dim, 1e-6)
+    for norm in norms:
+        norm.weight.data = Numbers(CPU).near_one(head_dim) - norm.offset
+    return HeadNorms(*norms)
+
+
+def attention(dtype: torch.dtype, cache: torch.dtype, **more: Any) -> AttentionForm:
+    options = AttentionOptions(0.25, k_scale=0.5, v_scale=2.0)
+    fields: dict[str, Any] = {"options": options, "has_sinks": False, "norms": None, "rotary_dim": 16, **more}
+    return AttentionForm(
+        heads=3, kv_heads=1, head_dim=16, dtype=dtype, cache_dtype=cache, block_size=16,
+        backend=TritonAttentionBackend(CPU), **fields,
+    )  # fmt: skip
+
+
+WINDOWED: dict[str, Any] = {
+    "options": AttentionOptions(0.3, sliding_window=20, soft_cap=5.0),
+    "has_sinks": True,
+    "rotary_dim": 8,
+}
+
+
+def latents(dtype: torch.dtype, cache: torch.dtype, *, is_interleaved: bool = True) -> LatentForm:
+    norm = RMSNorm(24, 1e-6)
+    norm.weight.data = Numbers(CPU).near_one(24)
+    inputs = LatentInputs(norm, (torch.empty(0), torch.empty(0)), is_interleaved, None)
+    return LatentForm(2, 16, 8, 16, 24, 0.2, 0.5, dtype, cache, 16, inputs, 32)
+
+
+def experts(
+    dtype: torch.dtype, kind: str | None = None, activation: Callable[..., torch.Tensor] | None = None
+) -> Check:
+    layer = FusedMoE(64, 64, 4) if activation is None else FusedMoE(64, 64, 4, activation=activation)
+    for nth, weight in enumerate((layer.w13, layer.w2)):
+        if kind is None:
+            weight.data = Numbers(CPU, nth).normal(*weight.shape, dtype=dtype, scale=weight.shape[-1] ** -0.5)
+            continue
+        weight.data = weight.data.to(dtype)
+        keep_quantized(weight)
+        stored = stored_of(weight)
+        assert stored is not None
+        for place in range(4):
+            assert stored.put(0, usual.quantized_rows(kind, *weight.shape[1:], dtype, seed=place), place)
+    return ExpertsForm(layer, 2, dtype, 40, has_beside=kind is None, has_gate=activation is None).check
+
+
+def product(kind: str, dtype: torch.dtype = BF16) -> Check:
+    weight = usual.stored_weight(kind, 72, 192, CPU, dtype)
+    return ProductForm(weight, 72, 192, Numbers(CPU).normal(72, dtype=dtype), dtype).check
+
+
+SOUND: dict[str, Callable[[], Check]] = {
+    "norm of 40 in bf16": lambda: NormForm(40, 1e-6, 0.0, BF16, BF16).check,
+    "norm of 300, its weight less one, in fp16": lambda: NormForm(300, 1e-5, 1.0, FP16, FP16).check,
+    "SwiGLU in bf16": lambda: ActivationForm(72, Gating(SILU), BF16).check,
+    "GeGLU in fp16": lambda: ActivationForm(40, Gating(GELU_TANH), FP16).check,
+    "clamped SwiGLU in bf16": lambda: ActivationForm(40, Gating(CLAMPED_SILU, 1.702, 7.0), BF16).check,
+    "attention in bf16": lambda: attention(BF16, BF16).check,
+    "attention with norms in bf16": lambda: attention(BF16, BF16, norms=head_norms(OffsetRMSNorm, 16)).check,
+    "attention in fp16, its cache in FP8": lambda: attention(FP16, FP8, norms=head_norms(RMSNorm, 16)).check,
+    "windows, soft caps and sinks, FP8": lambda: attention(BF16, FP8, **WINDOWED).check,
+    "latents in bf16": lambda: latents(BF16, BF16).check,
+    "latents in fp16, their cache in FP8": lambda: latents(FP16, FP8, is_interleaved=False).check,
+    "indexer in bf16": lambda: IndexForm(4, 16, 32, BF16, BF16, 16).check,
+    "indexer in FP8": lambda: IndexForm(3, 24, 32, BF16, FP8, 16).check,
+    "routes by softmax": lambda: RouteForm(12, 4, sigmoid=False, renormalize=True).check,
+    "routes by groups": lambda: RouteForm(32, 4, True, True, True, 4, 2, 2.5).check,
+    "experts in bf16": lambda: experts(BF16),
+    "experts in fp16 with an activation of nobody's": lambda: experts(FP16, activation=lambda x: x.chunk(2, -1)[1]),
+    "experts in FP8": lambda: experts(BF16, "fp8"),
+    "experts in MXFP4": lambda: experts(BF16, "mxfp4"),
+    "a weight in FP8": lambda: product("fp8"),
+    "a weight in FP8, in fp16": lambda: product("fp8", FP16),
+    "a weight of 4-bit integers": lambda: product("int4"),
+    "a weight in MXFP4": lambda: product("mxfp4"),
+    "delta net in bf16": lambda: DeltaForm(1, 2, 12, 16, 4, 1e-6, BF16, BF16).check,
+    "delta net in fp16": lambda: DeltaForm(2, 1, 16, 8, 3, 1e-6, FP16, torch.float32).check,
+    "sampling": lambda: SamplingForm(700).check,
+}
+SLOW = {
+    "attention with norms in bf16",
+    "latents in bf16",
+    "indexer in FP8",
+    "experts in FP8",
+    "experts in fp16 with an activation of nobody's",
+    "a weight in FP8, in fp16",
+    "a weight in MXFP4",
+    "delta net in bf16",
+}
+"""As others, in other types."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SOUND]
+)
+def test_sound_kernels_are_found_right(name: str) -> None:
+    assert wrong([SOUND[name]()], CPU) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_kernels_are_found_right_whatever_the_numbers(name: str, seed: int) -> None:
+    assert wrong([SOUND[name]()], CPU, seed) is None
+
+
+BROKEN = {
+    "rms_norm_kernel": "norm of 40 in bf16",
+    "gated_kernel": "SwiGLU in bf16",
+    "store_kernel": "attention in fp16, its cache in FP8",
+    "attention_decode_kernel": "attention in bf16",
+    "attention_merge_kernel": "attention in bf16",
+    "attention_prefill_kernel": "attention in bf16",
+    "latent_store_kernel": "latents in fp16, their cache in FP8",
+    "latent_attention_kernel": "latents in fp16, their cache in FP8",
+    "merge_latent_runs_kernel": "latents in fp16, their cache in FP8",
+    "latent_prefill_kernel": "latents in fp16, their cache in FP8",
+    "vector_store_kernel": "indexer in bf16",
+    "indexer_scores_kernel": "indexer in bf16",
+    "moe_route_kernel": "routes by groups",
+    "moe_count_kernel": "experts in bf16",
+    "moe_scan_kernel": "experts in bf16",
+    "moe_place_kernel": "experts in bf16",
+    "moe_gemm_kernel": "experts in bf16",
+    "moe_combine_kernel": "experts in bf16",
+    "moe_fp8_gemm_kernel": "experts in FP8",
+    "moe_four_bit_gemm_kernel": "experts in MXFP4",
+    "quantize_groups_kernel": "a weight in FP8",
+    "fp8_gemm_kernel": "a weight in FP8",
+    "four_bit_gemm_kernel": "a weight of 4-bit integers",
+    "delta_conv_kernel": "delta net in fp16",
+    "gated_delta_step_kernel": "delta net in fp16",
+    "delta_inverse_kernel": "delta net in fp16",
+    "gated_delta_span_kernel": "delta net in fp16",
+    "gated_norm_kernel": "delta net in fp16",
+    "adjust_kernel": "sampling",
+    "mask_kernel": "sampling",
+    "argmax_kernel": "sampling",
+    "weigh_kernel": "sampling",
+    "gather_kernel": "sampling",
+    "draw_kernel": "sampling",
+    "logprobs_tile_kernel": "sampling",
+    "logprobs_row_kernel": "sampling",
+}
+"""Kernels, and what is to find each of them out."""
+QUICK = {
+    "rms_norm_kernel",
+    "gated_kernel",
+    "store_kernel",
+    "attention_decode_kernel",
+    "attention_prefill_kernel",
+    "latent_attention_kernel",
+    "latent_prefill_kernel",
+    "indexer_scores_kernel",
+    "moe_route_kernel",
+    "moe_gemm_kernel",
+    "fp8_gemm_kernel",
+    "four_bit_gemm_kernel",
+    "gated_delta_step_kernel",
+    "gated_delta_span_kernel",
+    "argmax_kernel",
+    "draw_kernel",
+}
+"""Of each operator."""
+
+
+def break_kernels(patch: pytest.MonkeyPatch, *names: str) -> set[str]:
+    """Have kernels write other numbers than they should. Those that were launched."""
+    as_it_was, launched = InterpretedFunction.run, set()
+
+    def run(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if self.__name__ not in names:
+            return as_it_was(self, *arguments, **keywords)
+        launched.add(self.__name__)
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        before = [each.clone() for each in tensors]
+        as_it_was(self, *arguments, **keywords)
+        for now, then in zip(tensors, before, strict=True):
+            is_new = now.view(torch.uint8) != then.view(torch.uint8)
+            is_new = is_new.unflatten(-1, (-1, now.itemsize)).any(-1)
+            if now.is_floating_point():
+                spoiled = (now.float() * 1.3).masked_fill(now.float().isinf(), 1.3)
+                now.copy_(torch.where(is_new, spoiled, now.float()).to(now.dtype))
+            elif now.dtype is torch.int64:
+                now.copy_(torch.where(is_new, now.flip(-1), now))
+            elif self.__name__ != "weigh_kernel":  # Whose counts are places, beyond which others would write.
+                now.masked_fill_(is_new, 0)
+        return None
+
+    patch.setattr(InterpretedFunction, "run", run)
+    return launched
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(kernel, marks=[] if kernel in QUICK else [pytest.mark.slow]) for kernel in BROKEN]
+)
+def test_a_broken_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = SOUND[BROKEN[kernel]]()
+    launched = break_kernels(monkeypatch, kernel)
+    reason = what_is_wrong([check], CPU, "it")
+    assert launched == {kernel}
+    assert reason is not None
+    assert reason.startswith(("its numbers are", "they failed"))
+
+
+@pytest.fixture
+def triton_backend(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models attend by kernels."""
+    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+
+
+def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> ModelRunner:
+    return runner_for(path, dtype, cpu_operators=False, max_num_batched_tokens=40, **fields)
+
+
+def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
+    """Look at these, and at no others."""
+    every = kernel_checks._uses
+    patch.setattr(
+        kernel_checks,
+        "_uses",
+        lambda runner: {name: every(runner)[name] for name in operators if name in every(runner)},
+    )
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(
+    ("family", "overrides", "used"),
+    [
+        ("qwen3", {}, {"attention": 1, "norm": 1, "activation": 1, "sampling": 1}),
+        (gemma3.VARIANTS[0].family, gemma3.VARIANTS[0].overrides, {"attention": 2, "norm": 1, "activation": 1}),
+        (gpt_oss.VARIANTS[0].family, gpt_oss.VARIANTS[0].overrides, {"attention": 2, "norm": 1, "moe": 2}),
+        (INDEXED.family, INDEXED.overrides, {"latents": 2, "norm": 2, "activation": 2, "moe": 2}),
+        (
+            qwen3_next.VARIANTS[0].family,
+            qwen3_next.VARIANTS[0].overrides,
+            {"attention": 1, "norm": 1, "activation": 1, "moe": 2, "recurrent": 1},
+        ),
+    ],
+    ids=["qwen3", "gemma3", "gpt_oss", "deepseek", "qwen3_next"],
+)
+def test_what_a_model_uses_is_looked_at_once_for_layers_that_are_alike(
+    family: Any, overrides: dict[str, Any], used: dict[str, int], tmp_path: Path
+) -> None:
+    found = kernel_checks._uses(loaded(make_checkpoint(tmp_path, family, **overrides)))
+    assert {operator: len(checks) for operator, checks in found.items()} == {**used, "sampling": 1}
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_a_sound_model_runs_as_it_was_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"), BF16)
+    with caplog.at_level("INFO"):
+        runner.kv_cache_size()
+    assert runner.backend.name == "triton"
+    assert not triton.left()
+    assert "Triton's kernels were compared with torch in" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_is_wrong_is_left_to_torch_and_answers_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    break_kernels(monkeypatch, "rms_norm_kernel", "gated_kernel", "attention_prefill_kernel")
+    only(monkeypatch, "norm", "activation", "attention")
+    runner.kv_cache_size()
+    assert runner.backend.name == "torch"
+    assert triton.left() == {"norm", "activation", "attention"}
+    for operator in ("norm", "activation", "attention"):
+        assert f"Triton's kernels for {operator} are wrong on cpu by Triton" in caplog.text
+    assert "what rounding explains: a norm of 64. Plain torch computes them, slowly; another release" in caplog.text
+    monkeypatch.undo()
+    found = logits_of(runner)
+    triton.stop()
+    torch.testing.assert_close(found, logits_of(loaded(tmp_path)), atol=1e-4, rtol=1e-4)
+
+
+def logits_of(runner: ModelRunner) -> torch.Tensor:
+    """Of a prompt's last token."""
+    runner.allocate_kv_cache(20)
+    found: list[torch.Tensor] = []
+    compute = runner.model.compute_logits
+    runner.model.compute_logits = lambda hidden: found.append(compute(hidden)) or found[-1].clone()  # type: ignore
+    seq = Sequence(prompt(11), 16, id=0)
+    seq.slot, seq.block_table = 0, [1]
+    step_alone(runner, seq, 0, 11, new=True)
+    return found[0]
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"), kernel_backend=("triton", "norm=triton"))
+    break_kernels(monkeypatch, "rms_norm_kernel", "gated_kernel")
+    only(monkeypatch, "norm", "activation")
+    check_kernels(runner)
+    assert triton.left() == {"activation"}
+    assert "They compute all the same, as kernel_backend says norm=triton; another release" in caplog.text
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_latents_that_are_wrong_end_the_start_since_nothing_else_computes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, INDEXED.family, **INDEXED.overrides)
+    runner = loaded(path)
+    break_kernels(monkeypatch, "latent_store_kernel")
+    only(monkeypatch, "latents")
+    with pytest.raises(
+        ValueError, match=r"^Triton's kernels for latents are wrong on cpu .* set kernel_backend to att"
+    ):
+        check_kernels(runner)
+    check_kernels(loaded(path, kernel_backend=("attention=triton",)))
+    assert not triton.left()
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_weights_that_stay_quantised_become_dense_where_their_kernels_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize, config = FORMATS["awq"]
+    pair = q.write_pair(tmp_path, quantize, config, hidden_size=192, intermediate_size=320)
+    runner = loaded(pair.quantised)
+    assert any(stored_of(parameter) is not None for parameter in runner.model.parameters())
+    break_kernels(monkeypatch, "four_bit_gemm_kernel")
+    monkeypatch.setattr(products, "_ROWS", (3,))
+    only(monkeypatch, "linear")
+    check_kernels(runner)
+    assert all(stored_of(parameter) is None for parameter in runner.model.parameters())
+    found, expected = logits_of(runner), logits_of(loaded(pair.dense))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    asked: list[bool] = []
+
+    def agree(self: TensorParallel, is_so: bool, device: torch.device) -> bool:
+        asked.append(is_so)
+        return is_so and len(asked) != 3
+
+    monkeypatch.setattr(TensorParallel, "agree", agree)
+    only(monkeypatch, "norm")
+    check_kernels(runner)
+    assert asked == [True] * 8  # Of each operator once, whatever the model uses.
+    assert triton.left() == {"norm"}
+    assert "those of another rank are" in caplog.text
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_a_cache_in_fp8_that_the_hardware_has_not_ends_the_start_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"), quantization_config={"kv_cache_dtype": "fp8"})
+    monkeypatch.setattr(configs, "INTERPRETER", configs.TARGETS["gfx90a"])
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype is fp8, which gfx90a does not compute; set it to auto$"):
+        check_kernels(runner)
+
+
+def fail_with(error: Exception) -> Check:
+    def check(numbers: Numbers) -> Iterator[Any]:
+        raise error
+        yield numbers
+
+    return check
+
+
+def test_kernels_that_raise_are_wrong_and_their_words_are_kept() -> None:
+    reason = what_is_wrong([fail_with(RuntimeError("out of resource: shared memory\nand more"))], CPU, "norm")
+    assert reason == "they failed: RuntimeError: out of resource: shared memory"
+
+
+def test_a_lack_of_memory_is_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    assert what_is_wrong([fail_with(torch.OutOfMemoryError("none"))], CPU, "moe") is None
+    assert "There is no memory to compare the kernels for moe with torch" in caplog.text
+
+
+def test_a_gpu_that_computes_nothing_any_more_ends_the_start_and_the_flag_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(*arguments: Any, **fields: Any) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "zeros", lost)
+    with pytest.raises(ValueError, match=r"took the GPU from this process \(they failed: .* to norm=torch; another"):
+        what_is_wrong([fail_with(RuntimeError("an illegal memory access"))], CPU, "norm")
+
+
+def test_no_number_at_all_is_wrong() -> None:
+    exact = torch.ones(3)
+    assert excess(torch.tensor([1.0, torch.nan, 1.0]), exact, exact) == float("inf")
+    assert excess(exact, torch.tensor([1.0, torch.nan, 1.0]), exact) == 0.0
+
+
+def test_the_doctor_tells_of_each_operator_that_is_wrong_at_usual_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"norm": [SOUND["norm of 40 in bf16"]()], "moe": [fail_with(RuntimeError("no such instruction"))]}
+    monkeypatch.setattr(usual, "usual_checks", lambda device: dict(broken))
+    monkeypatch.setattr(usual, "VOCABULARY", 300)
+    assert doctor._wrong_kernels(CPU) == {"moe": "they failed: RuntimeError: no such instruction"}
+
+
+def test_usual_sizes_are_those_of_each_operator_but_sampling() -> None:
+    assert set(usual.usual_checks(CPU)) == {"attention", "norm", "activation", "moe", "linear", "recurrent"}
