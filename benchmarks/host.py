@@ -32,7 +32,7 @@ the machine, which other work shared.
 _OPERATORS = """### Launching kernels, {target}
 
 The host's time to call an operator of a decode step outside graphs, as its layer calls it, and that of the same
-launches alone, `kernel[grid](...)` with all arguments at hand. What is beyond is all of ours: which kernels take the
+launches alone, a kernel by its grid, with all arguments at hand. What is beyond is all of ours: which kernels take the
 call, tiles, strides, and the results' memory; `a tensor's allocation` is what torch takes for the memory of one.
 Microseconds, medians of 31 rounds of 50 calls; what is beyond is the median of the rounds' differences.
 
