@@ -60,8 +60,8 @@ class SpeculativeConfig(Section):
     def _shortest_is_no_longer_than_longest(self) -> Self:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
-                f"prompt_lookup_min is {self.prompt_lookup_min}, but prompt_lookup_max is {self.prompt_lookup_max}; "
-                "it must not be larger"
+                f"prompt_lookup_max is {self.prompt_lookup_max}, but prompt_lookup_min is {self.prompt_lookup_min}; "
+                "set both, the second no larger than the first"
             )
         return self
 

@@ -71,7 +71,7 @@ class Scheduler:
         self.stops = StopConditions(self.eos_token_id, self.stop_token_ids, self.token_limit)
 
         # Every running sequence decodes in each step, so no more may run than a step has tokens for.
-        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // (1 + self.mtp_k)))
+        self._num_slots = max(1, min(self.max_num_seqs, self.max_num_batched_tokens // self.drafts.tokens_a_row))
         self.limits = StepLimits(self.max_num_batched_tokens, self._num_slots)
         self._free_slots = list(reversed(range(self._num_slots)))
         self._prefilling: list[Sequence] = []
@@ -119,6 +119,8 @@ class Scheduler:
 
     def shrink_steps(self, num_tokens: int, num_rows: int) -> bool:
         """Have less in a step from here on, as one of so much ran out of memory. False: it cannot be less."""
+        if self.drafts.rest():
+            return True
         if not self.limits.shrink(num_tokens, num_rows):
             return False
         while len(self.running) > self.limits.num_rows:
@@ -260,7 +262,7 @@ class Scheduler:
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
         if self.use_spec:
-            self.drafts.take(seqs, fwd_output, verified)
+            self.retract(self.drafts.take(seqs, fwd_output, verified))
         if fwd_output.logprobs:
             for output in outputs:
                 rows = fwd_output.logprobs.get(output.request_id)

@@ -68,7 +68,8 @@ class StepBuilder:
             self.counts = [1 + count for count in drafted]
             self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
         self.num_decode_tokens = sum(self.counts)
-        self.budget -= self.num_decode_tokens
+        # A device may compute all drafts of each row where one has any.
+        self.budget -= self.num_decodes * (1 + self.num_drafts) if self.drafts else self.num_decodes
 
     def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
         total = sum(self.counts)

@@ -14,6 +14,9 @@ logger = logging.getLogger("engine.scheduler")
 STATS_INTERVAL = 1000
 """Draft tokens between two log lines on their acceptance."""
 
+_RESTS = 1024
+"""Steps without drafts, after one that had some found no memory."""
+
 MOST_CHOICES = 64
 """Tokens chosen in a step that verifies drafts, where fewer sequences than that may run."""
 
@@ -36,6 +39,9 @@ class Drafts:
         self.are_on = speculative is not None
         self.most: int = speculative.num_speculative_tokens if speculative is not None else 0
         """Of a sequence in a step."""
+        self._has_proposed = False
+        self._rests = 0
+        """Steps for which nobody drafts."""
         self.num_proposed = 0
         self.num_accepted = 0
         self._matched: tuple[int, int] | None = None
@@ -52,7 +58,9 @@ class Drafts:
         """
         if self._matched is None or not seqs:
             return
-        is_full = len(seqs) * (1 + self.most) > min(budget, self._most_choices)
+        is_full = self._rests > 0 or len(seqs) * (1 + self.most) > min(budget, self._most_choices)
+        self._rests -= self._rests > 0
+        self._has_proposed = False
         for seq in seqs:
             count = min(self.most, seq.num_useful_drafts)
             if is_full or not count or seq.matcher is not None:
@@ -61,23 +69,43 @@ class Drafts:
             if seq.lookup is None:
                 seq.lookup = PromptLookup(*self._matched)
             seq.spec_token_ids = seq.lookup.propose(seq.token_ids, count, seq.num_placeholder)
+            self._has_proposed |= bool(seq.spec_token_ids)
+
+    def rest(self) -> bool:
+        """Have nobody draft for a while, as a step found no memory; False where the last one had no drafts anyway."""
+        had_any, self._has_proposed = self._has_proposed, False
+        if had_any:
+            self._rests = _RESTS
+        return had_any
+
+    @property
+    def tokens_a_row(self) -> int:
+        """Which a step must have room for where as many sequences run as may: drafts that are looked up need none."""
+        return 1 + self.most if self._matched is None else 1
 
     def take(
         self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]] | None
-    ) -> None:
+    ) -> list[Sequence]:
         """Count what was accepted in a step, and keep the drafts that it brings for the next one.
 
-        `verified`: the step's drafts, by sequence; None: those that the sequences have.
+        `verified`: the step's drafts, by sequence; None: those that the sequences have. Returns the sequences that got
+        nothing because of their drafts, which may have left numbers in their last blocks that are none.
         """
-        proposed = fwd_output.draft_token_ids or {}
+        proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
+        spoiled = []
         for seq in seqs:
             drafts = seq.spec_token_ids if verified is None else verified.get(seq.id)
-            new_tokens = fwd_output.token_ids.get(seq.id)
-            if drafts and new_tokens:
-                self.count(len(new_tokens), len(drafts))
-                if seq.lookup is not None:
-                    seq.lookup.note(len(seq.token_ids), len(drafts), len(new_tokens) - 1)
             seq.spec_token_ids = proposed.get(seq.id, [])
+            if not drafts or seq.id in failed:
+                continue
+            num_new = len(fwd_output.token_ids.get(seq.id, ()))
+            if num_new:
+                self.count(num_new, len(drafts))
+            else:
+                spoiled.append(seq)
+            if seq.lookup is not None:
+                seq.lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
+        return spoiled
 
     def count(self, num_accepted_tokens: int, num_drafts: int) -> None:
         """So many drafts of a sequence were verified; of the tokens that it got, one is the target model's own."""

@@ -14,14 +14,8 @@ class DecodeGraphs:
         """`of_drafts`: whose rows have one token, and as many drafts as may be verified with it."""
         self._runners = {each.query_len: each for each in (plain, of_drafts) if each is not None}
         self._plain = plain
-        self._of_drafts = of_drafts
-
-    def alike(self, num_rows: int) -> RowsAlike | None:
-        """What rows are to be where one of so many verifies drafts; None: no graph takes so many."""
-        graphs = self._of_drafts
-        if graphs is None or num_rows > max(graphs.captured_sizes, default=0):
-            return None
-        return RowsAlike(graphs.query_len, graphs.spare_slot)
+        self.alike = None if of_drafts is None else RowsAlike(of_drafts.query_len, of_drafts.spare_slot)
+        """What rows are to be where one verifies drafts; None: none does."""
 
     @property
     def captured_sizes(self) -> list[int]:

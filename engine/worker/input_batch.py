@@ -78,7 +78,7 @@ class StepInputs:
 
 
 class RowsAlike(NamedTuple):
-    """How rows that verify drafts have one length, as graphs want them."""
+    """How rows that verify drafts have one length, as graphs want them, and attention by decodes."""
 
     query_len: int
     """One token, and all the drafts that a row may have. One that has fewer computes tokens again that were before."""
@@ -163,14 +163,15 @@ class InputBatch:
     def step_inputs(self, batch: StepRows, alike: "RowsAlike | None" = None) -> StepInputs:
         """The arrays of a step whose changes have been applied.
 
-        `alike`: what rows are to be where one of a step of decodes verifies drafts, if all sequences are as long.
+        `alike`: what all decodes are to be where one of them verifies drafts, if their sequences are as long.
         """
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
-        if drafts and alike and num_decodes == len(slots) and seq_lens.min() >= alike.query_len:
-            query_lens = np.full_like(scheduled, alike.query_len)
+        if drafts and alike and seq_lens[:num_decodes].min() >= alike.query_len:
+            query_lens = scheduled.copy()
+            query_lens[:num_decodes] = alike.query_len
         ends = np.cumsum(query_lens)
         num_tokens_in_step = int(ends[-1])
         if num_tokens_in_step == len(slots):
@@ -247,7 +248,12 @@ class InputBatch:
         self._tokens[slots, positions] = token_ids
         # Of a slot that is named several times the last one counts, which is its furthest.
         self._num_read[slots] = positions + 1
-        self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
+        if inputs.has_drafts:
+            # Nothing was launched behind it, and of some rows nothing may count.
+            slots = inputs.sampled_slots
+            self._num_tokens[slots] = self._num_read[slots]
+        else:
+            self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
 
     def _write(self, seq: Sequence) -> None:
         slot = seq.slot

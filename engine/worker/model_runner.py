@@ -38,7 +38,7 @@ from engine.worker.model_graphs import make_graphs, why_no_graphs
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.recorded_pass import record_pass
 from engine.worker.resident_tables import ResidentTables
-from engine.worker.sampled_tokens import SampledTokens, output_of
+from engine.worker.sampled_tokens import SampledTokens, output_of, without_spoiled
 from engine.worker.sampler import Sampler
 from engine.worker.step_launcher import LaunchedStep, StepLauncher
 from engine.worker.warm_up import (
@@ -400,8 +400,7 @@ class ModelRunner:
         return self._step_inputs(batch)
 
     def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
-        alike = None if self.graphs is None else self.graphs.alike(len(batch.num_scheduled_tokens))
-        inputs = self.input_batch.step_inputs(batch, alike)
+        inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.alike)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)
@@ -482,6 +481,7 @@ class ModelRunner:
         sampled = logits
         if isinstance(sampled, torch.Tensor):
             sampled = self.sampler.sample(sampled, inputs.sampling)
+        sampled = without_spoiled(sampled, inputs)
         self._keep(inputs, sampled.token_ids)
         return self.report(batch, inputs, sampled)
 

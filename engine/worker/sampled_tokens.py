@@ -10,7 +10,7 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.worker.input_batch import StepInputs
 from engine.worker.sampling_columns import SamplingRows
-from engine.worker.verification import counted_places
+from engine.worker.verification import NOTHING, counted_places, of_several_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,18 @@ class SampledTokens:
     """Rows whose logits hold no finite maximum."""
     refused: dict[int, str]
     """Rows whose request leaves no token to sample, and how that comes, as a sentence."""
+
+
+def without_spoiled(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
+    """As `sampled`, but with `NOTHING` at places of rows that verify drafts where no token could be chosen."""
+    if not inputs.has_drafts or not (sampled.broken or sampled.refused):
+        return sampled
+    is_of_several = of_several_places(inputs)
+    token_ids = sampled.token_ids.copy()
+    token_ids[[place for place in (*sampled.broken, *sampled.refused) if is_of_several[place]]] = NOTHING
+    broken = [place for place in sampled.broken if not is_of_several[place]]
+    refused = {place: why for place, why in sampled.refused.items() if not is_of_several[place]}
+    return SampledTokens(token_ids, sampled.logprobs, broken, refused)
 
 
 def exhausted(broken: list[int], peaks: npt.NDArray[np.float32], rows: SamplingRows) -> dict[int, str]:
@@ -49,7 +61,6 @@ def output_of(
     """What a step of a model in `dtype` sampled, by sequence. Behind a draft that is rejected nothing counts."""
     ids = [batch.req_ids[row] for row in inputs.sampled_rows.tolist()]
     counted = counted_places(inputs, sampled.token_ids)
-    places = range(len(ids)) if counted is None else counted.tolist()
     token_ids: dict[int, tuple[int, ...]]
     logprobs: dict[int, list[TokenLogprobs]]
     if counted is None:
@@ -57,7 +68,7 @@ def output_of(
         logprobs = {ids[row]: [of_token] for row, of_token in sampled.logprobs.items()}
     else:
         token_ids, logprobs = {}, {}
-        for place in places:
+        for place in counted.tolist():
             token_ids[ids[place]] = (*token_ids.get(ids[place], ()), int(sampled.token_ids[place]))
             if place in sampled.logprobs:
                 logprobs.setdefault(ids[place], []).append(sampled.logprobs[place])
@@ -67,9 +78,8 @@ def output_of(
             f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
         )
         for place in sampled.broken
-        if place in places
     }
-    refusals = {ids[place]: reason for place, reason in sampled.refused.items() if place in places}
+    refusals = {ids[place]: reason for place, reason in sampled.refused.items()}
     for seq_id in (*errors, *refusals):
         token_ids.pop(seq_id, None)
         logprobs.pop(seq_id, None)

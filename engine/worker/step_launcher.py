@@ -14,7 +14,7 @@ from engine.worker.device import Device
 from engine.worker.device_batch import DeviceBatch, DeviceInputs
 from engine.worker.input_batch import InputBatch, StepInputs
 from engine.worker.kv_memory import in_step
-from engine.worker.sampled_tokens import SampledTokens
+from engine.worker.sampled_tokens import SampledTokens, without_spoiled
 from engine.worker.sampling_columns import LATER, SamplingRows
 from engine.worker.staging import Downloads, Uploads
 
@@ -99,7 +99,7 @@ class LaunchedStep:
         """Wait for the step's tokens. Raises what the step raised."""
         assert self._pending is not None
         launcher = self._launcher
-        sampled = self._pending.read(launcher.downloads)
+        sampled = without_spoiled(self._pending.read(launcher.downloads), self._inputs)
         launcher.stages.input_batch.keep(self._inputs, sampled.token_ids)
         output = launcher.stages.report(self._batch, self._inputs, sampled)
         output.prompt_logprobs = self._prompt_logprobs
