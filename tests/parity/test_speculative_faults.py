@@ -1,4 +1,4 @@
-"""What drafts must not do: keep a step out of graphs, lose tokens before a refusal, or make steps of prompts smaller."""
+"""What drafts must not do: keep a step out of graphs, lose tokens before a refusal, or make prompts wait."""
 
 from pathlib import Path
 from typing import Any
