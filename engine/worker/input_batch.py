@@ -169,7 +169,9 @@ class InputBatch:
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
-        if drafts and alike and seq_lens[:num_decodes].min() >= alike.query_len:
+        # Of a prompt that is to be read it was said which of the step's tokens are its own.
+        is_movable = not batch.prompt_spans
+        if drafts and alike and is_movable and seq_lens[:num_decodes].min() >= alike.query_len:
             query_lens = scheduled.copy()
             query_lens[:num_decodes] = alike.query_len
         ends = np.cumsum(query_lens)

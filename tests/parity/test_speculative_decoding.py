@@ -171,6 +171,26 @@ def test_rows_that_verify_drafts_are_replayed(
     assert lengths == {1, 1 + K}
 
 
+def test_prompts_are_read_beside_rows_that_verify_drafts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, oracle: Install
+) -> None:
+    """Where rows are filled up, all tokens behind them are elsewhere than was scheduled."""
+
+    def asked() -> list[Sequence]:
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
+        return [Sequence(prompt(9 + 20 * i, seed=i, vocab_size=160), 16, params, id=i) for i in range(4)]
+
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    fields: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 24}
+    expected = answers(waiting(runner_for(checkpoint, **fields), asked()))
+    oracle(expected)
+    runner = runner_for(checkpoint, **fields, **SPECULATIVE)
+    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is not None
+    assert answers(waiting(runner, asked())) == expected
+
+
 def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
     """Tokens of a row of each of a runner's graphs, and the batch sizes that they were captured for."""
     assert runner.graphs is not None
