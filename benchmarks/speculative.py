@@ -53,9 +53,8 @@ def run(repeats: int = REPEATS, new_tokens: int = _NEW_TOKENS) -> Table:
     return Table(
         "Speculative decoding",
         f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after {_CONTEXT}, up to "
-        f"{NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their ratios. To "
-        "look up the drafts "
-        f"of {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
+        f"{NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their ratios. "
+        f"The lookup for {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
         "one stream that repeats itself at least 2 x; answers that never do at least 0.95 x.",
         ("answers", "streams", "tok/s", "with drafts", ""),
         rows,

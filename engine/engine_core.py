@@ -215,7 +215,8 @@ class EngineCore:
             logger.exception("a step of %d sequences failed", len(seqs))
             self.scheduler.retract(seqs.values())
             return error
-        self.scheduler.postprocess(list(seqs.values()), output, self._outputs)
+        drafts = batch.scheduled_spec_decode_tokens
+        self.scheduler.postprocess(list(seqs.values()), output, self._outputs, drafts)
         self._record.end()
         return None
 
