@@ -12,6 +12,9 @@ import torch
 
 FLOAT32 = 2.0**-16
 """Of the terms of a sum of thousands in float32: what its order, and approximate functions, may change."""
+WRONG = 4.0
+"""Times a bound that no rounding explains. Sound kernels stay below 1 in Triton's interpreter; what a compiler spoils is
+off by far more; and to leave a sound one to torch would cost more than the check is worth."""
 _LEAST_SLACK = 2.0**-12
 _STEPS = 8
 _TINY = 1e-30
@@ -22,7 +25,7 @@ class Finding(NamedTuple):
 
     problem: str
     error: float
-    """The largest difference from the right number, over what rounding explains: wrong where it is over 1."""
+    """The largest difference from the right number, over what rounding explains: wrong where it is over `WRONG`."""
 
 
 class Numbers:
@@ -81,7 +84,7 @@ def wrong(checks: Iterable[Check], device: torch.device, seed: int = 0) -> str |
     with torch.inference_mode():
         for check in checks:
             for problem, error in check(Numbers(device, seed)):
-                if not error <= 1:
+                if not error <= WRONG:
                     times = "are not the right ones" if error == float("inf") else f"are off by {error:.3g} times"
                     why = "" if error == float("inf") else " what rounding explains"
                     return f"its numbers {times}{why}: {problem}"
