@@ -13,8 +13,8 @@ import torch
 FLOAT32 = 2.0**-16
 """Of the terms of a sum of thousands in float32: what its order, and approximate functions, may change."""
 WRONG = 4.0
-"""Times a bound that no rounding explains. Sound kernels stay below 1 in Triton's interpreter; what a compiler spoils is
-off by far more; and to leave a sound one to torch would cost more than the check is worth."""
+"""Times a bound that no rounding explains. Sound kernels stay below 1 in Triton's interpreter, and what a compiler
+spoils is off by far more; to leave a sound one to torch would cost more than the check is worth."""
 _LEAST_SLACK = 2.0**-12
 _STEPS = 8
 _TINY = 1e-30
