@@ -6,6 +6,7 @@ A process of its own: a driver or a library that takes it down with it is one mo
 import contextlib
 import getpass
 import grp
+import logging
 import os
 import platform
 import sys
@@ -103,12 +104,18 @@ def _with_torch(facts: Facts) -> Facts:
 
 def _wrong_kernels(device: "torch.device") -> dict[str, str]:
     """By operator, what is wrong with Triton's kernels for it, at sizes as many models have them."""
+    import torch
+
     from engine.worker.kernel_checks import what_is_wrong
     from engine.worker.sampling_check import SamplingForm
     from models.kernels.triton.checks.usual import VOCABULARY, usual_checks
 
     found: dict[str, str] = {}
-    usual = usual_checks(device)
+    try:
+        usual = usual_checks(device)
+    except torch.OutOfMemoryError:
+        logging.getLogger(__name__).warning("There is no memory to compare Triton's kernels with torch")
+        return {}
     usual["sampling"] = [SamplingForm(VOCABULARY).check]
     for operator, checks in usual.items():
         try:

@@ -170,6 +170,7 @@ class Scheduler:
         Also None where a submitted step must be read before more can be done: nobody is preempted meanwhile.
         """
         self.limits.note_step()
+        self.drafts.begin_step()
         step = StepBuilder(self.limits.num_tokens, self.mtp_k)
         may_admit = self._passed_delay(time.time())
         if self.mixed:
@@ -437,6 +438,9 @@ class Scheduler:
         size, k = self.block_manager.block_size, self.mtp_k
         eventful = [i for i, length in enumerate(lengths) if (length + k) % size <= 2 * k + 1]
         growths = [(rows.seqs[i], 1 + rows.seqs[i].num_drafts) for i in eventful]
+        if k and not self.block_manager.can_append_all(growths, spare=len(rows.seqs)):
+            self.drafts.drop(rows.seqs)
+            growths = [(seq, 1) for seq, _ in growths]
         if self.submitted and not self.block_manager.can_append_all(growths):
             return False
         for seq, count in growths:
@@ -448,14 +452,9 @@ class Scheduler:
         return True
 
     def _grow(self, step: StepBuilder, seq: Sequence, num_new_tokens: int) -> None:
-        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some.
-
-        Nobody is preempted for drafts: without room for them there are none.
-        """
+        """Reserve blocks for a decode, preempting from the tail of `running`, `seq` itself last, to free some."""
         if self.window is not None:
             self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)
-        if num_new_tokens > 1 and not self.block_manager.can_append(seq, num_new_tokens):
-            seq.spec_token_ids, num_new_tokens = [], 1
         while (added := self.block_manager.may_append(seq, num_new_tokens)) is None:
             victim = self.running[-1]
             self.preempt(victim)

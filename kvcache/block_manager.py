@@ -136,9 +136,10 @@ class BlockManager:
         self.publish(seq, len(seq.token_ids))
         return added
 
-    def can_append_all(self, growths: Iterable[tuple[BlockOwner, int]]) -> bool:
-        """Whether a step can compute so many further tokens of each of these."""
-        return len(self.pool.free_block_ids) >= sum(self._missing_blocks(seq, count) for seq, count in growths)
+    def can_append_all(self, growths: Iterable[tuple[BlockOwner, int]], spare: int = 0) -> bool:
+        """Whether a step can compute so many further tokens of each of these, and leave `spare` blocks free."""
+        missing = sum(self._missing_blocks(seq, count) for seq, count in growths)
+        return not missing or len(self.pool.free_block_ids) >= missing + spare
 
     def begin_step(self) -> None:
         """A step was submitted: blocks that are left from here on may be read or written until its end."""

@@ -50,6 +50,16 @@ class Drafts:
             self._matched = speculative.prompt_lookup_min, speculative.prompt_lookup_max
         self._most_choices = most_choices(max_num_seqs)
 
+    def begin_step(self) -> None:
+        """A step is scheduled, which has no drafts so far."""
+        self._has_proposed = False
+
+    def drop(self, seqs: Iterable[Sequence]) -> None:
+        """Have these not draft in the next step: blocks for it would be others'."""
+        self._has_proposed = False
+        for seq in seqs:
+            seq.spec_token_ids = []
+
     def propose(self, seqs: Rows[Sequence], budget: int) -> None:
         """Have the sequences that decode in the next step, of so many tokens at most, draft what may follow.
 
@@ -60,7 +70,6 @@ class Drafts:
             return
         is_full = self._rests > 0 or len(seqs) * (1 + self.most) > min(budget, self._most_choices)
         self._rests -= self._rests > 0
-        self._has_proposed = False
         for seq in seqs:
             count = min(self.most, seq.num_useful_drafts)
             if is_full or not count or seq.matcher is not None:
@@ -75,6 +84,7 @@ class Drafts:
         """Have nobody draft for a while, as a step found no memory; False where the last one had no drafts anyway."""
         had_any, self._has_proposed = self._has_proposed, False
         if had_any:
+            logger.warning("A step that verified drafts found no memory: none are made for %d steps", _RESTS)
             self._rests = _RESTS
         return had_any
 

@@ -41,11 +41,19 @@ class DecodeGraphs:
     def count_step(self) -> None:
         """Capture a further size once in a while, behind live traffic: those of plain decodes first."""
         self._unfinished.count_step()
+        self._settle()
 
     def capture_next(self) -> bool:
         """Capture the next size that was not tried yet; whether there are more. What fails leaves steps eager."""
         self._unfinished.capture_next()
+        self._settle()
         return self._unfinished.has_pending
+
+    def _settle(self) -> None:
+        """A device that holds no graph of plain decodes, or none that is right, is not asked for others."""
+        if not self._plain.has_pending and not self._plain.captured_sizes:
+            for runner in self._runners.values():
+                runner.give_up()
 
     @property
     def _unfinished(self) -> GraphRunner:

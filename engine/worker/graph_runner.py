@@ -21,6 +21,7 @@ from engine.worker.graph_memory import GraphMemory
 from engine.worker.input_batch import StepInputs
 from engine.worker.kv_memory import in_step
 from models.attention.base import AttentionBackend
+from models.attention.triton_capture import NO_SLOT
 from models.forward_context import AttentionMetaData, Context, LoRARows, forward_context
 from models.parallel import SINGLE_RANK, TensorParallel
 
@@ -100,6 +101,10 @@ class GraphRunner:
     def query_len(self) -> int:
         """Tokens of a row."""
         return self._shape.query_len
+
+    def give_up(self) -> None:
+        """Capture no further sizes."""
+        self._pending.clear()
 
     @property
     def spare_slot(self) -> int:
@@ -350,12 +355,14 @@ class GraphRunner:
         shape = self._shape
         positions = np.arange(length - 1, length - 1 + shape.query_len)
         seq_len = length - 1 + shape.query_len
+        # The spare block is all of the context's blocks: what a later one would hold is stored nowhere.
+        places = np.where(positions < shape.block_size, shape.spare_block * shape.block_size + positions, NO_SLOT)
         num_blocks = -(-seq_len // shape.block_size)
         nobodys = self._backend.build_metadata(
             query_lens=np.full(size, shape.query_len, dtype=np.int64),
             seq_lens=np.full(size, seq_len, dtype=np.int64),
             block_tables=np.full((size, num_blocks), shape.spare_block, dtype=np.int32),
-            slot_mapping=np.tile(shape.spare_block * shape.block_size + positions % shape.block_size, size),
+            slot_mapping=np.tile(places, size),
             num_decodes=size,
             slots=np.full(size, shape.spare_slot) if shape.have_states else None,
             query_len=shape.query_len,

@@ -19,7 +19,7 @@ from engine.worker.warm_up import dummy_prompt
 from models.attention.base import AttentionBackend
 from models.base import CausalLM
 from models.forward_context import DPMetadata, forward_context, set_kv_cache_data
-from models.kernels import backends, triton
+from models.kernels import aiter, backends, triton
 from models.kernels.triton.checks.findings import Check, wrong
 from models.layers.moe import FusedMoE
 from models.layers.quantized_product import make_dense, stored_of
@@ -69,6 +69,8 @@ def check_kernels(runner: "ModelRunner") -> AttentionBackend:
 _LATENTS = "latents"
 """Attention of latents, which Kaon has no torch for on a GPU."""
 _OPERATORS = ("attention", _LATENTS, "norm", "activation", "moe", "linear", "recurrent", "sampling")
+_OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
+"""What aiter computes of these, its own probe has seen. Experts that it computes tell so themselves."""
 _FUSED = frozenset({"norm", "activation"})
 """By torch's compiler, where that is asked for."""
 
@@ -98,14 +100,22 @@ def _uses(runner: "ModelRunner") -> dict[str, list[Check]]:
             runner.model(token.input_ids, token.positions)
     finally:
         set_kv_cache_data({})
-    found = uses_of(runner.model, observer, runner.backend, runner.dtype, runner.config.max_num_batched_tokens)
+    drafts = runner.config.speculative_config
+    found = uses_of(
+        runner.model,
+        observer,
+        runner.dtype,
+        runner.config.max_num_batched_tokens,
+        tokens_a_row=1 if drafts is None else 1 + drafts.num_speculative_tokens,
+    )
     found["sampling"] = [SamplingForm(runner.model_config.vocab_size).check]
     by_torch = _FUSED if is_compiled else frozenset()
-    return {
-        operator: checks
-        for operator, checks in found.items()
-        if triton.takes(_name_of(operator)) and operator not in by_torch
-    }
+    return {operator: checks for operator, checks in found.items() if _are_ours(operator) and operator not in by_torch}
+
+
+def _are_ours(operator: str) -> bool:
+    """Whether Triton's kernels compute an operator, and not a library that has been probed itself."""
+    return triton.takes(_name_of(operator)) and not (operator in _OF_AITER and aiter.takes(operator))
 
 
 def what_is_wrong(checks: Iterable[Check], device: torch.device, operator: str) -> str | None:

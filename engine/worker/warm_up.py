@@ -95,8 +95,12 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
         run(WarmUpStep(rows))
         if sizes.num_drafts:
-            # It chooses more tokens than there are rows.
-            run(_verification(sizes, _most_verifying(sizes)))
+            # It chooses more tokens than there are rows, and beside it prompts may end.
+            num_rows = _most_verifying(sizes)
+            verifying = _verification(sizes, num_rows)
+            left = num_tokens - sum(row.tokens for row in verifying.rows)
+            ending = [WarmUpRow(1, 1)] * min(sizes.max_num_seqs - num_rows, left)
+            run(WarmUpStep([*verifying.rows, *ending], num_rows))
 
 
 def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:

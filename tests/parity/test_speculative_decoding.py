@@ -191,6 +191,19 @@ def test_prompts_are_read_beside_rows_that_verify_drafts(
     assert answers(waiting(runner, asked())) == expected
 
 
+def test_a_device_of_wrong_graphs_is_asked_for_none_of_drafts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(graph_runner.GraphRunner, "_is_right", lambda *_: False)
+    runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **SPECULATIVE)
+    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    runner.allocate_kv_cache(NUM_BLOCKS)
+    assert runner.graphs is not None
+    assert not runner.graphs.capture_next()
+    assert told_lengths(runner) == [(1, []), (1 + K, [])]
+
+
 def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
     """Tokens of a row of each of a runner's graphs, and the batch sizes that they were captured for."""
     assert runner.graphs is not None

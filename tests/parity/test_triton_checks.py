@@ -60,9 +60,14 @@ def attention(dtype: torch.dtype, cache: torch.dtype, **more: Any) -> AttentionF
     options = AttentionOptions(0.25, k_scale=0.5, v_scale=2.0)
     fields: dict[str, Any] = {"options": options, "has_sinks": False, "norms": None, "rotary_dim": 16, **more}
     return AttentionForm(
-        heads=3, kv_heads=1, head_dim=16, dtype=dtype, cache_dtype=cache, block_size=16,
-        backend=TritonAttentionBackend(CPU), **fields,
+        heads=3, kv_heads=1, head_dim=16, dtype=dtype, cache_dtype=cache, block_size=16, **fields
     )  # fmt: skip
+
+
+def test_rows_of_drafts_are_a_form_of_their_own() -> None:
+    plain, verifying = (attention(torch.bfloat16, torch.bfloat16, tokens_a_row=count) for count in (1, 5))
+    assert plain.key != verifying.key
+    assert wrong([plain.check, verifying.check], CPU) is None
 
 
 WINDOWED: dict[str, Any] = {

@@ -109,15 +109,35 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next_one() -> None:
     assert begin(mine).scheduled_tokens == [[9]]  # type: ignore[union-attr]
 
 
-def test_nobody_gives_blocks_back_for_drafts() -> None:
+def test_nobody_gives_blocks_back_for_drafts_or_waits_for_them() -> None:
+    """Three rows that come to the end of their blocks, one after the other, and a single block is left."""
     mine = scheduler(num_blocks=4)
-    seqs = [
-        Sequence([*CYCLE, *range(10 * i + 20, 10 * i + 33), 1, 2, 3, 4], 16, SamplingParams(), id=i) for i in (1, 2)
-    ]
+    seqs = [Sequence([1, 2] * 6 + [3] * i, 16, SamplingParams(max_tokens=40), id=i) for i in range(3)]
     mine.extend(seqs)
-    for token in (1, 2, 3, 4):
+    scheduled = mine.schedule()
+    assert scheduled is not None
+    mine.postprocess(seqs, ScheduledBatchOutput(dict.fromkeys(range(3), (1,))))
+    for token in (2, 1):
         batch, rows = mine.schedule()  # type: ignore[misc]
-        assert len(rows) == 2
-        mine.postprocess(seqs, ScheduledBatchOutput({1: (token,), 2: (token,)}))
-    assert batch.num_scheduled_tokens == [1, 1], "each of 32 tokens, and no third block for drafts"
+        assert len(rows) == 3
+        mine.postprocess(seqs, ScheduledBatchOutput(dict.fromkeys(range(3), (token,))))
     assert mine.stats("decode", 0.0).preemptions == 0
+    # The longest has 17 tokens now, and takes the last block for the one that it must compute.
+    batch, rows = mine.schedule()  # type: ignore[misc]
+    assert len(rows) == 3
+    assert batch.scheduled_spec_decode_tokens == {}
+
+
+def test_a_prompt_without_memory_costs_no_drafts() -> None:
+    mine = scheduler(max_num_batched_tokens=64)
+    seq = Sequence([*CYCLE], 16, SamplingParams(max_tokens=40), id=0)
+    mine.add(seq)
+    for token in (1, 2):
+        mine.schedule()
+        mine.postprocess([seq], ScheduledBatchOutput({0: (token,)}))
+    mine.add(Sequence([7] * 40, 16, SamplingParams(), id=1))
+    batch, rows = mine.schedule()  # type: ignore[misc]
+    assert batch.kind == "prefill"
+    mine.retract(rows.values())
+    assert mine.shrink_steps(batch.total_tokens_num, len(rows))
+    assert mine.limits.num_tokens < 64

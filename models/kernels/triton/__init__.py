@@ -49,7 +49,7 @@ def left() -> frozenset[str]:
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """For a pass whose numbers are nobody's: no kernel runs. Products of weights that stay quantised give zeros."""
+    """For a pass whose numbers are nobody's: no kernel of these runs. What only they multiply by may give anything."""
     global _device_type, _is_idle
     before, _device_type, _is_idle = _device_type, None, True
     try:

@@ -1,4 +1,6 @@
-"""Which drafts of each row are kept, and the token after them. For speculative decoding.
+"""Which drafts of each row are kept, and the token after them. For drafts that are made on the device.
+
+No method of drafting makes them there yet: those that are looked up are compared on the host. Only tests call this.
 
 Drafts chosen without chance are compared with what the target samples at their places by numbers of (seed, position):
 the tokens are those without drafts. Drafts drawn from probabilities of their own are kept with probability

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.attention.base import AttentionBackend, AttentionOptions, Rotation
+from models.attention.base import AttentionOptions, Rotation
+from models.attention.triton import TritonAttentionBackend
 from models.forward_context import AttentionMetaData, KVCacheTensor
 from models.kernels.triton.attention_prefill import tokens_of_tile
 from models.kernels.triton.cache_view import as_hardware_reads
@@ -39,7 +40,8 @@ class AttentionForm(NamedTuple):
     has_sinks: bool
     norms: HeadNorms | None
     rotary_dim: int | None
-    backend: AttentionBackend
+    tokens_a_row: int = 1
+    """Of decodes: more where they verify drafts."""
 
     @property
     def key(self) -> Hashable:
@@ -75,14 +77,14 @@ class AttentionForm(NamedTuple):
             yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
         yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
 
-        found = self.backend.forward(
+        found = step.backend.forward(
             q.clone(), k, v, step.cache, step.metadata, self.options, step.sinks, norms, rotation
         )
         exact, magnitude = (
             reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
             for each in (cache, KVCacheTensor(cache.k_cache, _absolute(cache.v_cache)))
         )
-        count = step.metadata.num_decodes
+        count = step.metadata.num_decodes * self.tokens_a_row
         for what, some in (("decodes", slice(0, count)), ("prompts", slice(count, None))):
             yield Finding(f"{what} of {of}", excess(found[some], exact[some], rounded * magnitude[some]))
 
@@ -92,6 +94,7 @@ class AttentionForm(NamedTuple):
         parts += [f"a window of {window}"] if window is not None else []
         parts += ["a soft cap"] if self.options.soft_cap is not None else []
         parts += ["sinks"] if self.has_sinks else []
+        parts += [f"{self.tokens_a_row} tokens a row"] if self.tokens_a_row > 1 else []
         parts += ["a cache in FP8"] if self.cache_dtype.itemsize == 1 else []
         return parts[0] + (f" with {' and '.join(parts[1:])}" if parts[1:] else "")
 
@@ -106,11 +109,13 @@ class _Step:
         tile = 3 + tokens_of_tile(
             torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=numbers.device), form.kv_heads
         )
-        decodes, spans = [5, 17, long], [(3, 30), (tile, tile), (7, long)]
+        self.backend = TritonAttentionBackend(numbers.device)
+        decodes, spans = [max(5, form.tokens_a_row), 17, long], [(3, 30), (tile, tile), (7, long)]
         if form.options.sliding_window is not None:
             beyond = min(form.options.sliding_window, _WIDEST) + 70
             decodes, spans = [*decodes, beyond], [*spans, (7, beyond)]
-        queries, lengths = [1] * len(decodes) + [count for count, _ in spans], decodes + [each for _, each in spans]
+        queries = [form.tokens_a_row] * len(decodes) + [count for count, _ in spans]
+        lengths = decodes + [each for _, each in spans]
         block = form.block_size
         counts = [-(-length // block) for length in lengths]
         order = 1 + numbers.order(sum(counts)).numpy()
@@ -122,12 +127,13 @@ class _Step:
             places.append(tables[row, tokens // block].astype(np.int64) * block + tokens % block)
             is_of_step.append(tokens >= length - queries[row])
         slots, now = np.concatenate(places), np.concatenate(is_of_step)
-        self.metadata: AttentionMetaData = form.backend.build_metadata(
+        self.metadata: AttentionMetaData = self.backend.build_metadata(
             query_lens=queries,
             seq_lens=lengths,
             block_tables=tables,
             slot_mapping=slots[now],
             num_decodes=len(decodes),
+            query_len=form.tokens_a_row,
         )
         shape = sum(counts) + 1, 4 * form.kv_heads, block, form.head_dim
         self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=numbers.device).to(form.cache_dtype)

@@ -7,11 +7,11 @@ from typing import TypeAlias, cast
 import torch
 from torch import nn
 
-from models.attention.base import AttentionBackend
 from models.attention.observer import ObservingBackend
 from models.base import CausalLM
 from models.gemma3 import Gemma3DecoderLayer
 from models.gpt_oss import GptOssRouter
+from models.kernels import triton
 from models.kernels.triton.cache_view import as_hardware_reads, vectors_as_hardware_reads
 from models.kernels.triton.checks.attention import AttentionForm
 from models.kernels.triton.checks.dense import ActivationForm, NormForm
@@ -37,19 +37,20 @@ Use: TypeAlias = tuple[str, Hashable, Check]
 
 
 def uses_of(
-    model: CausalLM, observed: ObservingBackend, backend: AttentionBackend, dtype: torch.dtype, max_tokens: int
+    model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int, *, tokens_a_row: int = 1
 ) -> dict[str, list[Check]]:
-    """By operator. `observed`: a pass of the model; `max_tokens`: of a step.
+    """By operator. `observed`: a pass of the model; `max_tokens`: of a step; `tokens_a_row`: that verifies drafts.
 
-    Raises `ValueError` for a cache in FP8 where the hardware has none.
+    Raises `ValueError` for a cache in FP8 where the hardware has none, and its kernels are to read it.
     """
     found: dict[str, dict[Hashable, Check]] = defaultdict(dict)
-    for operator, key, check in (*_attention(observed, backend, dtype), *_layers(model, observed, dtype, max_tokens)):
+    attention = _attention(observed, dtype, tokens_a_row) if triton.takes("attention") else ()
+    for operator, key, check in (*attention, *_layers(model, observed, dtype, max_tokens)):
         found[operator].setdefault(key, check)
     return {operator: list(checks.values()) for operator, checks in found.items()}
 
 
-def _attention(observed: ObservingBackend, backend: AttentionBackend, dtype: torch.dtype) -> Iterator[Use]:
+def _attention(observed: ObservingBackend, dtype: torch.dtype, tokens_a_row: int) -> Iterator[Use]:
     for q, k, cache, options, sinks, norms, rotation in observed.attended:
         as_hardware_reads(cache, options, q.device)
         form = AttentionForm(
@@ -63,9 +64,11 @@ def _attention(observed: ObservingBackend, backend: AttentionBackend, dtype: tor
             sinks is not None,
             norms,
             None if rotation is None else rotation[0].shape[-1],
-            backend,
         )
         yield "attention", form.key, form.check
+        if tokens_a_row > 1:
+            form = form._replace(tokens_a_row=tokens_a_row)
+            yield "attention", form.key, form.check
     top_k = observed.indexed[0].top_k if observed.indexed else None
     for q, kv_b, vectors, options, inputs in observed.latents:
         vectors_as_hardware_reads(vectors.vectors, options.k_scale, q.device)

@@ -3,7 +3,6 @@
 import torch
 
 from models.attention.base import AttentionOptions
-from models.attention.triton import TritonAttentionBackend
 from models.kernels.cpu.structures import SILU
 from models.kernels.triton.checks.attention import AttentionForm
 from models.kernels.triton.checks.dense import ActivationForm, NormForm
@@ -26,9 +25,8 @@ _MOST_TOKENS = 2048
 
 def usual_checks(device: torch.device) -> dict[str, list[Check]]:
     """By operator but for sampling."""
-    backend = TritonAttentionBackend(device)
     options = AttentionOptions(_HEAD**-0.5)
-    attention = AttentionForm(32, 8, _HEAD, options, _DTYPE, _DTYPE, _BLOCK_SIZE, False, None, _HEAD, backend)
+    attention = AttentionForm(32, 8, _HEAD, options, _DTYPE, _DTYPE, _BLOCK_SIZE, False, None, _HEAD)
     weights = [stored_weight(kind, _OUTPUTS, _HIDDEN, device, _DTYPE) for kind in ("fp8", "int4", "mxfp4")]
     return {
         "attention": [attention.check],
