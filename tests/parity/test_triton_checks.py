@@ -16,7 +16,7 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.sampling_check import SamplingForm
 from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import triton
+from models.kernels import aiter, triton
 from models.kernels.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
 from models.kernels.triton import configs
 from models.kernels.triton.checks import products, usual
@@ -355,6 +355,24 @@ def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_what_is_w
     check_kernels(runner)
     assert triton.left() == {"activation"}
     assert "They compute all the same, as kernel_backend says norm=triton; another release" in caplog.text
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_what_aiter_computes_is_left_to_its_own_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    assert set(kernel_checks._uses(runner)) == {"attention", "norm", "activation", "sampling"}
+    monkeypatch.setattr(aiter, "takes", lambda operator: operator in ("attention", "norm"))
+    assert set(kernel_checks._uses(runner)) == {"activation", "sampling"}
+    latent = loaded(make_checkpoint(tmp_path / "latent", INDEXED.family, **INDEXED.overrides))
+    assert "latents" in kernel_checks._uses(latent), "which aiter never has"
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_an_operator_of_torch_s_is_not_looked_at(tmp_path: Path) -> None:
+    """An FP8 cache that the hardware's kernels could not read ends no start then."""
+    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    triton.leave_to_torch(frozenset({"attention"}))
+    assert "attention" not in kernel_checks._uses(runner)
 
 
 @pytest.mark.usefixtures("triton_backend")
