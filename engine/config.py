@@ -232,6 +232,11 @@ class Config(Section):
         return self
 
     @property
+    def num_drafts(self) -> int:
+        """Of a sequence, that a step verifies at most; 0 where there are none."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Names that the model itself is served by, the main one first."""
         return self.server_config.served_model_name or (self.model or EMBEDDED_MODEL_NAME,)

@@ -30,6 +30,11 @@ def most_choices(max_num_seqs: int) -> int:
     return max(max_num_seqs, MOST_CHOICES)
 
 
+def most_rows(max_num_seqs: int, num_drafts: int) -> int:
+    """Sequences of a step that verifies so many drafts of each at most."""
+    return most_choices(max_num_seqs) // (1 + num_drafts)
+
+
 class Drafts:
     """Where the next step's drafts come from: from the runner, or from what sequences looked like before."""
 
@@ -48,7 +53,7 @@ class Drafts:
         """Tokens that must match for a sequence to draft, and that are compared at most; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
             self._matched = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-        self._most_choices = most_choices(max_num_seqs)
+        self._most_rows = most_rows(max_num_seqs, self.most)
 
     def begin_step(self) -> None:
         """A step is scheduled, which has no drafts so far."""
@@ -68,7 +73,7 @@ class Drafts:
         """
         if self._matched is None or not seqs:
             return
-        is_full = self._rests > 0 or len(seqs) * (1 + self.most) > min(budget, self._most_choices)
+        is_full = self._rests > 0 or len(seqs) > min(self._most_rows, budget // (1 + self.most))
         self._rests -= self._rests > 0
         for seq in seqs:
             count = min(self.most, seq.num_useful_drafts)

@@ -152,7 +152,7 @@ class GraphRunner:
             positions=_extended(inputs.positions, missing * length, 0),
             query_lens=_extended(inputs.query_lens, missing, length),
             seq_lens=_extended(inputs.seq_lens, missing, length),
-            slot_mapping=_extended(inputs.slot_mapping, missing * length, spare * shape.block_size),
+            slot_mapping=_extended(inputs.slot_mapping, missing * length, self.spare_slot),
             block_tables=tables,
             num_decodes=size,
             slots=_extended(inputs.slots, missing, shape.spare_slot),
@@ -356,7 +356,7 @@ class GraphRunner:
         positions = np.arange(length - 1, length - 1 + shape.query_len)
         seq_len = length - 1 + shape.query_len
         # The spare block is all of the context's blocks: what a later one would hold is stored nowhere.
-        places = np.where(positions < shape.block_size, shape.spare_block * shape.block_size + positions, NO_SLOT)
+        places = np.where(positions < shape.block_size, self.spare_slot + positions, NO_SLOT)
         num_blocks = -(-seq_len // shape.block_size)
         nobodys = self._backend.build_metadata(
             query_lens=np.full(size, shape.query_len, dtype=np.int64),

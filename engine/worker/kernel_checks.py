@@ -100,13 +100,12 @@ def _uses(runner: "ModelRunner") -> dict[str, list[Check]]:
             runner.model(token.input_ids, token.positions)
     finally:
         set_kv_cache_data({})
-    drafts = runner.config.speculative_config
     found = uses_of(
         runner.model,
         observer,
         runner.dtype,
         runner.config.max_num_batched_tokens,
-        tokens_a_row=1 if drafts is None else 1 + drafts.num_speculative_tokens,
+        tokens_a_row=1 + runner.config.num_drafts,
     )
     found["sampling"] = [SamplingForm(runner.model_config.vocab_size).check]
     by_torch = _FUSED if is_compiled else frozenset()

@@ -3,7 +3,7 @@
 import dataclasses
 
 from engine.config import Config
-from engine.spec_decode.drafts import most_choices
+from engine.spec_decode.drafts import most_rows
 from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.device import Device
 from engine.worker.graph_memory import GraphMemory
@@ -50,10 +50,9 @@ def make_graphs(
     sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
     memory = GraphMemory(device.memory)
     plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory)
-    drafts = config.speculative_config
-    if drafts is None:
+    if not config.num_drafts:
         return DecodeGraphs(plain)
-    shape = dataclasses.replace(shape, query_len=1 + drafts.num_speculative_tokens)
-    most = max(1, most_choices(config.max_num_seqs) // shape.query_len)
+    shape = dataclasses.replace(shape, query_len=1 + config.num_drafts)
+    most = most_rows(config.max_num_seqs, config.num_drafts)
     sizes = sorted({min(size, most) for size in sizes})
     return DecodeGraphs(plain, GraphRunner(device, backend, model, sizes, shape, parallel, memory))

@@ -154,10 +154,9 @@ class ModelRunner:
             device=self.device,
             kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
         )
-        drafts = self.config.speculative_config
-        if self.caches.have_states and drafts is not None:
+        if self.caches.have_states and self.config.num_drafts:
             raise ValueError(
-                f"num_speculative_tokens is {drafts.num_speculative_tokens}, but {self.model_config.architecture} "
+                f"num_speculative_tokens is {self.config.num_drafts}, but {self.model_config.architecture} "
                 "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
             )
         if self.caches.have_states and self.config.enable_prefix_caching:
@@ -322,17 +321,12 @@ class ModelRunner:
     def _most_choices(self) -> int:
         """Tokens that are chosen in a step."""
         most = self.config.max_num_seqs
-        return most if self.config.speculative_config is None else most_choices(most)
+        return most_choices(most) if self.config.num_drafts else most
 
     @property
     def _step_sizes(self) -> StepSizes:
-        config, drafts = self.config, self.config.speculative_config
-        return StepSizes(
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
-            self.max_model_len,
-            0 if drafts is None else drafts.num_speculative_tokens,
-        )
+        config = self.config
+        return StepSizes(config.max_num_batched_tokens, config.max_num_seqs, self.max_model_len, config.num_drafts)
 
     def _dummy_step(self, step: WarmUpStep) -> None:
         """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before

@@ -16,7 +16,7 @@ import torch
 
 from engine.batch import ScheduledBatch
 from engine.sequence import Sequence as EngineSequence
-from engine.spec_decode.drafts import most_choices
+from engine.spec_decode.drafts import most_rows
 from engine.step_limits import StepOutOfMemory
 from engine.worker.device_batch import DeviceInputs
 from engine.worker.kv_memory import at_start, in_step
@@ -127,8 +127,8 @@ def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
 
 def _most_verifying(sizes: StepSizes) -> int:
     """Rows of a step that verify drafts."""
-    choices, row = most_choices(sizes.max_num_seqs), 1 + sizes.num_drafts
-    return max(1, min(sizes.max_num_seqs, choices // row, sizes.max_num_batched_tokens // row))
+    by_choices = most_rows(sizes.max_num_seqs, sizes.num_drafts)
+    return max(1, min(sizes.max_num_seqs, by_choices, sizes.max_num_batched_tokens // (1 + sizes.num_drafts)))
 
 
 def _verification(sizes: StepSizes, num_rows: int) -> WarmUpStep:

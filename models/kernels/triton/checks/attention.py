@@ -12,7 +12,7 @@ from models.attention.triton import TritonAttentionBackend
 from models.forward_context import AttentionMetaData, KVCacheTensor
 from models.kernels.triton.attention_prefill import tokens_of_tile
 from models.kernels.triton.cache_view import as_hardware_reads
-from models.kernels.triton.checks.findings import Finding, Numbers, excess, slack, unless
+from models.kernels.triton.checks.findings import Finding, Numbers, excess, of_fp8, slack, unless
 from models.kernels.triton.pieces import PIECE
 from models.kernels.triton.reference import attention as reference
 from models.kernels.triton.store import store
@@ -21,10 +21,6 @@ from models.layers.rotary import rotate
 
 _WIDEST = 4096
 """Of the windows that a row goes beyond."""
-_FP8 = 2.0**-3
-"""What rounding to FP8 may change, twice over, as a share."""
-_FP8_LEAST = 2.0**-8
-"""And of the smallest numbers."""
 
 
 class AttentionForm(NamedTuple):
@@ -71,9 +67,7 @@ class AttentionForm(NamedTuple):
             bound = rounded * magnitude
             found = step.stored(pages)
             if pages.dtype.itemsize == 1:
-                found, limit = found * scale, torch.finfo(pages.dtype).max * scale
-                exact = exact.clamp(-limit, limit)
-                bound = bound + _FP8 * exact.abs() + _FP8_LEAST * scale
+                found, exact, bound = of_fp8(found, exact, bound, scale, pages.dtype)
             yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
         yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
 

@@ -17,6 +17,10 @@ WRONG = 4.0
 spoils is off by far more; to leave a sound one to torch would cost more than the check is worth."""
 _LEAST_SLACK = 2.0**-12
 _STEPS = 8
+_FP8 = 2.0**-3
+"""What rounding to FP8 may change, twice over, as a share."""
+_FP8_LEAST = 2.0**-8
+"""And of the smallest numbers."""
 _TINY = 1e-30
 
 
@@ -72,6 +76,15 @@ def excess(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> 
     over = (found.float() - expected.float()).abs() / (bound.float() + _STEPS * step).clamp(min=_TINY)
     over = torch.where(found.float().isfinite(), over, torch.inf)[expected.isfinite() & bound.isfinite()]
     return float(over.max()) if len(over) else 0.0
+
+
+def of_fp8(
+    codes: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The numbers of codes that stand for so many times theirs, what they should be, and their bounds."""
+    limit = torch.finfo(dtype).max * scale
+    exact = exact.clamp(-limit, limit)
+    return codes * scale, exact, bound + _FP8 * exact.abs() + _FP8_LEAST * scale
 
 
 def unless(is_right: bool) -> float:

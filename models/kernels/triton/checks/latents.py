@@ -7,7 +7,7 @@ import torch
 
 from models.attention.base import LatentInputs
 from models.kernels.triton.cache_view import vectors_as_hardware_reads
-from models.kernels.triton.checks.findings import FLOAT32, Finding, Numbers, excess, slack
+from models.kernels.triton.checks.findings import FLOAT32, Finding, Numbers, excess, of_fp8, slack
 from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.indexer_scores import indexer_scores
 from models.kernels.triton.latent_attention import latent_attention
@@ -19,8 +19,6 @@ _SHORT = (1, 19)
 """Latents that tokens see."""
 _BEYOND = 30
 """Latents more than a program attends to."""
-_FP8 = 2.0**-3
-_FP8_LEAST = 2.0**-8
 
 
 class IndexForm(NamedTuple):
@@ -228,7 +226,5 @@ def _stored(
     """How far off what is stored is."""
     found, bound = pages.stored(vectors), slack(dtype) * magnitude
     if vectors.dtype.itemsize == 1:
-        found, limit = found * scale, torch.finfo(vectors.dtype).max * scale
-        exact = exact.clamp(-limit, limit)
-        bound = bound + _FP8 * exact.abs() + _FP8_LEAST * scale
+        found, exact, bound = of_fp8(found, exact, bound, scale, vectors.dtype)
     return excess(found, exact, bound)
