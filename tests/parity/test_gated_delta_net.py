@@ -13,6 +13,7 @@ from models.layers.parameter import weight_loader_of
 from models.parallel import TensorParallel
 from tests.parity.paged_model import CPU
 from tests.parity.test_model_sharding import ranks
+from tests.parity.tolerance import assert_within, rounding_bound
 
 HIDDEN = 20
 
@@ -109,8 +110,31 @@ def test_a_sequence_reads_what_it_reads_alone_whatever_the_steps() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_shards_add_up(size: int) -> None:
-    made = layer(ranks(1)[0])
-    whole = run(made, fresh(made), [1], [50], [50])
     parts = [layer(parallel) for parallel in ranks(size)]
-    added = torch.stack([run(part, fresh(part), [1], [50], [50]) for part in parts]).sum(0)
-    torch.testing.assert_close(added, whole, atol=1e-5, rtol=0)
+    assert_within(added(parts), *whole_and_bound())
+
+
+def test_shards_with_one_wrong_weight_do_not_add_up() -> None:
+    """Whichever weight it is, wrong by a hundredth."""
+    whole, bound = whole_and_bound()
+    for name, _ in layer(ranks(1)[0]).named_parameters():
+        parts = [layer(parallel) for parallel in ranks(2)]
+        with torch.no_grad():
+            parts[1].get_parameter(name).view(-1)[3] *= 1.01
+        with pytest.raises(AssertionError, match="outside their bounds"):
+            assert_within(added(parts), whole, bound)
+
+
+def whole_and_bound() -> tuple[torch.Tensor, torch.Tensor]:
+    """50 tokens by the whole layer, and how far rounding may move them: the state sums over as many tokens."""
+    made = layer(ranks(1)[0])
+
+    def compute() -> torch.Tensor:
+        return run(made, fresh(made), [1], [50], [50])
+
+    return compute(), rounding_bound(made, compute, terms=50, draws=16)
+
+
+def added(parts: list[GatedDeltaNet]) -> torch.Tensor:
+    """The sum of what each shard makes of the same 50 tokens."""
+    return torch.stack([run(part, fresh(part), [1], [50], [50]) for part in parts]).sum(0)

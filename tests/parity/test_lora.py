@@ -81,8 +81,9 @@ def test_rows_of_one_step_get_their_own_adapters_log_probabilities(served: Serve
     later = model.step([(rows[i], len(rows[i].tokens) - 11) for i in order])
     found.append([later[order.index(i)] for i in range(len(rows))])
     for i, row in enumerate(rows):
-        expected = served.references[row.adapter].logits(row.tokens)
-        assert_same_distribution(torch.cat([found[0][i], found[1][i]]), expected)
+        reference = served.references[row.adapter]
+        bound = reference.rounding_bound(row.tokens)
+        assert_same_distribution(torch.cat([found[0][i], found[1][i]]), reference.logits(row.tokens), bound)
 
 
 def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(served: Served) -> None:

@@ -1,0 +1,70 @@
+"""How far float32 results of one computation may lie apart: bounds from its arithmetic, the same on any processor.
+
+Libraries add the terms of a sum in orders of their own. By the bounds of Higham, Accuracy and Stability of Numerical
+Algorithms (2nd edition, 2002), sections 3.1 and 3.5: whatever the order, a computed product of a matrix and a vector
+is the exact product of a matrix each of whose entries differs by a factor of at most 1 + gamma(n), where n is the
+length of the sums. Rounding errors have signs as good as random, so that usually they grow with the square root of n
+instead (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+UNIT_ROUNDOFF = 2.0**-24
+"""Of float32: the largest relative error of one operation."""
+_LARGEST = 2.0**-13
+"""Part of the largest result beyond which a bound excludes too little to be of use."""
+
+
+def gamma(terms: int) -> float:
+    """The largest relative error of a sum of so many products, as a part of the sum of their absolute values."""
+    return terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF)
+
+
+def rounding_bound(
+    module: nn.Module, compute: Callable[[], torch.Tensor], *, terms: int = 1, draws: int = 4
+) -> torch.Tensor:
+    """How far each row of what `compute` returns moves when rounding errors move the weights of `module`.
+
+    Each weight is multiplied by a factor between 1 - gamma(n) and 1 + gamma(n), where n is the length of its own sums
+    or `terms`, that of the longest sum without a weight, if that is longer: over the tokens of a recurrent state, for
+    example. The factors are random, from a fixed seed, and the largest of `draws` changes of the row counts: a row of
+    few elements needs more draws. The bound is about ten times what float32 errs by, for the errors within one
+    computed sum mostly cancel out, and these weights are moved by the bound for errors that do not.
+
+    # compute: () -> [..., size] float32. Returns [..., 1], to be compared with the differences of a row.
+
+    Raises:
+        ValueError: The bound is too large to exclude anything: the example must be made better conditioned.
+    """
+    expected = compute().clone()
+    parameters = [p for p in module.parameters() if p.is_floating_point()]
+    exact = [p.detach().clone() for p in parameters]
+    generator = torch.Generator().manual_seed(0)
+    bound = torch.zeros_like(expected[..., :1])
+    with torch.no_grad():
+        try:
+            for _ in range(draws):
+                for parameter, value in zip(parameters, exact, strict=True):
+                    n = max(terms, value.shape[-1] if value.dim() else 1)
+                    factors = 1 + gamma(n) * (2 * torch.rand(value.shape, generator=generator).double() - 1)
+                    parameter.copy_(value.double() * factors)
+                bound = torch.maximum(bound, (compute() - expected).abs().amax(-1, keepdim=True))
+        finally:
+            for parameter, value in zip(parameters, exact, strict=True):
+                parameter.copy_(value)
+    if not (share := float(bound.max() / expected.abs().max())) <= _LARGEST:
+        raise ValueError(f"rounding moves the results by {share:.1e} of the largest; {_LARGEST:.1e} is the limit")
+    return bound
+
+
+def assert_within(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
+    """No element differs from the expected one by more than its bound, which is broadcast; NaN is never within."""
+    difference = (found - expected).abs()
+    within = difference <= bound
+    assert within.all(), (
+        f"{int((~within).sum())} of {within.numel()} elements are outside their bounds: the largest difference is "
+        f"{float(difference.max()):.2e}, up to {float((difference / bound).max()):.2f} times the bound"
+    )
