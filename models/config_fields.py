@@ -122,6 +122,22 @@ class Fields:
         return default
 
 
+def read_config(path: Path) -> Fields:
+    """config.json of the checkpoint directory `path`. Raises `CheckpointError` where there is none."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory; name the directory of a Hugging Face checkpoint")
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"{path} has no config.json; name the directory of a Hugging Face checkpoint")
+    return Fields.from_file(config_path)
+
+
+def read_generation_config(path: Path) -> Fields:
+    """generation_config.json of the checkpoint directory `path`; empty where there is none."""
+    file = path / "generation_config.json"
+    return Fields.from_file(file) if file.exists() else Fields({}, "")
+
+
 def _is_positive(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value <= _LARGEST_NUMBER
 

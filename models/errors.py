@@ -13,6 +13,10 @@ class ReplicaLeft(RuntimeError):
         self.replica = replica
 
 
+class CollectiveAborted(RuntimeError):
+    """Another rank has left the step in which this one waited for it."""
+
+
 def first_line(error: BaseException) -> str:
     """Of its message, without full stops at its end; its type's name where it says nothing."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -7,38 +7,15 @@ arguments keeps the model's signature fixed, which captured graphs rely on.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from models.kernels.types import LayerCache
 
 if TYPE_CHECKING:
     from models.attention.base import AttentionBackend
     from models.kernels.cpu.structures import Step
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheTensor:
-    """One layer's paged cache, in the shape of the backend's `kv_cache_shape`."""
-
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class VectorCache:
-    """One layer's paged vectors."""
-
-    vectors: torch.Tensor  # [num_blocks, block_size, dim]
-
-
-@dataclass(frozen=True, slots=True)
-class StateCache:
-    """One recurrent layer's state, a row a slot of the worker."""
-
-    tensors: tuple[torch.Tensor, ...]  # each [max_num_seqs, ...]
-
-
-LayerCache: TypeAlias = KVCacheTensor | VectorCache | StateCache
 
 
 @dataclass(slots=True, kw_only=True)

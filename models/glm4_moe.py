@@ -4,8 +4,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from models.kernels.types import HeadNorms
 from models.layers.moe import FusedMoE, SparseMoE
-from models.layers.norm import HeadNorms, RMSNorm
+from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
 from models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
 from models.model_config import ModelConfig
@@ -19,10 +20,14 @@ class Glm4MoeAttention(LlamaAttention):
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
-        if config.fields.boolean("use_qk_norm", False):
+        self.has_norms = config.fields.boolean("use_qk_norm", False)
+        if self.has_norms:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.norms = HeadNorms(self.q_norm, self.k_norm)
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of queries and keys, where the config has them."""
+        return HeadNorms(self.q_norm.operand, self.k_norm.operand) if self.has_norms else None
 
 
 class Glm4MoeForCausalLM(LlamaForCausalLM):

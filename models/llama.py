@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from models.base import CacheSpec
+from models.kernels.types import HeadNorms
 from models.layers.activation import GatedActivation, swiglu
 from models.layers.attention import Attention
 from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from models.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from models.layers.norm import HeadNorms, RMSNorm
+from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.model_config import ModelConfig
 from models.parallel import SINGLE_RANK, TensorParallel
@@ -42,7 +43,6 @@ class LlamaAttention(nn.Module):
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sinks: nn.Parameter | None = None
-        self.norms: HeadNorms | None = None
         self.attn = Attention(
             f"model.layers.{layer}.self_attn",
             num_kv_heads=self.num_kv_heads,
@@ -56,8 +56,12 @@ class LlamaAttention(nn.Module):
         num_tokens = len(hidden)
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        attended = self.attn(q, k, v, self.sinks, norms=self.norms, rotation=(cos, sin))
+        attended = self.attn(q, k, v, self.sinks, norms=self.head_norms(), rotation=(cos, sin))
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of queries and keys, before they are rotated; None: they have none."""
+        return None
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 from models.checkpoint_config import DTYPES, CheckpointConfig
-from models.config_fields import Fields
-from models.errors import CheckpointError
+from models.config_fields import Fields, read_config, read_generation_config
 from models.quantization import QuantizationConfig, parse_quantization
 from models.registry import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture
 from models.rope_config import RopeConfig, parse_rope
@@ -14,8 +13,6 @@ from models.rope_config import RopeConfig, parse_rope
 _MOST_LAYERS = 4096
 """Many times those of any checkpoint; a damaged one must not have the loader build layers for hours."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
-"""Whose model code runs; `auto`: ours where there is any of the architecture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,11 @@ class ModelConfig(CheckpointConfig):
     @classmethod
     def from_checkpoint(cls, path: Path) -> "ModelConfig":
         """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value."""
-        config = _read_config(path)
+        config = read_config(path)
         architecture = _architecture(config)
         written = ARCHITECTURES[architecture]
         config = config.with_defaults(written.defaults)
-        generation = _read_generation_config(path)
+        generation = read_generation_config(path)
         _refuse_what_would_be_computed_wrong(config)
         hidden_size = config.integer("hidden_size")
         num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
@@ -84,36 +81,6 @@ class ModelConfig(CheckpointConfig):
             quantization=parse_quantization(config, path),
             fields=config,
         )
-
-
-def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> CheckpointConfig:
-    """Of the directory `path`: a `ModelConfig` where our code runs the model, else a `TransformersConfig`.
-
-    Raises `CheckpointError` naming file, field and value.
-    """
-    config = _read_config(path)
-    names = config.values.get("architectures")
-    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in SUPPORTED_ARCHITECTURES
-    if model_impl == "kaon" or (model_impl == "auto" and is_ours):
-        return ModelConfig.from_checkpoint(path)
-    from models.transformers_config import TransformersConfig
-
-    return TransformersConfig.from_checkpoint(path, config, _read_generation_config(path))
-
-
-def _read_generation_config(path: Path) -> Fields:
-    """Empty where there is none."""
-    file = path / "generation_config.json"
-    return Fields.from_file(file) if file.exists() else Fields({}, "")
-
-
-def _read_config(path: Path) -> Fields:
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory; name the directory of a Hugging Face checkpoint")
-    config_path = path / "config.json"
-    if not config_path.is_file():
-        raise CheckpointError(f"{path} has no config.json; name the directory of a Hugging Face checkpoint")
-    return Fields.from_file(config_path)
 
 
 def _architecture(config: Fields) -> str:

@@ -11,10 +11,6 @@ Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.
 """`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
 
 
-class CollectiveAborted(RuntimeError):
-    """Another rank has left the step in which this one waited for it."""
-
-
 class Collectives(Protocol):
     """Communication among the ranks of one tensor-parallel group. All ranks make the same calls in the same order."""
 

@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from models.layers.norm import HeadNorms, RMSNorm
+from models.kernels.types import HeadNorms
+from models.layers.norm import RMSNorm
 from models.llama import LlamaAttention, LlamaForCausalLM
 from models.model_config import ModelConfig
 from models.parallel import TensorParallel
@@ -17,7 +18,10 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, layer, parallel)
         self.q_norm = self.norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = self.norm(config.head_dim, config.rms_norm_eps)
-        self.norms = HeadNorms(self.q_norm, self.k_norm)
+
+    def head_norms(self) -> HeadNorms:
+        """Norms of queries and keys, before they are rotated."""
+        return HeadNorms(self.q_norm.operand, self.k_norm.operand)
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

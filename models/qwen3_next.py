@@ -5,11 +5,12 @@ from torch import nn
 
 from models.base import CacheSpec
 from models.kernels.cpu import delta_ops, runtime
+from models.kernels.types import HeadNorms
 from models.layers.attention import Attention
 from models.layers.embedding import VocabParallelEmbedding
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import QKVParallelLinear, RowParallelLinear
-from models.layers.norm import HeadNorms, OffsetRMSNorm
+from models.layers.norm import OffsetRMSNorm
 from models.layers.parameter import empty_parameter, load_whole
 from models.layers.product import logits
 from models.layers.rotary import RotaryEmbedding
@@ -54,7 +55,7 @@ class Qwen3NextAttention(nn.Module):
         qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)
         q, gate = qkv[:, : 2 * self.num_heads].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
         k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
-        attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm, self.k_norm), rotation=(cos, sin))
+        attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm.operand, self.k_norm.operand), rotation=(cos, sin))
         gated = delta_ops.gate_heads(attended, gate) if runtime.runs(attended, gate) else attended * gate.sigmoid()
         return self.o_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
 

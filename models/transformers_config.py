@@ -1,13 +1,20 @@
-"""`TransformersConfig`: what the engine needs to know of a checkpoint that transformers runs. Imports it when read."""
+"""`read_checkpoint_config`, which chooses whose code runs a model, and `TransformersConfig` for those of transformers.
+
+Imports transformers only when such a checkpoint is read.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from models.checkpoint_config import DTYPES, CheckpointConfig
-from models.config_fields import Fields
+from models.config_fields import Fields, read_config, read_generation_config
 from models.errors import CheckpointError, first_line
-from models.registry import INDEXED_LAYERS
+from models.model_config import ModelConfig
+from models.registry import INDEXED_LAYERS, SUPPORTED_ARCHITECTURES
+
+ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
+"""Whose model code runs; `auto`: Kaon's own where it has the architecture."""
 
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """Fields that hold the context length, in the order in which they are believed."""
@@ -59,6 +66,19 @@ class TransformersConfig(CheckpointConfig):
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or read.token_ids("eos_token_id"),
         )
+
+
+def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> CheckpointConfig:
+    """Read the directory `path`: a `ModelConfig` where Kaon's own code runs the model, else a `TransformersConfig`.
+
+    Raises `CheckpointError` naming file, field and value.
+    """
+    config = read_config(path)
+    names = config.values.get("architectures")
+    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in SUPPORTED_ARCHITECTURES
+    if model_impl == "kaon" or (model_impl == "auto" and is_ours):
+        return ModelConfig.from_checkpoint(path)
+    return TransformersConfig.from_checkpoint(path, config, read_generation_config(path))
 
 
 def _auto_config(path: Path, config: Fields) -> Any:

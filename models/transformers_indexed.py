@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from models.attention.base import AttentionOptions
 from models.attention.cache_dtype import to_cache
 from models.base import VectorCacheSpec
 from models.errors import CheckpointError
-from models.forward_context import AttentionMetaData, VectorCache, get_forward_context
+from models.forward_context import AttentionMetaData, get_forward_context
+from models.kernels.types import AttentionOptions, VectorCache
 
 
 class IndexedCaches:

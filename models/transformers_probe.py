@@ -12,14 +12,8 @@ import torch
 from models.attention import select_backend
 from models.base import KVCacheSpec, VectorCacheSpec
 from models.errors import CheckpointError
-from models.forward_context import (
-    Context,
-    KVCacheTensor,
-    LayerCache,
-    VectorCache,
-    forward_context,
-    get_forward_context,
-)
+from models.forward_context import Context, forward_context, get_forward_context
+from models.kernels.types import KVCacheTensor, LayerCache, VectorCache
 from models.transformers_config import TransformersConfig
 
 if TYPE_CHECKING:

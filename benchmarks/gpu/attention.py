@@ -8,17 +8,16 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.case import Case, Values
-from models.attention.base import AttentionOptions
 from models.attention.triton import TritonAttentionBackend
 from models.attention.triton_metadata import TritonMetaData
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.attention_decode import attention_decode
 from models.kernels.triton.attention_merge import attention_merge
 from models.kernels.triton.attention_prefill import attention_prefill, tokens_of_tile
 from models.kernels.triton.cache_view import as_hardware_reads
 from models.kernels.triton.reference import attention as reference
 from models.kernels.triton.store import store
-from models.layers.norm import HeadNorms, RMSNorm
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor
+from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.rope_config import RopeConfig
 
@@ -192,7 +191,7 @@ def _store(bench: Bench, tokens: int) -> Values:
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)  # type: ignore[no-untyped-call]
     blocks = -(-tokens // _BLOCK_SIZE)
     slots = torch.randperm(blocks * _BLOCK_SIZE, device=device)[:tokens]
-    norms = HeadNorms(*(RMSNorm(head_dim, 1e-6).to(device, bench.dtype) for _ in range(2)))
+    norms = HeadNorms(*(RMSNorm(head_dim, 1e-6).to(device, bench.dtype).operand for _ in range(2)))
     for norm in norms:
         torch.nn.init.normal_(norm.weight)
     rope = RotaryEmbedding(RopeConfig("default", 1e6, head_dim, 40960), 40960).to(device)

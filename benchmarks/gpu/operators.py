@@ -29,10 +29,10 @@ from models.kernels.triton.moe_fp8_gemm import moe_fp8_gemm
 from models.kernels.triton.moe_gemm import moe_gemm
 from models.kernels.triton.moe_route import moe_route
 from models.kernels.triton.moe_sort import SortedPairs, block_of, moe_sort
+from models.kernels.types import FP8_GROUP, HeadNorms
 from models.layers.activation import Gating, swiglu
 from models.layers.moe import FusedMoE
-from models.layers.norm import HeadNorms, RMSNorm
-from models.quantization.stored import GROUP
+from models.layers.norm import RMSNorm
 
 Call: TypeAlias = Callable[[], object]
 
@@ -71,7 +71,7 @@ def _attention(bench: Bench) -> Call:
     heads, kv_heads, head_dim = rows.heads, rows.kv_heads, rows.head_dim
     qkv = bench.random(_ROWS, heads + 2 * kv_heads, head_dim)
     q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
-    norms = HeadNorms(*(_norm_layer(bench, head_dim) for _ in range(2)))
+    norms = HeadNorms(*(_norm_layer(bench, head_dim).operand for _ in range(2)))
     cos, sin = (bench.random(_ROWS, 1, head_dim, dtype=torch.float32) for _ in range(2))
     return lambda: rows.backend.forward(q, k, v, rows.cache, rows.metadata, rows.options, None, norms, (cos, sin))
 
@@ -175,15 +175,15 @@ def _fp8_weight(bench: Bench, *experts: int) -> FP8Weight:
     codes = bench.random(*experts, _WIDTH, _WIDTH).to(
         getattr(torch, f"float8_{target_of(bench.device).fp8 or 'e4m3fn'}")
     )
-    return FP8Weight(codes, torch.ones(*experts, _WIDTH, _WIDTH // GROUP, device=bench.device))
+    return FP8Weight(codes, torch.ones(*experts, _WIDTH, _WIDTH // FP8_GROUP, device=bench.device))
 
 
 def _int4_weight(bench: Bench) -> FourBitWeight:
     packed, zeros = (
         torch.randint(0, 16, (_WIDTH, columns), dtype=torch.uint8, device=bench.device)
-        for columns in (_WIDTH // 2, _WIDTH // GROUP)
+        for columns in (_WIDTH // 2, _WIDTH // FP8_GROUP)
     )
-    return FourBitWeight(packed, bench.random(_WIDTH, _WIDTH // GROUP), zeros)
+    return FourBitWeight(packed, bench.random(_WIDTH, _WIDTH // FP8_GROUP), zeros)
 
 
 def _fp8(bench: Bench) -> Call:

@@ -13,7 +13,7 @@ from models.kernels.triton.four_bit_gemm import four_bit_linear
 from models.kernels.triton.fp8 import FP8Weight
 from models.kernels.triton.fp8_gemm import fp8_linear
 from models.kernels.triton.reference import quantized as reference
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -41,9 +41,9 @@ def _fp8(bench: Bench, rows: int) -> Values:
     flavour = target_of(bench.device).fp8 or "e4m3fn"
     outputs, inputs = _sizes(bench)
     codes = bench.random(outputs, inputs).to(getattr(torch, f"float8_{flavour}"))
-    scales = torch.rand(-(-outputs // GROUP), inputs // GROUP, device=bench.device) / 64
+    scales = torch.rand(-(-outputs // FP8_GROUP), inputs // FP8_GROUP, device=bench.device) / 64
     # As the loader keeps them: a scale an output and group.
-    weight = FP8Weight(codes, scales.repeat_interleave(GROUP, 0)[:outputs].contiguous())
+    weight = FP8Weight(codes, scales.repeat_interleave(FP8_GROUP, 0)[:outputs].contiguous())
     return _measure(
         bench, rows, lambda x: fp8_linear(x, weight), lambda x: reference.fp8_linear(x, weight), codes, 2.0
     )
@@ -63,8 +63,8 @@ def _mxfp4(bench: Bench, rows: int) -> Values:
 def _int4(bench: Bench, rows: int) -> Values:
     outputs, inputs = _sizes(bench)
     packed = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=bench.device)
-    scales = (torch.rand(outputs, inputs // GROUP, device=bench.device) / 64).to(bench.dtype)
-    zeros = torch.randint(6, 10, (outputs, inputs // GROUP), dtype=torch.uint8, device=bench.device)
+    scales = (torch.rand(outputs, inputs // FP8_GROUP, device=bench.device) / 64).to(bench.dtype)
+    zeros = torch.randint(6, 10, (outputs, inputs // FP8_GROUP), dtype=torch.uint8, device=bench.device)
     weight = FourBitWeight(packed, scales, zeros)
     return _measure(
         bench, rows, lambda x: four_bit_linear(x, weight), lambda x: reference.four_bit_linear(x, weight), packed

@@ -25,16 +25,18 @@ from models.attention import require_backend
 from models.checkpoint_config import CheckpointConfig
 from models.config_fields import Fields
 from models.kernels import backends, ptxas
-from models.kernels.aiter.sizes import Sizes, sizes_of
+from models.kernels.aiter.sizes import Sizes
 from models.kernels.cpu import library
 from models.kernels.cpu.exchange import SharedMemoryExchange
 from models.kernels.cpu.group import SharedMemoryCollectives
-from models.model_config import ModelConfig, read_checkpoint_config
+from models.kernels.types import FP8_GROUP
+from models.model_config import ModelConfig
 from models.parallel import Collectives, ExpertParallel, TensorParallel
 from models.process_group import ProcessGroupCollectives
 from models.quantization import parse_quantization
 from models.rendezvous import Rendezvous
 from models.replica_world import ReplicaWorld
+from models.transformers_config import read_checkpoint_config
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ World: TypeAlias = ReplicaWorld | SharedMemoryExchange
 """The ranks of all replicas that compute in lockstep, or those of one place."""
 _ROUNDINGS = ("int8", "int4")
 """Values of `quantization` that say what to do, not what the checkpoint must be."""
+_FP8_BLOCK = FP8_GROUP, FP8_GROUP
+"""Rows and columns that share a scale, in the FP8 experts that aiter computes."""
 
 
 class RankGroup(Collectives, Group, Protocol):
@@ -234,6 +238,39 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
     device = torch.device(device.type, rank)
     torch.cuda.set_device(device)
     return device
+
+
+def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
+    """Sizes of one rank's part of a model, for the probe of aiter. What the model does not have is as in `Sizes`."""
+    usual = Sizes(block=block)
+    if not isinstance(config, ModelConfig):
+        return usual
+    inner = config.intermediate_size
+    known = usual._replace(
+        hidden=config.hidden_size,
+        inner=inner // ranks if inner % ranks == 0 else inner,
+        heads=max(1, config.num_attention_heads // ranks),
+        kv_heads=max(1, config.num_key_value_heads // ranks),
+        head_dim=config.head_dim,
+    )
+    experts = _first(config, "num_experts", "n_routed_experts", "num_local_experts")
+    if experts is None:
+        return known
+    quantization = None if config.quantization is None else config.quantization.global_quant_config
+    expert_inner = _first(config, "moe_intermediate_size") or inner
+    return known._replace(
+        experts=experts,
+        top_k=min(_first(config, "num_experts_per_tok", "num_experts_per_token") or usual.top_k, experts),
+        expert_inner=expert_inner // ranks if expert_inner % ranks == 0 else expert_inner,
+        has_fp8_experts=quantization is not None
+        and (quantization.quant_dtype, quantization.block_shape) == ("fp8", _FP8_BLOCK),
+    )
+
+
+def _first(config: ModelConfig, *names: str) -> int | None:
+    """A field by any of its names. It is checked where the model is built."""
+    found = (config.fields.values.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -> None:

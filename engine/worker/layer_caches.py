@@ -15,7 +15,7 @@ import torch
 from engine.worker.kv_memory import zeros
 from models.attention.base import AttentionBackend
 from models.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
-from models.forward_context import KVCacheTensor, LayerCache, StateCache, VectorCache
+from models.kernels.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 
 KV_CACHE_DTYPES = {
     "auto": None,

@@ -68,7 +68,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     steps = open_steps(launch.steps, launch.shard.rank, launch.shard.size)
     from engine.worker.build import build_runner
     from engine.worker.shard_runner import ShardRunner
-    from models.parallel import CollectiveAborted
+    from models.errors import CollectiveAborted
 
     runner, config, _, own_cpus, group, world = build_runner(
         config, Path(launch.path), launch.shard, launch.seat, launch.share

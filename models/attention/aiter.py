@@ -2,12 +2,11 @@
 
 import torch
 
-from models.attention.base import AttentionOptions
 from models.attention.triton import TritonAttentionBackend
 from models.attention.triton_metadata import TritonMetaData
-from models.forward_context import KVCacheTensor
 from models.kernels import aiter
 from models.kernels.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 _TYPES = (torch.bfloat16, torch.float16)
 

@@ -1,50 +1,15 @@
 """`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
-from models.kernels.cpu.latent_ops import PackedHeads
-from models.layers.norm import HeadNorms, RMSNorm
+from models.forward_context import AttentionMetaData
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 from models.upload import Send
-
-Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines of a step's positions, of `RotaryEmbedding`. # 2 x [T, 1, rotary_dim] float32"""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """How one layer attends."""
-
-    scale: float
-    """Of the scores."""
-    sliding_window: int | None = None
-    """Tokens that a query sees, its own included; None: all before it."""
-    soft_cap: float | None = None
-    """Scores become `soft_cap * tanh(score / soft_cap)`."""
-    k_scale: float = 1.0
-    """What keys, or latents, in an 8-bit cache are multiplied by."""
-    v_scale: float = 1.0
-    """What values in it are multiplied by."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentInputs:
-    """What is done to a step's queries and latents before they meet, and with which weights."""
-
-    norm: RMSNorm
-    """Of the latents."""
-    rotation: Rotation
-    """Of the last dimensions of queries and of what follows the latents."""
-    is_interleaved: bool
-    """Whether rotated dimensions are neighbouring pairs, not halves."""
-    heads: PackedHeads | None
-    """`kv_b` as the CPU's operators read it, where they are to."""
 
 
 class AttentionBackend(Protocol):

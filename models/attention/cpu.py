@@ -7,16 +7,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_cache import PagedKV, Scratch, pages_of_block
 from models.attention.cpu_index import index_top_k
 from models.attention.cpu_mla import LatentAttention, prepared
 from models.attention.cpu_pages import PageReader
 from models.attention.cpu_plan import CPUAttentionMetaData, DecodeBucket, PrefillSpan
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
-from models.layers.norm import HeadNorms
-from models.layers.rotary import rotate
+from models.forward_context import AttentionMetaData
+from models.kernels.norm import rms_norm
+from models.kernels.rotary import rotate
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 from models.upload import Send
 
 
@@ -85,7 +85,7 @@ class CPUAttentionBackend:
         """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
         assert isinstance(metadata, CPUAttentionMetaData)
         if norms is not None:
-            q, k = norms.q(q), norms.k(k)
+            q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         _, num_kv_heads, block_size, head_dim = cache.k_cache.shape

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from models.attention.base import AttentionOptions
+from models.kernels.types import AttentionOptions
 
 _MAX_SCORES = 1 << 24
 """Scores that are in memory at a time where a soft cap rules the fused kernel out: 64 MiB."""

@@ -2,10 +2,9 @@
 
 import torch
 
-from models.attention.base import AttentionOptions
 from models.attention.cache_dtype import from_cache, to_cache
 from models.attention.cpu_plan import StepPlan
-from models.forward_context import KVCacheTensor
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 
 class Scratch:

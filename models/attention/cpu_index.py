@@ -4,7 +4,7 @@ import torch
 
 from models.attention.cpu_pages import PageReader, chunks, write_vectors
 from models.attention.cpu_plan import CPUAttentionMetaData
-from models.forward_context import VectorCache
+from models.kernels.types import VectorCache
 
 MAX_INDEX_SCORES = 1 << 23
 """Scores by head that are in memory at a time: 32 MiB. One query over a long context may need more."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.cache_dtype import restored
 from models.attention.cpu_attend import Attend
 from models.attention.cpu_pages import PageReader, chunks, token_places, write_vectors
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, PrefillSpan
-from models.forward_context import VectorCache
-from models.layers.rotary import deinterleave, rotate
+from models.kernels.norm import rms_norm
+from models.kernels.rotary import deinterleave, rotate
+from models.kernels.types import AttentionOptions, LatentInputs, VectorCache
 
 MAX_LATENT_ELEMENTS = 1 << 23
 """Elements of gathered latents, or of expanded keys, at a time: 32 MiB in float32. One row or head may need more."""
@@ -37,7 +37,7 @@ def prepared(q: torch.Tensor, latent: torch.Tensor, inputs: LatentInputs) -> tup
 
     return (
         torch.cat((q[..., :-rope_dim], rotated(q)), -1),
-        torch.cat((inputs.norm(latent[:, :-rope_dim]), rotated(latent[:, None])[:, 0]), -1),
+        torch.cat((rms_norm(latent[:, :-rope_dim], inputs.norm), rotated(latent[:, None])[:, 0]), -1),
     )
 
 

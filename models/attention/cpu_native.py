@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.forward_context import AttentionMetaData
 from models.kernels.cpu import attention_ops, delta_ops, latent_ops
 from models.kernels.cpu.structures import Step
-from models.layers.norm import HeadNorms
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 @dataclass(slots=True, kw_only=True)

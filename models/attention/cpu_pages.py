@@ -6,7 +6,7 @@ import torch
 
 from models.attention.cache_dtype import restored, to_cache
 from models.attention.cpu_plan import StepPlan
-from models.forward_context import VectorCache
+from models.kernels.types import VectorCache
 
 
 class PageReader:

@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.gpu import GPUAttentionBackend
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
-from models.layers.norm import HeadNorms
+from models.forward_context import AttentionMetaData
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 class Attended(NamedTuple):

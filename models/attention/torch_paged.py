@@ -4,11 +4,10 @@ from typing import NoReturn
 
 import torch
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.gpu import GPUAttentionBackend
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.forward_context import AttentionMetaData
 from models.kernels.triton.reference import attention as reference
-from models.layers.norm import HeadNorms
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 class TorchAttentionBackend(GPUAttentionBackend):

@@ -2,16 +2,15 @@
 
 import torch
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.attention.gpu import GPUAttentionBackend
 from models.attention.triton_metadata import TritonMetaData
-from models.forward_context import AttentionMetaData, KVCacheTensor, VectorCache
+from models.forward_context import AttentionMetaData
 from models.kernels.triton.attention_decode import attention_decode
 from models.kernels.triton.attention_merge import attention_merge
 from models.kernels.triton.attention_prefill import attention_prefill, tokens_of_tile
 from models.kernels.triton.cache_view import as_hardware_reads
 from models.kernels.triton.store import store
-from models.layers.norm import HeadNorms
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 _PROGRAMS_PER_PROCESSOR = 16
 """Of a decode, where its items are more: enough that several are resident, and few enough to share them out evenly."""

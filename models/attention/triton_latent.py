@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.triton_metadata import TritonMetaData
-from models.forward_context import AttentionMetaData, VectorCache
+from models.forward_context import AttentionMetaData
 from models.kernels.triton.cache_view import vectors_as_hardware_reads
 from models.kernels.triton.indexer_scores import indexer_scores
 from models.kernels.triton.latent_attention import latent_attention as attend_absorbed
 from models.kernels.triton.latent_prefill import Piece, latent_prefill
 from models.kernels.triton.latent_store import latent_store, vector_store
+from models.kernels.types import AttentionOptions, LatentInputs, VectorCache
 from models.upload import upload
 
 MAX_EXPANDED_ELEMENTS = 1 << 27

@@ -5,16 +5,16 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from models.demo import CHAT_TEMPLATE_PATH
+
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
-CHAT_TEMPLATE_PATH = Path(__file__).parent / "chat_template.jinja"
 HELD_OUT_ONE_IN = 12
 
 Json = Any  # whatever json.dumps takes; a recursive alias says no more and reads worse

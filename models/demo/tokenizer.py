@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models.demo.dialogue import CHAT_TEMPLATE_PATH, END_OF_TEXT, END_OF_TURN
+from models.demo import CHAT_TEMPLATE_PATH
+from models.demo.dialogue import END_OF_TEXT, END_OF_TURN
 from models.demo.generate import as_text, training_texts
 
 VOCABULARY_SIZE = 1536

@@ -5,10 +5,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from models.attention.base import AttentionOptions, Rotation
 from models.base import KVCacheSpec
-from models.forward_context import KVCacheTensor, get_forward_context
-from models.layers.norm import HeadNorms
+from models.forward_context import get_forward_context
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 class Attention(nn.Module):

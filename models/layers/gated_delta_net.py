@@ -1,17 +1,24 @@
 """`GatedDeltaNet`: a recurrent layer, whose state a sequence keeps in its slot. Qwen3-Next has it beside attention."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from models.attention.triton_metadata import TritonMetaData
 from models.base import StateCacheSpec
-from models.forward_context import AttentionMetaData, StateCache, get_forward_context
+from models.forward_context import AttentionMetaData, get_forward_context
 from models.kernels import triton
 from models.kernels.cpu import delta_ops
+from models.kernels.types import StateCache
 from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.parameter import Shard, WeightLoader, empty_parameter, load_whole, require_shape
 from models.parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.kernels.triton.gated_delta_net import DeltaPlan
 
 _NORM_EPS = 1e-6
 """Of the lengths of queries and keys."""
@@ -91,7 +98,6 @@ class GatedDeltaNet(nn.Module):
     ) -> torch.Tensor:
         """As `_by_torch`, where the host learns nothing of the states."""
         import models.kernels.triton.gated_delta_net as kernels
-        from models.attention.triton_metadata import TritonMetaData
 
         if not isinstance(metadata, TritonMetaData):
             return self._by_torch(projected, ba, cache, metadata)
@@ -105,7 +111,7 @@ class GatedDeltaNet(nn.Module):
             (self.norm.weight, self.norm.eps),
             inputs,
             states,
-            kernels.plan_of(metadata),
+            _plan_of(metadata),
             key_heads=self.num_key_heads,
         )
 
@@ -177,6 +183,20 @@ class GatedDeltaNet(nn.Module):
     def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
         require_shape(loaded, (len(parameter) * self.parallel.size,))
         parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
+
+
+def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
+    """The step's plan, made at its first layer; a captured graph's has decodes only."""
+    import models.kernels.triton.gated_delta_net as kernels
+
+    assert metadata.slots is not None
+    if metadata.lengths is None:
+        return kernels.DeltaPlan(metadata.num_decodes, metadata.slots)
+    if "delta" not in metadata.plans:
+        queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
+        metadata.plans["delta"] = kernels.make_plan(queries, contexts, metadata.slots, metadata.num_decodes)
+    plan: DeltaPlan = metadata.plans["delta"]
+    return plan
 
 
 class GatedRMSNorm(nn.Module):

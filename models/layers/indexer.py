@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from models.base import VectorCacheSpec
-from models.forward_context import VectorCache, get_forward_context
+from models.forward_context import get_forward_context
+from models.kernels.rotary import rotate
+from models.kernels.types import VectorCache
 from models.layers.linear import ColumnParallelLinear
 from models.layers.norm import LayerNorm
-from models.layers.rotary import rotate
 
 _KEY_NORM_EPS = 1e-6
 

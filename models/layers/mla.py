@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention.base import AttentionOptions, LatentInputs, Rotation
 from models.base import VectorCacheSpec
-from models.forward_context import LoRARows, VectorCache, get_forward_context
+from models.forward_context import LoRARows, get_forward_context
 from models.kernels.cpu.latent_ops import PackedHeads
+from models.kernels.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.layers.indexer import LightningIndexer
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import RMSNorm
@@ -118,7 +118,7 @@ class MLAAttention(nn.Module):
 
         def attend(weight: torch.Tensor, heads: PackedHeads | None) -> torch.Tensor:
             kv_b = weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
-            inputs = LatentInputs(self.kv_a_layernorm, rotation, self.shape.interleaved, heads)
+            inputs = LatentInputs(self.kv_a_layernorm.operand, rotation, self.shape.interleaved, heads)
             return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
         attended = attend(self.kv_b_proj.weight, self.packed_heads)

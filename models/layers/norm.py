@@ -1,6 +1,6 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019), and layer normalisation (Ba, 2016)."""
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,8 @@ from torch import nn
 from models.kernels import aiter, triton
 from models.kernels.aiter import dense
 from models.kernels.cpu import ops, runtime
+from models.kernels.norm import rms_norm, torch_rms_norm
+from models.kernels.types import NormWeight
 from models.layers.parameter import empty_parameter, load_whole
 
 
@@ -26,18 +28,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = empty_parameter(size, weight_loader=load_whole)
 
+    @property
+    def operand(self) -> NormWeight:
+        """The norm as operators take it."""
+        return NormWeight(self.weight, self.eps, self.offset)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""
-        weight = self.weight
-        if x.dim() == 2 and runtime.runs(x, weight):
-            return ops.rms_norm(x, weight, self.eps, offset=self.offset)
-        if self.offset == 0.0 and aiter.runs("norm", x, weight):
-            return dense.rms_norm(x, weight, self.eps)
-        if triton.runs(x, weight, operator="norm"):
-            import models.kernels.triton.rms_norm as kernels
-
-            return kernels.rms_norm(x, weight, self.eps, offset=self.offset)
-        return self._compute(x)
+        return rms_norm(x, self.operand)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of `x + residual`, and that sum, the next residual, for which the old may be used up.
@@ -55,7 +53,7 @@ class RMSNorm(nn.Module):
             how = kernels.ADD_NORM
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how), residual
         residual = x + residual
-        return self._compute(residual), residual
+        return torch_rms_norm(residual, self.operand), residual
 
     def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
@@ -67,10 +65,7 @@ class RMSNorm(nn.Module):
 
             how = kernels.NORM_ADD
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how)
-        return residual + self._compute(x)
-
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return residual + torch_rms_norm(x, self.operand)
 
 
 class LayerNorm(nn.Module):
@@ -92,14 +87,3 @@ class OffsetRMSNorm(RMSNorm):
     """An `RMSNorm` whose checkpoint holds its weight less one, as Gemma's and Qwen3-Next's do; scaled in float32."""
 
     offset: ClassVar[float] = 1.0
-
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.offset + self.weight.float()
-        return F.rms_norm(x.float(), self.shape, weight, self.eps).to(x.dtype)
-
-
-class HeadNorms(NamedTuple):
-    """Norms of each head's query and key, before they are rotated."""
-
-    q: RMSNorm
-    k: RMSNorm

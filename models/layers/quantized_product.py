@@ -11,8 +11,9 @@ from torch import nn
 
 from models.kernels import aiter, triton
 from models.kernels.aiter import dense as aiter_dense
+from models.kernels.types import FP8_GROUP
 from models.quantization.config import LayerQuantConfig, Storage
-from models.quantization.stored import GROUP, Codes, QuantizedRows
+from models.quantization.stored import Codes, QuantizedRows
 
 if TYPE_CHECKING:
     from models.kernels.triton.four_bit import FourBitWeight
@@ -149,7 +150,7 @@ class StoredWeight:
         if not self._has_looked_for_blocks:  # Once, since it waits for the device.
             assert self._first is not None
             inputs = self._shape[-1]
-            if self._first.kind == "fp8" and self._first.width == GROUP and inputs % GROUP == 0:
+            if self._first.kind == "fp8" and self._first.width == FP8_GROUP and inputs % FP8_GROUP == 0:
                 blocks = aiter_dense.scale_blocks(self._scales)
                 self._fp8_blocks = None if blocks is None else (self._codes, blocks)
             self._has_looked_for_blocks = True
@@ -191,7 +192,7 @@ class StoredWeight:
         import models.kernels.triton.fp8 as kernels
 
         assert self._first is not None, "a weight is filled before it is used"
-        return kernels.FP8Weight(self._codes, self._scales if self._first.width == GROUP else self._scales[..., 0])
+        return kernels.FP8Weight(self._codes, self._scales if self._first.width == FP8_GROUP else self._scales[..., 0])
 
     def _four_bit(self) -> "FourBitWeight":
         import models.kernels.triton.four_bit as kernels

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from models.kernels.types import FP8_GROUP
 from models.quantization.config import Granularity, LayerQuantConfig, Storage
 from models.quantization.layouts import AWQ_NIBBLES, Parts, block_shape, exponents, on_grid, unpacked
 
-GROUP = 128
-"""Inputs that share an FP8 weight's scale, where scales are of blocks."""
 _RUN = 32
 """Inputs that lie in a row where codes have 4 bits."""
 
@@ -114,7 +113,7 @@ def _fp8(parts: Parts, layer: LayerQuantConfig, dense: Callable[[], torch.Tensor
         return None
     rows, columns = weight.shape
     block_rows, width = block_shape(layer, rows, columns, scale.numel())
-    if width not in (GROUP, columns):
+    if width not in (FP8_GROUP, columns):
         return None
     grid = on_grid("", "", scale, (-(-rows // block_rows), -(-columns // width)))
     return Codes("fp8", weight, grid.repeat_interleave(block_rows, 0)[:rows].contiguous(), None, width, dense)

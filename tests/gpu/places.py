@@ -19,7 +19,7 @@ from models.attention import select_backend
 from models.attention.base import AttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from models.kernels import triton as kernels
-from models.model_config import read_checkpoint_config
+from models.transformers_config import read_checkpoint_config
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.triton_interpreter import INTERPRETED
 

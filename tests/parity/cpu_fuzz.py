@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from models.attention.base import AttentionOptions
 from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, runtime, sampling_ops, structures
 from models.kernels.cpu.quantized import QuantizedWeight
+from models.kernels.types import AttentionOptions
 from models.layers.activation import clamped_swiglu
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents

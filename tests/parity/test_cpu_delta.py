@@ -8,8 +8,8 @@ import torch
 
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_native import NativeCPUAttentionBackend
-from models.forward_context import StateCache
 from models.kernels.cpu import delta_ops
+from models.kernels.types import StateCache
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.parallel import SINGLE_RANK
 from tests.parity.test_cpu_operators import bf16, operators, pytestmark

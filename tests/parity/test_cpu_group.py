@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from models.errors import CollectiveAborted
 from models.kernels.cpu.group import SharedMemoryCollectives
 from models.kernels.cpu.library import load_library
-from models.parallel import CollectiveAborted
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the operators were not built")
 

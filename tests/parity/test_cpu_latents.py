@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.kernels.cpu import attention_ops, latent_ops, runtime, structures
-from models.layers.rotary import deinterleave, rotate
+from models.kernels.rotary import deinterleave, rotate
 from tests.parity.test_cpu_operators import Cache, bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]

@@ -149,7 +149,7 @@ import torch
 from models.demo import CHECKPOINT_DIR
 from engine.config import Config
 from engine.worker.model_runner import ModelRunner
-from models.model_config import read_checkpoint_config
+from models.transformers_config import read_checkpoint_config
 path = CHECKPOINT_DIR
 runner = ModelRunner(
     Config(num_kvcache_blocks=64), path, read_checkpoint_config(path, "auto"), torch.device("cpu"), torch.bfloat16

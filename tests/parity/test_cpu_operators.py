@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention.base import AttentionOptions
 from models.kernels.cpu import attention_ops, library, ops, runtime, structures
 from models.kernels.cpu.greedy import GreedyHead
 from models.kernels.cpu.program import record
 from models.kernels.cpu.quantized import QuantizedWeight
-from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
+from models.kernels.types import AttentionOptions, HeadNorms
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -174,7 +174,9 @@ class TestRopeStore:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         norms = None
         if offset is not None:
-            norms = HeadNorms(*((OffsetRMSNorm if offset else RMSNorm)(dim, 1e-5).bfloat16() for _ in range(2)))
+            norms = HeadNorms(
+                *((OffsetRMSNorm if offset else RMSNorm)(dim, 1e-5).bfloat16().operand for _ in range(2))
+            )
             for seed, norm in enumerate(norms):
                 norm.weight.data.copy_(bf16(dim, seed=seed))
         rotation = None
@@ -289,7 +291,7 @@ ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
 def small_pass() -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], list[weakref.ref[torch.Tensor]]]:
     """A pass, and what it reads."""
     embedding, projection, cache = packed(bf16(4, 8)), packed(bf16(96, 8)), bf16(2, 1, 16, 32)
-    norms = HeadNorms(RMSNorm(32, 1e-5).bfloat16(), RMSNorm(32, 1e-5).bfloat16())
+    norms = HeadNorms(RMSNorm(32, 1e-5).bfloat16().operand, RMSNorm(32, 1e-5).bfloat16().operand)
     zero = torch.zeros(1, 1, dtype=torch.int32)
     step = attention_ops.make_step(slots=zero[0].long(), query_starts=zero[0], seq_lens=zero[0], block_tables=zero)
 

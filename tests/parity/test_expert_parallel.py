@@ -30,8 +30,9 @@ from models.layers.moe import FusedMoE
 from models.layers.parameter import fill_rows, pack_products, packed_of
 from models.layers.routing import softmax_top_k
 from models.loader import load_model
-from models.model_config import ModelConfig, read_checkpoint_config
+from models.model_config import ModelConfig
 from models.parallel import Exchange, ExpertParallel, TensorParallel
+from models.transformers_config import read_checkpoint_config
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
 from tests.parity.test_cpu_models import _fields

@@ -6,7 +6,8 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from models.attention import select_backend
-from models.forward_context import Context, StateCache, forward_context, get_forward_context
+from models.forward_context import Context, forward_context, get_forward_context
+from models.kernels.types import StateCache
 from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.layers.parameter import weight_loader_of

@@ -25,10 +25,11 @@ from engine.worker.staging import Uploads
 from engine.worker.step_launcher import StepLauncher
 from engine.worker.step_message import decode_step, encode_step
 from models.attention.base import AttentionBackend
-from models.forward_context import Context, StateCache, forward_context
+from models.forward_context import Context, forward_context
+from models.kernels.types import StateCache
 from models.lora import captured
-from models.model_config import read_checkpoint_config
 from models.parallel import TensorParallel
+from models.transformers_config import read_checkpoint_config
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend

@@ -15,8 +15,8 @@ from engine.worker.model_runner import ModelRunner
 from engine.worker.shard_runner import ShardRunner
 from engine.worker.step_launcher import StepLauncher
 from engine.worker.warm_up import StepSizes, compile_kernels
-from models.model_config import read_checkpoint_config
 from models.parallel import SINGLE_RANK, TensorParallel
+from models.transformers_config import read_checkpoint_config
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.test_deferred_output import sequences

@@ -12,7 +12,7 @@ from engine.scheduler import Scheduler
 from engine.worker.layer_caches import LayerCaches
 from models.attention import select_backend
 from models.base import KVCacheSpec, VectorCacheSpec
-from models.forward_context import StateCache
+from models.kernels.types import StateCache
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt, tensors_of
 from tests.parity.test_worker_model_runner import generate, runner_for

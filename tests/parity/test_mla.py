@@ -12,7 +12,8 @@ from torch import nn
 from engine.worker.layer_caches import LayerCaches
 from models.attention import select_backend
 from models.errors import CheckpointError
-from models.forward_context import Context, VectorCache, forward_context, set_kv_cache_data
+from models.forward_context import Context, forward_context, set_kv_cache_data
+from models.kernels.types import VectorCache
 from models.layers.rotary import RotaryEmbedding
 from models.loader import load_model
 from models.model_config import ModelConfig

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.config_fields import Fields
-from models.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from models.kernels.rotary import rotate
+from models.layers.rotary import RotaryEmbedding, inverse_frequencies
 from models.rope_config import RopeConfig, parse_rope
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt

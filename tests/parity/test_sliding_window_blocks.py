@@ -14,7 +14,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.worker.model_runner import ModelRunner
 from kvcache.block_manager import RELEASED
-from models.forward_context import KVCacheTensor, set_kv_cache_data
+from models.forward_context import set_kv_cache_data
+from models.kernels.types import KVCacheTensor
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import Reference, prompt
 from tests.parity.test_architectures import Ignored

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from models.base import KVCacheSpec, VectorCacheSpec
 from models.errors import CheckpointError
 from models.loader import load_model
-from models.model_config import ModelConfig, read_checkpoint_config
+from models.model_config import ModelConfig
 from models.parallel import TensorParallel
 from models.transformers_attention import PagedAttention
-from models.transformers_config import TransformersConfig
+from models.transformers_config import TransformersConfig, read_checkpoint_config
 from models.transformers_model import TransformersModel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, OLMO2, REFUSED, SERVED, Foreign

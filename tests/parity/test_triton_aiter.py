@@ -12,16 +12,16 @@ import torch
 
 from models.attention import _gpu_backend
 from models.attention.aiter import AiterAttentionBackend
-from models.attention.base import AttentionBackend, AttentionOptions
+from models.attention.base import AttentionBackend
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
-from models.forward_context import KVCacheTensor
 from models.kernels import aiter, backends
 from models.kernels import triton as kernels
 from models.kernels.aiter import library as bindings
 from models.kernels.aiter.probe import wrong
 from models.kernels.aiter.sizes import Sizes
 from models.kernels.triton.reference import attention as reference
+from models.kernels.types import AttentionOptions, KVCacheTensor
 from models.layers.moe import FusedMoE
 from models.layers.quantized_product import stored_of
 from tests.aiter_library import Library, library

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.attention_decode import attention_decode
 from models.kernels.triton.attention_merge import attention_merge
 from models.kernels.triton.attention_prefill import attention_prefill, tokens_of_tile
 from models.kernels.triton.pieces import MAX_PIECES, PIECE, list_pieces, num_pieces
 from models.kernels.triton.reference import attention as reference
 from models.kernels.triton.store import store
-from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.rope_config import RopeConfig
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
@@ -228,7 +227,7 @@ def _stored(
     slots = torch.tensor([17, -1, 3], device=DEVICE)
     norms = rotation = None
     if norm is not None:
-        norms = HeadNorms(norm(64, 1e-6).to(DEVICE, dtype), norm(64, 1e-6).to(DEVICE, dtype))
+        norms = HeadNorms(*(norm(64, 1e-6).to(DEVICE, dtype).operand for _ in range(2)))
         for one in norms:
             torch.nn.init.normal_(one.weight)
     if rotary_dim is not None:

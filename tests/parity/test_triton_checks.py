@@ -14,7 +14,6 @@ from engine.worker import kernel_checks, model_runner
 from engine.worker.kernel_checks import check_kernels, what_is_wrong
 from engine.worker.model_runner import ModelRunner
 from engine.worker.sampling_check import SamplingForm
-from models.attention.base import AttentionOptions, LatentInputs
 from models.attention.triton import TritonAttentionBackend
 from models.kernels import aiter, triton
 from models.kernels.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
@@ -27,9 +26,10 @@ from models.kernels.triton.checks.findings import Check, Numbers, excess, wrong
 from models.kernels.triton.checks.latents import IndexForm, LatentForm
 from models.kernels.triton.checks.products import ProductForm
 from models.kernels.triton.checks.recurrent import DeltaForm
+from models.kernels.types import AttentionOptions, HeadNorms, LatentInputs
 from models.layers.activation import Gating
 from models.layers.moe import FusedMoE
-from models.layers.norm import HeadNorms, OffsetRMSNorm, RMSNorm
+from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.quantized_product import keep_quantized, stored_of
 from models.parallel import TensorParallel
 from tests.parity import quantized_checkpoints as q
@@ -53,7 +53,7 @@ def head_norms(kind: type[RMSNorm], head_dim: int) -> HeadNorms:
     norms = kind(head_dim, 1e-6), kind(head_dim, 1e-6)
     for norm in norms:
         norm.weight.data = Numbers(CPU).near_one(head_dim) - norm.offset
-    return HeadNorms(*norms)
+    return HeadNorms(*(norm.operand for norm in norms))
 
 
 def attention(dtype: torch.dtype, cache: torch.dtype, **more: Any) -> AttentionForm:
@@ -80,7 +80,7 @@ WINDOWED: dict[str, Any] = {
 def latents(dtype: torch.dtype, cache: torch.dtype, *, is_interleaved: bool = True) -> LatentForm:
     norm = RMSNorm(24, 1e-6)
     norm.weight.data = Numbers(CPU).near_one(24)
-    inputs = LatentInputs(norm, (torch.empty(0), torch.empty(0)), is_interleaved, None)
+    inputs = LatentInputs(norm.operand, (torch.empty(0), torch.empty(0)), is_interleaved, None)
     return LatentForm(2, 16, 8, 16, 24, 0.2, 0.5, dtype, cache, 16, inputs, 32)
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from models.attention.base import LatentInputs
 from models.attention.cpu_mla import prepared
 from models.kernels.triton import indexer_scores, latent_attention, latent_prefill, latent_store
 from models.kernels.triton.latent_prefill import Piece
 from models.kernels.triton.reference import indexer_scores as indexer_reference
 from models.kernels.triton.reference import latent_attention as reference
+from models.kernels.types import LatentInputs
 from models.layers.norm import RMSNorm
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
@@ -160,7 +160,7 @@ def test_latents_are_stored_normalised_and_rotated(is_interleaved: bool, is_8_bi
         is_interleaved=is_interleaved,
         scale=scale,
     )
-    queries, expected = prepared(q, latent, LatentInputs(norm, rotation, is_interleaved, None))
+    queries, expected = prepared(q, latent, LatentInputs(norm.operand, rotation, is_interleaved, None))
     torch.testing.assert_close(found, queries[..., nope:], atol=CLOSE[dtype], rtol=CLOSE[dtype])
     stored = vectors.view(-1, rank + rope).float()
     kept = stored[[37, 3]] * (scale if is_8_bit else 1.0)

@@ -9,8 +9,8 @@ from torch import nn
 from models.kernels import triton
 from models.layers.quantized_product import stored_of
 from models.loader import load_model
-from models.model_config import read_checkpoint_config
 from models.parallel import SINGLE_RANK, ExpertParallel, TensorParallel
+from models.transformers_config import read_checkpoint_config
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family
 from tests.parity.paged_model import PagedModel, prompt

@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.worker.model_runner import ModelRunner
-from models.model_config import read_checkpoint_config
+from models.transformers_config import read_checkpoint_config
 
 VOCAB_SIZE = 160
 NUM_NEW = 20

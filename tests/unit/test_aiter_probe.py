@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.worker.build import sizes_of
 from models.kernels.aiter.library import OPERATORS
 from models.kernels.aiter.probe import probe, report, wrong
-from models.kernels.aiter.sizes import Sizes, sizes_of
-from models.model_config import read_checkpoint_config
+from models.kernels.aiter.sizes import Sizes
+from models.transformers_config import read_checkpoint_config
 from tests.aiter_library import Library, forget, library
 from tests.parity.checkpoints import make_checkpoint
 

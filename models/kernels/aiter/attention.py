@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.aiter.library import accepts, function
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 _PARTITION = 256
 """Keys of a part of a decode."""

@@ -8,12 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.aiter import attention, dense, experts
 from models.kernels.aiter.sizes import Sizes
 from models.kernels.triton.reference import attention as reference
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP, AttentionOptions, KVCacheTensor
 
 _EPS = 1e-6
 _ROUNDED = 0.05
@@ -189,7 +187,7 @@ def _moe(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     w13 = torch.randn(num, 2 * inner, hidden, generator=made, device=device) * hidden**-0.5
     w2 = torch.randn(num, hidden, inner, generator=made, device=device) * inner**-0.5
     yield from _experts_of(experts.ExpertWeights(w13.bfloat16(), w2.bfloat16()), sizes.top_k, _ROUNDED)
-    if not sizes.has_fp8_experts or hidden % GROUP or inner % GROUP:
+    if not sizes.has_fp8_experts or hidden % FP8_GROUP or inner % FP8_GROUP:
         return
     w13_codes, w13_blocks = _in_blocks(w13 * hidden**0.5, made)
     w2_codes, w2_blocks = _in_blocks(w2 * inner**0.5, made)
@@ -234,25 +232,25 @@ def _by_torch(
 def _in_blocks(weight: torch.Tensor, made: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 and scales. # [..., outputs, inputs]"""
     *stack, outputs, inputs = weight.shape
-    shape = *stack, outputs // GROUP, inputs // GROUP
+    shape = *stack, outputs // FP8_GROUP, inputs // FP8_GROUP
     return weight.to(_fp8(weight.device)), torch.rand(shape, generator=made, device=weight.device) + 0.5
 
 
 def _spread(blocks: torch.Tensor) -> torch.Tensor:
     """The scale of each number. # [outputs / 128, inputs / 128] -> [outputs, inputs]"""
-    return blocks.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    return blocks.repeat_interleave(FP8_GROUP, 0).repeat_interleave(FP8_GROUP, 1)
 
 
 def _linear(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     """FP8 with scales of blocks."""
-    inputs, outputs = (-(-size // GROUP) * GROUP for size in (sizes.hidden, sizes.inner))
+    inputs, outputs = (-(-size // FP8_GROUP) * FP8_GROUP for size in (sizes.hidden, sizes.inner))
     made = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=made, device=device)
     codes, blocks = _in_blocks(weight, made)
     for rows in (1, 7, 200):
         x = torch.randn(rows, inputs, generator=made, device=device).to(_fp8(device))
-        scales = torch.rand(rows, inputs // GROUP, generator=made, device=device) + 0.5
-        expected = F.linear(x.float() * scales.repeat_interleave(GROUP, 1), codes.float() * _spread(blocks))
+        scales = torch.rand(rows, inputs // FP8_GROUP, generator=made, device=device) + 0.5
+        expected = F.linear(x.float() * scales.repeat_interleave(FP8_GROUP, 1), codes.float() * _spread(blocks))
         found = dense.fp8_linear(x, scales, codes, blocks, torch.bfloat16)
         yield Finding(f"of {rows} tokens", _apart_of_largest(found, expected), _ROUNDED_TO_FP8)
 

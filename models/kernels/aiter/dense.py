@@ -3,7 +3,7 @@
 import torch
 
 from models.kernels.aiter.library import function
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -61,8 +61,8 @@ def scale_blocks(scales: torch.Tensor) -> torch.Tensor | None:
     # [..., outputs, groups] float32 -> [..., outputs / 128, groups]
     """
     *stack, rows, groups = scales.shape
-    if rows % GROUP:
+    if rows % FP8_GROUP:
         return None
-    by_block = scales.view(*stack, rows // GROUP, GROUP, groups)
+    by_block = scales.view(*stack, rows // FP8_GROUP, FP8_GROUP, groups)
     first = by_block[..., :1, :]
     return first.squeeze(-2).contiguous() if bool((by_block == first).all()) else None

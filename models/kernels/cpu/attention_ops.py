@@ -1,17 +1,12 @@
 """Rotation, the paged cache and attention over it, as operators. Called by the CPU backend and by rotary layers."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from models.kernels.cpu import structures
 from models.kernels.cpu.ops import DEPTH
 from models.kernels.cpu.runtime import current, pointer, runs
 from models.kernels.cpu.structures import Step
-
-if TYPE_CHECKING:
-    from models.attention.base import AttentionOptions, Rotation
-    from models.layers.norm import HeadNorms
+from models.kernels.types import AttentionOptions, HeadNorms, Rotation
 
 
 def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,8 +31,8 @@ def rope_store(
     v_cache: torch.Tensor,
     step: Step,
     *,
-    norms: "HeadNorms | None" = None,
-    rotation: "Rotation | None" = None,
+    norms: HeadNorms | None = None,
+    rotation: Rotation | None = None,
 ) -> None:
     """Normalise and rotate queries, in place, and keys; write keys and values to the cache.
 
@@ -75,7 +70,7 @@ def attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     step: Step,
-    options: "AttentionOptions",
+    options: AttentionOptions,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to what `rope_store` wrote, this step's tokens included. # [T, heads, dim], sinks [heads] f32 -> q's"""

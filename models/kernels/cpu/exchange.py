@@ -6,7 +6,8 @@ Used by `FusedMoE`, by which it becomes a part of the recorded step, and by the 
 import ctypes
 import mmap
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -16,7 +17,9 @@ from models.kernels.cpu import runtime
 from models.kernels.cpu.exchange_structures import AwaitAnswers, CopyRows, Exchange, ShareTokens
 from models.kernels.cpu.library import Library
 from models.kernels.cpu.structures import Step
-from models.parallel import Compute
+
+_Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
 
 _LINE = 64
 """Bytes of a cache line: of what one replica says at a meeting."""
@@ -92,7 +95,7 @@ class SharedMemoryExchange:
         local: range,
         hidden: torch.Tensor,
         ids: torch.Tensor,
-        compute: Compute,
+        compute: _Compute,
         num_tokens_across_dp: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Exchange`. Where the step is recorded, it tells itself whether its tokens are a dummy's."""
@@ -122,7 +125,7 @@ class SharedMemoryExchange:
         local: range,
         hidden: torch.Tensor,
         ids: torch.Tensor,
-        compute: Compute,
+        compute: _Compute,
         *,
         is_dummy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:

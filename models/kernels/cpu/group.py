@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from models.errors import CollectiveAborted
 from models.kernels.cpu import runtime
 from models.kernels.cpu.group_structures import AllReduce, Group
 from models.kernels.cpu.library import Library
 from models.kernels.cpu.structures import Step
-from models.parallel import CollectiveAborted
 
 
 class SharedMemoryCollectives:

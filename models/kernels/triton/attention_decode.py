@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.attention_tile import MAX_PIECES, NOTHING_YET, attend_tile, piece_length
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, WHOLE, Target, config_of
 from models.kernels.triton.configs_dense import launch_of
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.

@@ -8,12 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.arithmetic import next_power_of_2
 from models.kernels.triton.attention_tile import LOG2_E, NOTHING_YET, attend_tile
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, WHOLE, Config, Target, config_of, target_of
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # It differs from step to step.

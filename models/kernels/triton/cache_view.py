@@ -5,9 +5,8 @@ import functools
 
 import torch
 
-from models.attention.base import AttentionOptions
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.configs import target_of
+from models.kernels.types import AttentionOptions, KVCacheTensor
 
 
 def as_hardware_reads(

@@ -17,7 +17,7 @@ from models.kernels.triton.arithmetic import cdiv
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of, target_of
 from models.kernels.triton.configs_dense import launch_of
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP
 
 
 @triton.jit
@@ -58,11 +58,11 @@ def fp8_values(codes, dtype: tl.constexpr):
 @triton.jit
 def add_group(
     total,  # [ROWS, COLUMNS] float32
-    x,  # [ROWS, GROUP]
+    x,  # [ROWS, FP8_GROUP]
     row_scale,  # [ROWS, 1] float32; any where x was not rounded
-    weight_at,  # [COLUMNS, GROUP]
+    weight_at,  # [COLUMNS, FP8_GROUP]
     column_scale_at,  # [COLUMNS]; any where not IS_BLOCKED
-    exists,  # [1, GROUP]
+    exists,  # [1, FP8_GROUP]
     IS_ROUNDED: tl.constexpr,
     IS_BLOCKED: tl.constexpr,
 ):
@@ -99,7 +99,7 @@ class FP8Weight(NamedTuple):
     def scale_rows(self) -> int:
         """Output features that share a scale; 0: all. Not of a stack, where each has its own."""
         num_scales = self.scales.shape[0]
-        return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else GROUP
+        return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else FP8_GROUP
 
 
 def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if target.fp8 is None:
         raise ValueError(f"{target.arch} has no FP8; activations stay as they are there")
     rows, inputs = x.shape
-    groups = cdiv(inputs, GROUP)
+    groups = cdiv(inputs, FP8_GROUP)
     codes = x.new_empty(rows, inputs, dtype=target.fp8_dtype)
     scales = x.new_empty(rows, groups, dtype=torch.float32)
     launch = launch_of("quantize_groups", x.device)
@@ -136,7 +136,7 @@ def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         inputs,
         groups,
         LARGEST=target.fp8_max,
-        DEPTH=GROUP,
+        DEPTH=FP8_GROUP,
         **launch.keywords,
     )
     return codes, scales
@@ -171,7 +171,7 @@ COMPILATIONS = tuple(
             "scales": "*fp32",
             **dict.fromkeys(("x_stride", "K", "num_groups"), "i32"),
         },
-        constexprs={"LARGEST": target.fp8_max, "DEPTH": GROUP},
+        constexprs={"LARGEST": target.fp8_max, "DEPTH": FP8_GROUP},
         divisible=frozenset({"x_stride", "K"}),
         has_wide_loads=False,
     )

@@ -9,7 +9,7 @@ from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, config_of
 from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.fp8 import FP8Weight, add_group, operands
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP
 
 
 @triton.jit(do_not_specialize=["M"])  # It differs from step to step.
@@ -79,12 +79,12 @@ def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = N
         outputs,
         inputs,
         sides.rows.stride(0),
-        cdiv(inputs, GROUP),
+        cdiv(inputs, FP8_GROUP),
         SCALE_ROWS=weight.scale_rows,
         IS_ROUNDED=sides.row_scales is not None,
         IS_BLOCKED=weight.is_blocked,
         HAS_BIAS=bias is not None,
-        DEPTH=GROUP,
+        DEPTH=FP8_GROUP,
         **launch.keywords,
     )
     return out
@@ -109,7 +109,7 @@ COMPILATIONS = tuple(
             "IS_ROUNDED": target.fp8 is not None,
             "IS_BLOCKED": is_blocked,
             "HAS_BIAS": False,
-            "DEPTH": GROUP,
+            "DEPTH": FP8_GROUP,
         },
         divisible=frozenset({"N", "K", "x_stride"}),
         large=frozenset({"x", "weight", "out"}),

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.attention.triton_metadata import TritonMetaData
 from models.kernels.triton.delta_conv import delta_conv
 from models.kernels.triton.gated_delta import delta_step, gated_norm
 from models.kernels.triton.gated_delta_span import chunk_size, delta_spans
@@ -22,18 +21,6 @@ class DeltaPlan(NamedTuple):
     """[rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence; None where all decode"""
     token_rows: torch.Tensor | None = None  # [T - num_decodes] int32
     chunks: torch.Tensor | None = None  # [chunks, 2] int32: first token and tokens
-
-
-def plan_of(metadata: TritonMetaData) -> DeltaPlan:
-    """Of a step, made at its first layer; of a captured graph, which has decodes only."""
-    assert metadata.slots is not None
-    if metadata.lengths is None:
-        return DeltaPlan(metadata.num_decodes, metadata.slots)
-    if "delta" not in metadata.plans:
-        queries, contexts = metadata.lengths.queries.tolist(), metadata.lengths.contexts.tolist()
-        metadata.plans["delta"] = make_plan(queries, contexts, metadata.slots, metadata.num_decodes)
-    plan: DeltaPlan = metadata.plans["delta"]
-    return plan
 
 
 def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.Tensor, num_decodes: int) -> DeltaPlan:

@@ -10,8 +10,8 @@ from models.kernels.triton.configs_dense import launch_of
 from models.kernels.triton.fp8 import FP8Weight, add_group, operands
 from models.kernels.triton.grouped import FORMS, compilation_of, pairs_of_block, products_of, store_products
 from models.kernels.triton.moe_sort import SortedPairs
+from models.kernels.types import FP8_GROUP
 from models.layers.activation import Gating
-from models.quantization.stored import GROUP
 
 
 @triton.jit
@@ -111,12 +111,12 @@ def moe_fp8_gemm(
         made.columns,
         inner,
         sides.rows.stride(0),
-        cdiv(inner, GROUP),
+        cdiv(inner, FP8_GROUP),
         made.gating.alpha,
         made.gating.limit,
         IS_ROUNDED=sides.row_scales is not None,
         IS_BLOCKED=weight.is_blocked,
-        DEPTH=GROUP,
+        DEPTH=FP8_GROUP,
         **made.forms,
         **launch.keywords,
     )
@@ -136,7 +136,7 @@ COMPILATIONS = tuple(
             **dict.fromkeys(("row_scales", "scales"), "*fp32"),
         },
         integers=("num_groups",),
-        constexprs={"IS_ROUNDED": target.fp8 is not None, "IS_BLOCKED": is_blocked, "DEPTH": GROUP},
+        constexprs={"IS_ROUNDED": target.fp8 is not None, "IS_BLOCKED": is_blocked, "DEPTH": FP8_GROUP},
         divisible=frozenset(),
     )
     for target in TARGETS.values()

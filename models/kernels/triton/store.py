@@ -11,13 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from models.attention.base import AttentionOptions, Rotation
-from models.forward_context import KVCacheTensor
 from models.kernels.triton.arithmetic import cdiv, next_power_of_2
 from models.kernels.triton.compilation import Compilation
 from models.kernels.triton.configs import TARGETS, Target, config_of
 from models.kernels.triton.configs_dense import launch_of
-from models.layers.norm import HeadNorms
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 @triton.jit

@@ -7,17 +7,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.attention.base import AttentionOptions, Rotation
 from models.attention.triton import TritonAttentionBackend
-from models.forward_context import AttentionMetaData, KVCacheTensor
+from models.forward_context import AttentionMetaData
+from models.kernels.rotary import rotate
 from models.kernels.triton.attention_prefill import tokens_of_tile
 from models.kernels.triton.cache_view import as_hardware_reads
 from models.kernels.triton.checks.findings import Finding, Numbers, excess, of_fp8, slack, unless
 from models.kernels.triton.pieces import PIECE
 from models.kernels.triton.reference import attention as reference
 from models.kernels.triton.store import store
-from models.layers.norm import HeadNorms, RMSNorm
-from models.layers.rotary import rotate
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
 
 _WIDEST = 4096
 """Of the windows that a row goes beyond."""
@@ -181,7 +180,7 @@ class _Step:
         return slots // self._form.block_size, slots % self._form.block_size
 
 
-def _moved(x: torch.Tensor, norm: RMSNorm | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads as they are stored, in float32, and how large the terms of each number are."""
     exact = x.float()
     if norm is not None:

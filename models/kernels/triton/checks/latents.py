@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from models.attention.base import LatentInputs
+from models.kernels.rotary import deinterleave, rotate
 from models.kernels.triton.cache_view import vectors_as_hardware_reads
 from models.kernels.triton.checks.findings import FLOAT32, Finding, Numbers, excess, of_fp8, slack
 from models.kernels.triton.configs_dense import launch_of
@@ -13,7 +13,7 @@ from models.kernels.triton.indexer_scores import indexer_scores
 from models.kernels.triton.latent_attention import latent_attention
 from models.kernels.triton.latent_prefill import Piece, latent_prefill
 from models.kernels.triton.latent_store import latent_store, vector_store
-from models.layers.rotary import deinterleave, rotate
+from models.kernels.types import LatentInputs
 
 _SHORT = (1, 19)
 """Latents that tokens see."""

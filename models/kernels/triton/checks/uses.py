@@ -96,8 +96,8 @@ def _attention(observed: ObservingBackend, dtype: torch.dtype, tokens_a_row: int
 
 def _layers(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int) -> Iterator[Use]:
     # These are computed with what stores keys.
-    fused = {id(norm) for call in observed.attended for norm in call.norms or ()}
-    fused |= {id(call.inputs.norm) for call in observed.latents}
+    fused = {id(norm.weight) for call in observed.attended for norm in call.norms or ()}
+    fused |= {id(call.inputs.norm.weight) for call in observed.latents}
     modules = list(cast(nn.Module, model).modules())
     # Those of decoder layers take a sum with them: what comes before it or, of Gemma's, behind it.
     alone = {id(norm) for module in modules if isinstance(module, MLAAttention) for norm in module.children()}
@@ -105,7 +105,7 @@ def _layers(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max
     top_k = None
     for module in modules:
         match module:
-            case RMSNorm() if id(module) not in fused:
+            case RMSNorm() if id(module.weight) not in fused:
                 sums = () if id(module) in alone else (NORM_ADD,) if is_gemma else (ADD_NORM,)
                 norm = NormForm(*module.shape, module.eps, module.offset, dtype, module.weight.dtype, sums)
                 yield "norm", norm, norm.check

@@ -2,7 +2,6 @@
 
 import torch
 
-from models.attention.base import AttentionOptions
 from models.kernels.cpu.structures import SILU
 from models.kernels.triton.checks.attention import AttentionForm
 from models.kernels.triton.checks.dense import ActivationForm, NormForm
@@ -11,10 +10,11 @@ from models.kernels.triton.checks.findings import Check, Numbers
 from models.kernels.triton.checks.products import ProductForm
 from models.kernels.triton.checks.recurrent import DeltaForm
 from models.kernels.triton.four_bit import RUN
+from models.kernels.types import FP8_GROUP, AttentionOptions
 from models.layers.activation import Gating
 from models.layers.moe import FusedMoE
 from models.layers.quantized_product import StoredWeight
-from models.quantization.stored import GROUP, Codes, QuantizedRows
+from models.quantization.stored import Codes, QuantizedRows
 
 VOCABULARY = 128256
 _DTYPE = torch.bfloat16
@@ -59,7 +59,7 @@ def stored_weight(kind: str, outputs: int, inputs: int, device: torch.device, dt
 def quantized_rows(kind: str, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> QuantizedRows:
     """Rows of any numbers in FP8, `int4` or `mxfp4`, on the host. # [outputs, inputs]"""
     numbers = Numbers(torch.device("cpu"), seed)
-    width = RUN if kind == "mxfp4" else min(GROUP, inputs)
+    width = RUN if kind == "mxfp4" else min(FP8_GROUP, inputs)
     scales, zeros = 0.02 * numbers.near_one(outputs, -(-inputs // width)), None
     if kind == "fp8":
         codes = numbers.normal(outputs, inputs).to(torch.float8_e4m3fn)

@@ -2,10 +2,9 @@
 
 import torch
 
-from models.attention.base import AttentionOptions, Rotation
-from models.forward_context import KVCacheTensor
-from models.layers.norm import HeadNorms
-from models.layers.rotary import rotate
+from models.kernels.norm import rms_norm
+from models.kernels.rotary import rotate
+from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 def store(
@@ -20,7 +19,7 @@ def store(
 ) -> torch.Tensor:
     """See `models.kernels.triton.store.store`."""
     if norms is not None:
-        q, k = norms.q(q), norms.k(k)
+        q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     kept = slots >= 0

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from models.kernels.triton.four_bit import FourBitWeight, unpack_nibbles
 from models.kernels.triton.fp8 import FP8Weight
-from models.quantization.stored import GROUP
+from models.kernels.types import FP8_GROUP
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -13,7 +13,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def quantize_groups(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As the kernel's launcher, for an FP8 of any device."""
     largest = 240.0 if dtype is torch.float8_e4m3fnuz else 448.0
-    padded = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    padded = F.pad(x.float(), (0, -x.shape[1] % FP8_GROUP)).view(len(x), -1, FP8_GROUP)
     reach = padded.abs().amax(-1)
     scales = torch.where(reach > 0, reach / largest, 1.0)
     codes = (padded / scales[..., None]).clamp(-largest, largest).to(dtype)
@@ -23,7 +23,7 @@ def quantize_groups(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Activations as products of FP8 see them. # [M, K] -> [M, K] float32"""
     codes, scales = quantize_groups(x, dtype)
-    return codes.float() * scales.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
+    return codes.float() * scales.repeat_interleave(FP8_GROUP, 1)[:, : x.shape[1]]
 
 
 def fp8_weight(weight: FP8Weight) -> torch.Tensor:
@@ -31,8 +31,8 @@ def fp8_weight(weight: FP8Weight) -> torch.Tensor:
     scales, (outputs, inputs) = weight.scales, weight.codes.shape[-2:]
     if not weight.is_blocked:
         return weight.codes.float() * scales[..., None]
-    rows = 1 if scales.shape[-2] == outputs else GROUP
-    scales = scales.repeat_interleave(rows, -2).repeat_interleave(GROUP, -1)
+    rows = 1 if scales.shape[-2] == outputs else FP8_GROUP
+    scales = scales.repeat_interleave(rows, -2).repeat_interleave(FP8_GROUP, -1)
     return weight.codes.float() * scales[..., :outputs, :inputs]
 
 
