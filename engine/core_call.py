@@ -12,9 +12,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.cluster_key import CurvePair
-from engine.core_process import CoreAddress
 from engine.core_wires import connection_names
 from engine.worker.curve import dial
+from engine.worker.host_messages import CoreAddress
 
 _NEVER_AGAIN_MS = -1
 _TRY_SECONDS = 3.0

@@ -20,11 +20,10 @@ from engine.checkpoint import resolve_checkpoint
 from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import Config
-from engine.core_process import CoreAddress
 from engine.remote_core import CorePlace, RemoteCore
 from engine.replica_places import ReplicaPlace, deal_out
 from engine.worker.curve import Doorkeeper, endpoint, listen, resolve
-from engine.worker.host_messages import LaunchCore
+from engine.worker.host_messages import CoreAddress, LaunchCore
 from engine.worker.host_router import HostRouter
 from engine.worker.shard import HostShare
 

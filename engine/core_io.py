@@ -17,9 +17,9 @@ from engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from engine.core_call import CoreCall
-    from engine.core_process import CoreAddress
     from engine.structured.admission import GrammarAdmission
     from engine.structured.matchers import Matchers
+    from engine.worker.host_messages import CoreAddress
 
 logger = logging.getLogger(__name__)
 

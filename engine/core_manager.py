@@ -21,7 +21,7 @@ from engine.relocation import Relocation
 from engine.replica import Replica
 from engine.replica_places import deal_out
 from engine.seats import Seats
-from engine.worker.memory import available_host_memory
+from engine.worker.control_groups import available_host_memory
 from engine.worker.shard import HostShare
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from engine.flight_record import FlightRecord
 from engine.lifetime import ENDED, REMOVED, family, stopped_process, wait_or_kill
 from engine.messages import Failed
 from engine.seats import Seat
+from engine.worker.host_messages import CoreAddress
 from engine.worker.shard import HostShare
 from models.child_environment import own_code
 
@@ -40,18 +41,6 @@ _FAREWELL_SECONDS = 3.0
 
 _MAX_SOCKET_PATH = 107
 """Bytes that a unix socket's address holds."""
-
-
-class CoreAddress(msgspec.Struct, frozen=True):
-    """Where a core calls that runs on another host than the front end; keys are of CURVE, made for this core alone."""
-
-    address: str
-    """`tcp://` a host and a port, of this replica."""
-    name: str
-    """Of its connections; see `connection_names`."""
-    front_end_public: bytes
-    public: bytes
-    secret: bytes
 
 
 class Launch(msgspec.Struct, frozen=True):

@@ -88,7 +88,7 @@ def load_model(
         links.meet(config.parallel_config.rank_start_timeout)
     if ranks is not None:
         assert group is not None
-        ranks.join(group, world)
+        ranks.join(group, None if world is None else world.join)
     elif world is not None:
         world.join()
     phases.end("load")
@@ -116,7 +116,7 @@ def load_model(
     if ranks is not None:
         assert isinstance(runner, ShardRunner)
         assert group is not None
-        ranks.serve(runner, group)
+        runner.other_ranks = ranks.open_steps(group)
         info = msgspec.structs.replace(
             info,
             own_cpus=sorted(own_cpus | others_cpus),

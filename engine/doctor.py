@@ -52,7 +52,7 @@ def _with_torch(facts: Facts) -> Facts:
 
     import torch
 
-    from engine.worker.memory import available_host_memory
+    from engine.worker.control_groups import available_host_memory
     from models.kernels import backends
     from models.kernels.cpu.library import INSTRUCTION_SETS, load_library
 

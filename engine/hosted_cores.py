@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from engine.config import Config
 from engine.core_process import CoreProcess
+from engine.worker.control_groups import available_host_memory
 from engine.worker.host_messages import (
     CoreEnded,
     CoreServes,
@@ -19,7 +20,6 @@ from engine.worker.host_messages import (
     StopCore,
     TellCore,
 )
-from engine.worker.memory import available_host_memory
 
 _log = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from engine.cluster_key import ClusterKeys, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import Config
 from engine.hosted_cores import HostedCores
+from engine.worker.control_groups import available_host_memory
 from engine.worker.curve import AGAIN_SECONDS, CONNECT_SECONDS, dial, endpoint, warn_no_address
 from engine.worker.host_messages import (
     CoreServes,
@@ -32,7 +33,6 @@ from engine.worker.host_messages import (
     TellRank,
     ToHost,
 )
-from engine.worker.memory import available_host_memory
 from engine.worker.rank_messages import RankFailed, RankLaunch, RankServes, ToRank
 from engine.worker.rank_proc import RankProc
 

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import Scope
 
-from server.errors import CLIENT_GONE
 from server.middleware.paths import route_path
 
 _log = logging.getLogger(__name__)
+
+CLIENT_GONE = 499
+"""Status, in logs only, of a request whose client left before the answer."""
 
 _QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
 """What is asked every few seconds, by probes and scrapers; logged at debug."""

@@ -14,12 +14,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from engine.io_processor import DoesNotFit, InvalidRequest
+from server.access_log import CLIENT_GONE
 from server.spelling import nearest
 
 _log = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-"""Status, in logs only, of a request whose client left before the answer."""
 
 
 class ErrorDetail(msgspec.Struct):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine.config import Config
 from engine.seats import Seat
@@ -29,13 +29,9 @@ from engine.worker.rank_messages import (
     RankSized,
 )
 from engine.worker.rank_places import RankError, RankLink, RankPlaces
-from engine.worker.rank_steps import RankSteps
+from engine.worker.rank_steps import RankGroup, RankSteps
 from engine.worker.shard import HostShare
 from models.errors import first_line
-
-if TYPE_CHECKING:
-    from engine.worker.build import RankGroup, World
-    from engine.worker.shard_runner import ShardRunner
 
 logger = logging.getLogger(__name__)
 
@@ -87,13 +83,16 @@ class AsyncIOProcManager:
         cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
         return cpus, sum(each.num_parameters for each in loaded)
 
-    def join(self, group: "RankGroup", world: "World | None" = None) -> None:
-        """Have all ranks meet, this one too, and those of all replicas. Raises `RankError` where they do not."""
+    def join(self, group: RankGroup, join_replicas: Callable[[], None] | None = None) -> None:
+        """Have all ranks meet, this one too. Raises `RankError` where they do not.
+
+        `join_replicas`: joins the ranks of all replicas, before the group's own; None: replicas do not meet.
+        """
         self._group = group
         self._send_all(Join())
         try:
-            if world is not None:
-                world.join()
+            if join_replicas is not None:
+                join_replicas()
             group.join()
         except RuntimeError as error:
             raise RankError(f"the tensor-parallel ranks did not meet: {first_line(error)}") from error
@@ -108,13 +107,14 @@ class AsyncIOProcManager:
         reason = f"{size.reason}, on {self.shard.size} ranks"
         return KVCacheSize(num_blocks, num_slots, num_bytes * num_blocks // max(1, size.num_blocks), reason)
 
-    def serve(self, runner: "ShardRunner", group: "RankGroup") -> None:
-        """From now on the other ranks compute each of the runner's steps too."""
+    def open_steps(self, group: RankGroup) -> RankSteps:
+        """Have the other ranks serve; through what is returned, they compute each step that the caller begins."""
         self._expect_all(RankServes, "warm up")
         writer, taker = self._places.open_steps(self._timeout)
-        runner.other_ranks = self._steps = RankSteps(
+        self._steps = RankSteps(
             writer, taker, len(self._links), group, self._fail, lambda trace: logger.error("%s", trace)
         )
+        return self._steps
 
     def part(self, why: str = "") -> None:
         """No other engine core will come: hosts that would wait for one end as well.

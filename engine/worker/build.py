@@ -17,7 +17,7 @@ from engine.config import Config
 from engine.seats import Seat
 from engine.worker.memory import GIB, MAX_CPU_BYTES
 from engine.worker.model_runner import ModelRunner
-from engine.worker.rank_steps import Group
+from engine.worker.rank_steps import RankGroup
 from engine.worker.shard import HostShare, Shard, own_cpus
 from engine.worker.shard_runner import ShardRunner
 from engine.worker.threads import bind_memory, choose_threads, pin, settle
@@ -48,14 +48,8 @@ _FP8_BLOCK = FP8_GROUP, FP8_GROUP
 """Rows and columns that share a scale, in the FP8 experts that aiter computes."""
 
 
-class RankGroup(Collectives, Group, Protocol):
-    """A rank's end of its group."""
-
-    def join(self) -> None:
-        """Meet the other ranks."""
-
-    def close(self) -> None:
-        """Leave them, before this process ends."""
+class RankCollectives(Collectives, RankGroup, Protocol):
+    """A rank's end of its group, as the layers use it too."""
 
 
 class BuiltRunner(NamedTuple):
@@ -66,7 +60,7 @@ class BuiltRunner(NamedTuple):
     model_config: CheckpointConfig
     own_cpus: frozenset[int]
     """CPUs that other processes keep off."""
-    group: RankGroup | None
+    group: RankCollectives | None
     """Of the ranks, where there are several; to be joined."""
     world: World | None
     """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
@@ -156,7 +150,7 @@ def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device
     )
 
 
-def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankGroup:
+def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankCollectives:
     """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
     operators = library.load_library()
     shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and shard.memory is not None

@@ -9,9 +9,20 @@ from typing import TypeAlias
 import msgspec
 
 from engine.cluster_settings import CommonGround
-from engine.core_process import CoreAddress
 from engine.worker.rank_messages import FromRank, ToRank
 from engine.worker.shard import HostShare
+
+
+class CoreAddress(msgspec.Struct, frozen=True):
+    """Where a core calls that runs on another host than the front end; keys are of CURVE, made for this core alone."""
+
+    address: str
+    """`tcp://` a host and a port, of this replica."""
+    name: str
+    """Of its connections; see `connection_names`."""
+    front_end_public: bytes
+    public: bytes
+    secret: bytes
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):

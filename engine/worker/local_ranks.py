@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.seats import Seat
-from engine.worker.memory import available_host_memory
+from engine.worker.control_groups import available_host_memory
 from engine.worker.rank_messages import RankLaunch, SharedMemory
 from engine.worker.rank_places import EndTaker, StepWriter
 from engine.worker.rank_proc import RankProc

@@ -3,13 +3,13 @@
 Called by the model runner before the cache is allocated. No torch here: a GPU's figures come through `DeviceMemory`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from engine.config import Config
-from engine.worker.control_groups import group_directories
+from engine.worker.control_groups import available_host_memory
 
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
@@ -177,37 +177,6 @@ def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, 
         "cpu_kvcache_gib",
         MAX_CPU_TOKENS,
     )
-
-
-def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes this process can still use: the system's MemAvailable, or less where a control group's limit is nearer."""
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(0, min((available, *_control_group_headrooms(root))))
-
-
-def _control_group_headrooms(root: Path) -> Iterator[int]:
-    """What each limit on this process leaves (cgroup v2 and v1); reclaimable page cache counts as free."""
-    for directory, unified in group_directories("memory", root):
-        if unified:
-            headroom = _headroom(directory, "memory.max", "memory.current", "inactive_file")
-        else:
-            headroom = _headroom(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        if headroom is not None:
-            yield headroom
-
-
-def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:
-    try:
-        limit = (directory / limit_file).read_text().strip()
-        usage = int((directory / usage_file).read_text())
-        stat = (directory / "memory.stat").read_text()
-    except FileNotFoundError:
-        return None
-    if limit == "max":
-        return None
-    counters = dict(line.split() for line in stat.splitlines())
-    return int(limit) - usage + int(counters.get(reclaimable, 0))
 
 
 def gib(num_bytes: int) -> str:

@@ -19,6 +19,7 @@ from engine.messages import TokenLogprobs
 from engine.spec_decode.drafts import most_choices
 from engine.worker.committed import CommittedBlocks
 from engine.worker.compiled_model import compile_model, compiling
+from engine.worker.control_groups import available_host_memory
 from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.device import device_of
 from engine.worker.device_batch import DeviceInputs, Place
@@ -26,14 +27,7 @@ from engine.worker.input_batch import InputBatch, StepInputs, StepRows
 from engine.worker.kernel_checks import check_kernels
 from engine.worker.kv_memory import TorchDeviceMemory, at_start, in_step
 from engine.worker.layer_caches import KV_CACHE_DTYPES, LayerCaches
-from engine.worker.memory import (
-    CPU_BYTES_AT_FIRST,
-    KVCacheSize,
-    available_host_memory,
-    cpu_budget,
-    gpu_budget,
-    kv_cache_size,
-)
+from engine.worker.memory import CPU_BYTES_AT_FIRST, KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
 from engine.worker.model_graphs import make_graphs, why_no_graphs
 from engine.worker.prompt_logprobs import read_prompt_logprobs
 from engine.worker.recorded_pass import record_pass

@@ -14,14 +14,20 @@ _LEAVE_SECONDS = 5.0
 """For the other ranks to leave a step that one of them cannot compute."""
 
 
-class Group(Protocol):
-    """What steps need of the ranks' collectives."""
+class RankGroup(Protocol):
+    """A rank's end of its group, as the manager and the steps of the ranks use it."""
+
+    def join(self) -> None:
+        """Meet the other ranks."""
 
     def begin_step(self, number: int) -> None:
         """The collectives from here on belong to this step."""
 
     def abort(self) -> None:
         """Have every rank leave the step."""
+
+    def close(self) -> None:
+        """Leave the other ranks, before this process ends."""
 
 
 class RankStepError(RuntimeError):
@@ -36,7 +42,7 @@ class RankSteps:
         writer: StepWriter,
         ends: EndTaker,
         num_others: int,
-        group: Group,
+        group: RankGroup,
         fail: Callable[[str], object],
         on_trace: Callable[[str], object],
     ) -> None:

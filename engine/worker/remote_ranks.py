@@ -17,9 +17,9 @@ import zmq
 from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
 from engine.cluster_settings import CommonGround
 from engine.config import Config
+from engine.worker.control_groups import available_host_memory
 from engine.worker.curve import Doorkeeper, endpoint, resolve, why_not
 from engine.worker.host_router import HostRouter
-from engine.worker.memory import available_host_memory
 from engine.worker.rank_messages import RankLaunch, StepAddress
 from engine.worker.rank_places import EndTaker, RankError, RankLink, StepWriter
 from engine.worker.rank_proc import RankProc

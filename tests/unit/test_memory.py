@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config
-from engine.worker.memory import (
-    GIB,
-    MemoryBudget,
-    available_host_memory,
-    cpu_budget,
-    gpu_budget,
-    kv_cache_size,
-)
+from engine.worker.control_groups import available_host_memory
+from engine.worker.memory import GIB, MemoryBudget, cpu_budget, gpu_budget, kv_cache_size
 
 BLOCK = 1000
 

@@ -17,13 +17,14 @@ from engine.config import Config, ParallelConfig
 from engine.core_call import CoreCall
 from engine.core_hosts import CoreHosts
 from engine.core_link import CoreLink
-from engine.core_process import LOST_FRONT_END, CoreAddress
+from engine.core_process import LOST_FRONT_END
 from engine.core_wires import RemoteWire, connection_names
 from engine.messages import Failed
 from engine.remote_core import CorePlace, RemoteCore
 from engine.replica_places import deal_out
 from engine.worker.curve import Doorkeeper, dial, endpoint, listen
 from engine.worker.host_messages import (
+    CoreAddress,
     CoreEnded,
     CoreServes,
     CoreStarted,
