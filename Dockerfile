@@ -29,7 +29,7 @@ FROM ${ROCM_BASE} AS rocm
 COPY . /opt/kaon
 WORKDIR /opt/kaon
 RUN sh deploy/container.sh rocm
-# XDG_CACHE_HOME: aiter's, in a folder for each release of it (models/kernels/aiter/folder.py).
+# XDG_CACHE_HOME: aiter's, in a folder for each release of it (models/ops/aiter/probe.py).
 ENV HF_HOME=/var/cache/kaon TORCHINDUCTOR_CACHE_DIR=/var/cache/kaon/inductor \
     TRITON_CACHE_DIR=/var/cache/kaon/triton XDG_CACHE_HOME=/var/cache/kaon
 USER kaon

@@ -50,20 +50,20 @@ lint-types: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 lint-docs: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m server.config_docs --check
-	$(VENV)/bin/python -m server.api_docs --check
+	$(VENV)/bin/python -m tools.config_docs --check
+	$(VENV)/bin/python -m tools.api_docs --check
 	$(VENV)/bin/python -m tests.parity.models_docs --check
-	$(VENV)/bin/python -m models.kernels.triton.report --check
+	$(VENV)/bin/python -m tools.kernel_report --check
 
 format: $(VENV)/.installed-dev ## Format the code
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
 docs: $(VENV)/.installed-test ## Write the tables of the configuration, the API's fields, models and kernels again
-	$(VENV)/bin/python -m server.config_docs
-	$(VENV)/bin/python -m server.api_docs
+	$(VENV)/bin/python -m tools.config_docs
+	$(VENV)/bin/python -m tools.api_docs
 	$(VENV)/bin/python -m tests.parity.models_docs
-	$(VENV)/bin/python -m models.kernels.triton.report
+	$(VENV)/bin/python -m tools.kernel_report
 
 bench: $(VENV)/.installed-test ## Measure, and write docs/benchmarks.md
 	@exec $(VENV)/bin/python -m benchmarks $(ARGS)
@@ -78,14 +78,14 @@ bench-peers: $(VENV)/.installed-test ## Measure Kaon and other servers in turn, 
 	@exec $(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minutes on two cores)
-	@exec $(VENV)/bin/python -m models.demo.train --out models/demo/checkpoint $(ARGS)
+	@exec $(VENV)/bin/python -m tools.demo.train --out models/demo/checkpoint $(ARGS)
 
 clean: ## Remove .venv, caches and build output
 	rm -rf $(VENV) .conformance .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .kernels.jsonl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What pip compiles.
-COMPILED := $(wildcard setup.py models/kernels/cpu/*.[ch])
+COMPILED := $(wildcard setup.py models/ops/cpu/*.[ch])
 
 # One stamp a set of extras. As long as it is newer than what it was installed from, pip does not run again.
 $(VENV)/.installed-test: EXTRAS := [test]

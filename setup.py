@@ -10,7 +10,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-_CPU = Path("models/kernels/cpu")
+_CPU = Path("models/ops/cpu")
 _ARGUMENTS = ["-O3", "-std=gnu11", "-fno-trapping-math", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     _ARGUMENTS.append("-mprefer-vector-width=512")
@@ -39,7 +39,7 @@ setup(
     cmdclass={"build_ext": BuildOnSeveralCores},
     ext_modules=[
         Extension(
-            "models.kernels.cpu._library",
+            "models.ops.cpu._library",
             sorted(str(source) for source in _CPU.glob("*.c")),
             depends=sorted(str(header) for header in _CPU.glob("*.h")),
             define_macros=[("KAON_SOURCES", f'"{_HASH}"')],

@@ -7,22 +7,17 @@ The page's comparison with other servers is kept, its figures of a GPU, and of t
 import sys
 from pathlib import Path
 
-from benchmarks import (
-    data_parallel,
-    engine_loop,
-    experts,
-    front_end,
-    host,
-    loading,
-    lockstep,
-    parallel,
-    quantization,
-    recovery,
-    speculative,
-    startup,
-    structured,
-)
-from benchmarks.gpu import page as gpu
+from benchmarks import decoding as experts
+from benchmarks import decoding as quantization
+from benchmarks import decoding as speculative
+from benchmarks import front_end, host, parallel, startup
+from benchmarks import parallel as data_parallel
+from benchmarks import parallel as lockstep
+from benchmarks import startup as loading
+from benchmarks import startup as recovery
+from benchmarks import step_time as engine_loop
+from benchmarks import step_time as structured
+from benchmarks.gpu import parts as gpu
 from benchmarks.peers import page as peers
 from benchmarks.report import kept_section, machine
 

@@ -103,9 +103,9 @@ def serve_floor(port: int) -> None:
 
 def serve(port: int) -> int:
     """A server whose core is the stub."""
-    from engine import core_process
-    from engine.config import Config, ServerConfig
-    from server.serve import run
+    from engine.config.config import Config, ServerConfig
+    from engine.distributed import core_process
+    from server.process import run
 
     core_process.CORE_MODULE = "benchmarks.stub_core"
     return run(Config(server_config=ServerConfig(port=port, log_level="warning")))

@@ -76,13 +76,14 @@ Found = dict[str, list[tuple[str, dict[str, float | str]]]]
 
 def measured(target: str, part: str | None, *, is_dry: bool) -> Found:
     """For one GPU, in a process whose kernels are not interpreted."""
-    from benchmarks.gpu import launch, turn
+    from benchmarks.gpu import absent as turn
+    from benchmarks.gpu import launch
     from benchmarks.gpu.absent import AbsentBench, on
-    from models.kernels.triton.configs import TARGETS as GPUS
+    from models.ops.triton.configs import TARGETS as GPUS
 
     bench = AbsentBench(is_dry=is_dry)
     with on(GPUS[target], turn.first_tokens):
-        cases = {"operators": launch.cases, "turns": turn.cases}
+        cases = {"operators": launch.launch_cases, "turns": turn.turn_cases}
         wanted = cases if part is None else {part: cases[part]}
         return {name: [(case.name, case.run()) for case in of(bench)] for name, of in wanted.items()}
 
@@ -97,7 +98,7 @@ def _in_a_process(target: str, *, is_dry: bool) -> Found:
 
 def section(found: dict[str, Found]) -> str:
     """The section's Markdown."""
-    from benchmarks.gpu.turn import STEPS
+    from benchmarks.gpu.absent import STEPS
 
     parts = [_WHAT.format(machine=machine(), triton=version("triton"))]
     for name, text in zip(_PARTS, (_OPERATORS, _TURNS), strict=True):

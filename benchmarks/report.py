@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from engine.release import release
+from engine.config.release import release
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """An engine core without a model: answers every request with a token a step, at a fixed pace, over the real sockets.
 
-`benchmarks.front_end` runs it in place of `engine.core_main`.
+`benchmarks.front_end` runs it in place of `engine.core.main`.
 """
 
 import itertools
@@ -10,9 +10,9 @@ import time
 import msgspec
 import zmq
 
-from engine.core_process import Launch
-from engine.core_startup import PhaseClock
-from engine.lifetime import end_with_parent, name_process, take_lifeline
+from engine.core.startup import PhaseClock
+from engine.distributed.core_process import Launch
+from engine.distributed.processes import end_with_parent, name_process, take_lifeline
 from engine.messages import (
     AbortRequests,
     AddRequest,

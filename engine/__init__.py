@@ -1,1 +1,1 @@
-"""What runs requests: configuration, messages, sequences, the scheduler, the engine core and its workers."""
+"""The inference engine: client side, text, scheduling core, model runner and what joins their processes."""

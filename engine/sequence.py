@@ -11,8 +11,8 @@ from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
 
 if TYPE_CHECKING:
-    from engine.spec_decode.prompt_lookup import PromptLookup
-    from engine.structured.matchers import Matcher
+    from engine.speculative.ngram import PromptLookup
+    from engine.text.structured.matcher import Matcher
 
 
 class SequenceStatus(Enum):
@@ -98,7 +98,7 @@ class Sequence:
         self.stop_token_sequences = stop_token_sequences or []
         self.stream_callback = stream_callback
         self.end_tokens: frozenset[int | None] = frozenset()
-        """Tokens that may end this sequence, and the length that does: `engine.stops` looks closely at these only."""
+        """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these only."""
         self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""

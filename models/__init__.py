@@ -1,1 +1,3 @@
-"""Model code: configuration, registry, loader, layers, attention backends, architectures. Imports no other room."""
+"""Models: config, checkpoint loading, architectures, layers, attention, quantization, parallel groups and
+operators.
+"""

@@ -1,1 +1,1 @@
-"""The public face: HTTP, SSE, errors, metrics and the command line. Imports no torch."""
+"""The HTTP process: command line, endpoints, streaming, metrics. Imports no torch."""

@@ -1,14 +1,46 @@
-"""`AccessLog`: a line for each request that has ended. Written by `server.middleware.entrance`."""
+"""`AccessLog`: a line for each request that has ended. Written by `server.middleware`."""
 
 import logging
 import sys
+import uuid
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
 from starlette.types import Scope
 
-from server.middleware.paths import route_path
+# [request_id] Ids of requests: `X-Request-Id`, the client's own or a new one, and `REQUEST_ID` for what is logged on
+# the way.
+
+HEADER = "X-Request-Id"
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Id of the request at hand; None outside of one."""
+
+_MAX_LENGTH = 128
+_VISIBLE = frozenset(range(0x21, 0x7F))
+
+
+def new_request_id() -> str:
+    """An id for a request that brought none."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def usable_request_id(given: bytes) -> str | None:
+    """The client's own id, if one may go into a header and a log line: up to 128 visible ASCII characters."""
+    return given.decode("ascii") if 0 < len(given) <= _MAX_LENGTH and _VISIBLE.issuperset(given) else None
+
+
+# [paths] `route_path`: a request's path as the routes see it. Used by the layers that act before the routes do.
+
+
+def route_path(scope: Scope) -> str:
+    """The path without the prefix of a proxy (`root_path`), where the proxy left it there."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path.removeprefix(prefix) if prefix and path.startswith(prefix + "/") else path
+
 
 _log = logging.getLogger(__name__)
 

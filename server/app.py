@@ -9,15 +9,14 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.config import Config, ServerConfig
-from engine.core_manager import CoreManager
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config, ServerConfig
 from server import errors, openapi
+from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.access_log import AccessLog
-from server.auth import KeyRing
 from server.frontend import Frontend
-from server.middleware.entrance import Entrance
-from server.middleware.keys import RequireKey
-from server.request_id import HEADER as REQUEST_ID_HEADER
+from server.limits.keys import KeyRing
+from server.middleware import Entrance, RequireKey
 from server.responses.service import ResponsesService
 from server.routes import chat, completions, docs, health, models, responses, tokenize
 

@@ -32,19 +32,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: list[str], command: str) -> int:
-    from server.settings import SettingsError, load_config
+    from engine.config.settings import SettingsError, load_config
 
     try:
         config = load_config(arguments)
     except SettingsError as error:
         return _complain(f"kaon serve: {error}", _BAD_USAGE)
-    from server.serve import run
+    from server.process import run
 
     return run(config)
 
 
 def _chat(arguments: list[str], command: str) -> int:
-    from server.chat import ChatError, run
+    from server.chat_client import ChatError, run
 
     try:
         return run(arguments)
@@ -59,7 +59,7 @@ def _doctor(arguments: list[str], command: str) -> int:
 
 
 def _version(arguments: list[str], command: str) -> int:
-    from engine.release import release
+    from engine.config.release import release
 
     sys.stdout.write(f"kaon {release()}\n")
     return _OK
@@ -71,7 +71,7 @@ def _help(arguments: list[str], command: str) -> int:
 
 
 def _unknown(arguments: list[str], command: str) -> int:
-    from server.spelling import nearest
+    from engine.config.spelling import nearest
 
     hint = nearest(command, _COMMANDS) or "; kaon --help lists the commands"
     return _complain(f"kaon: {command} is not a command{hint}", _BAD_USAGE)

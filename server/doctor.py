@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
         told = _USAGE if is_help else f"kaon doctor: {wrong} is not known; {_USAGE}"
         (sys.stdout if is_help else sys.stderr).write(told)
         return 0 if is_help else 2
-    report = examine([sys.executable, "-P", "-m", "engine.doctor"])
+    report = examine([sys.executable, "-P", "-m", "engine.runner.doctor"])
     if arguments:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
     else:

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
-from engine.io_processor import DoesNotFit, InvalidRequest
+from engine.config.spelling import nearest
+from engine.text.io_processor import DoesNotFit, InvalidRequest
 from server.access_log import CLIENT_GONE
-from server.spelling import nearest
 
 _log = logging.getLogger(__name__)
 

@@ -11,22 +11,22 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from engine.affinity import keep_off
-from engine.chat_template import ChatTemplate
-from engine.checkpoint import resolve_checkpoint
-from engine.config import Config
-from engine.core_manager import CoreManager, EngineDeadError
-from engine.generation_config import GenerationDefaults
-from engine.io_processor import InputOutputProcessor
-from engine.release import release
-from engine.structured.compile import GrammarCompiler
-from engine.tokenizer import Tokenizer
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
+from engine.config.release import release
+from engine.distributed.processes import keep_off
+from engine.text.chat_template import ChatTemplate
+from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.structured.compiler import GrammarCompiler
+from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
-from server.admission import Admission
-from server.answers.answer_format import AnswerFormat
 from server.errors import ModelNotFound, NotReady, ShuttingDown
+from server.limits.admission import Admission
 from server.metrics import Metrics
-from server.streams import Hub
+from server.parsing.answer_format import AnswerFormat
+from server.streaming.hub import Hub
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`Metrics`: what `/metrics` shows. Fed by the hub, once a step and once a request; never once a token."""
 
-from collections.abc import Callable, Collection
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,10 +14,151 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics import MetricWrapperBase
 
 from engine.messages import SchedulerStats
-from engine.request_state import RequestState
-from server.replica_metrics import SHORT_BUCKETS, replica_metrics
+from engine.text.request_state import RequestState
+
+# [replica_metrics] `ReplicaMetrics`: what an engine core tells of itself, in `/metrics`. Owned by `Metrics`, one a
+# replica.
+#
+# A single core's samples have no label for it, so that they are what they were before there were several.
+
+SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+STEP_KINDS = ("prefill", "decode", "mixed")
+
+_MOST_UNTOLD = 1024
+
+_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+
+_NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
+
+_GAUGES = (
+    ("kaon_core_serving", "Whether the engine core is ready: 1, or 0 while it starts."),
+    ("kaon_requests_running", "Requests in the running batch."),
+    ("kaon_requests_waiting", "Requests waiting to be scheduled."),
+    ("kaon_kv_cache_usage_ratio", "Share of KV-cache blocks that running requests hold."),
+)
+_COUNTERS = (
+    ("kaon_generation_tokens_total", "Tokens generated."),
+    ("kaon_core_restarts_total", "Engine cores that took the place of one that died."),
+    ("kaon_requests_resumed_total", "Requests that went on in another engine core."),
+)
+_SINCE_CORE_START = (
+    (
+        "kaon_prefix_cache_queried_tokens_total",
+        "Prompt tokens looked up in the prefix cache.",
+        "prefix_queried_tokens",
+    ),
+    ("kaon_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
+    (
+        "kaon_preemptions_total",
+        "Times a running request was preempted for want of KV-cache blocks.",
+        "preemptions",
+    ),
+    ("kaon_draft_tokens_total", "Draft tokens verified.", "draft_tokens"),
+    (
+        "kaon_accepted_draft_tokens_total",
+        "Draft tokens that were what the model would have chosen.",
+        "accepted_draft_tokens",
+    ),
+)
+"""Counters with the field of `SchedulerStats` that each follows."""
+
+
+def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["ReplicaMetrics"]:
+    """The metrics of each replica, by number."""
+    labels = [] if num_replicas == 1 else ["replica"]
+    gauges = {name: Gauge(name, text, labels, registry=registry) for name, text in _GAUGES}
+    texts = [*_COUNTERS, *((name, text) for name, text, _ in _SINCE_CORE_START)]
+    counters = {name: Counter(name, text, labels, registry=registry) for name, text in texts}
+    steps = Histogram(
+        "kaon_step_duration_seconds",
+        "Duration of an engine step, by kind.",
+        [*labels, "kind"],
+        buckets=SHORT_BUCKETS,
+        registry=registry,
+    )
+    return [
+        ReplicaMetrics(gauges, counters, steps, {label: str(number) for label in labels})
+        for number in range(num_replicas)
+    ]
+
+
+class ReplicaMetrics:
+    """Of one replica. Takes in a step for next to nothing: what it brought waits for a scrape."""
+
+    def __init__(
+        self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
+    ) -> None:
+        """Of all replicas; `labels` tell this one's samples from the others'."""
+        self._serving, self._running, self._waiting, self._kv_usage = _children(gauges, _GAUGES, labels)
+        self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
+        since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
+        self._since_core_start = _children(counters, since_start, labels)
+        self._stats = self._told = _NO_STATS
+        """The latest, and those that the counters since the core's start have been told."""
+        self._is_serving: Callable[[], bool] = lambda: True
+        self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
+        self._untold: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
+        """Durations of steps that the histograms have not been told yet: telling one costs a tenth of a chunk."""
+        self._generated_tokens = 0
+
+    def step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        """An engine step ended, having generated that many tokens."""
+        self._stats = stats
+        self._generated_tokens += generated_tokens
+        untold = self._untold.get(stats.step_kind)
+        if untold is not None:
+            untold.append(stats.step_seconds)
+            if len(untold) == _MOST_UNTOLD:
+                self._tell_steps()
+
+    def core_restarted(self, resumed: int) -> None:
+        """Another core is ready, whose counts begin anew, and in which so many requests go on."""
+        self._restarts.inc()
+        self._resumed.inc(resumed)
+        self._tell_counts()
+        self._stats = self._told = _NO_STATS
+
+    def requests_moved(self, resumed: int) -> None:
+        """So many requests of another replica go on in this one."""
+        self._resumed.inc(resumed)
+
+    def show_serving(self, is_serving: Callable[[], bool]) -> None:
+        """`is_serving` tells, at each scrape, whether the core is ready."""
+        self._is_serving = is_serving
+        self._serving.set_function(is_serving)
+
+    def tell(self) -> None:
+        """Bring the samples up to date."""
+        # A core that is gone runs nothing, and holds no block, whatever it told last.
+        stats = self._stats if self._is_serving() else _NO_STATS
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
+        self._tell_counts()
+        self._generation_tokens.inc(self._generated_tokens)
+        self._generated_tokens = 0
+        self._tell_steps()
+
+    def _tell_counts(self) -> None:
+        for counter, (_, _, field) in zip(self._since_core_start, _SINCE_CORE_START, strict=True):
+            counter.inc(getattr(self._stats, field) - getattr(self._told, field))
+        self._told = self._stats
+
+    def _tell_steps(self) -> None:
+        for kind, untold in self._untold.items():
+            for seconds in untold:
+                self._steps[kind].observe(seconds)
+            untold.clear()
+
+
+def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:
+    """Those of `table`, in its order, with these labels."""
+    return [metrics[name].labels(**labels) if labels else metrics[name] for name, _ in table]
+
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)

@@ -1,1 +1,1 @@
-"""What the GPU gives, beside what it could: `python -m benchmarks.gpu`. One file a part; `parts` lists them."""
+"""What a GPU gives, next to what it could: kernels, steps and throughput; `python -m benchmarks.gpu`."""

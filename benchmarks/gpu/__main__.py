@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu import page
-from benchmarks.gpu.case import Finding
-from benchmarks.gpu.parts import BY_NAME, PARTS
-from benchmarks.gpu.supervise import command_of, findings_of
-from benchmarks.gpu.where import describe
+from benchmarks.gpu import parts as page
+from benchmarks.gpu.bench import describe
+from benchmarks.gpu.part_process import command_of, findings_of
+from benchmarks.gpu.parts import BY_NAME, PARTS, Finding
 
 _PAGE = Path(__file__).parent.parent.parent / "docs" / "benchmarks.md"
 _MINUTES, _QUICK_MINUTES = 9.0, 3.0

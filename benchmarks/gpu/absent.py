@@ -5,25 +5,44 @@ looked up. Only its last step, the driver's launch, is left out. For a process o
 interpreted: the driver, the configurations and what is found by them are the process's.
 """
 
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 import triton.compiler
+from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from benchmarks.gpu.bench import Bench
-from engine.worker import model_runner
+from benchmarks.gpu.parts import Case, Values
+from benchmarks.gpu.steps import BLOCK_SIZE, Loop, RandomRunner
+from engine.config.config import Config
+from engine.core.scheduler import Scheduler, SubmittedSteps
+from engine.runner import model_runner
+from engine.runner.device import Graph, HostDevice
+from engine.runner.graphs import GraphRunner
+from engine.runner.kv_cache import CommittedBlocks
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import LaunchedStep, StepLauncher
+from models.architectures.config import ModelConfig
+from models.architectures.registry import resolve_model_class
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import triton as kernels
-from models.kernels.triton import configs, probe
-from models.kernels.triton.compilation import gpu_of
-from models.kernels.triton.configs import Target
-from models.kernels.triton.configs_dense import launch_of
+from models.layers.base import CausalLM
+from models.ops import triton as kernels
+from models.ops.triton import configs, probe
+from models.ops.triton.compilation import gpu_of
+from models.ops.triton.configs import Target, launch_of
 
 Compile: TypeAlias = Callable[[Any, GPUTarget, dict[str, Any]], Any]
 """Stands where `triton.compiler.compile` does, of a source, a target and options."""
@@ -68,3 +87,158 @@ def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERN
         launch_of.cache_clear()
         kernels.start(torch.device("cpu"))
         yield
+
+
+# [turn] What a turn of the engine's loop takes of the host: to schedule, launch and read a decode step, without a
+# device.
+#
+# Of a model of Qwen3-0.6B's layers and heads, whose weights and heads are small: what the host does is the same.
+# Kernels are launched as for a GPU that is not there (`absent`); torch's products allocate what they return and
+# compute nothing; a graph's replay does nothing. Copies and events are a CPU's.
+
+_FIELDS = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 1024,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+_CONTEXT = 1024
+STEPS = 200
+_PARTS: tuple[tuple[str, type, str], ...] = (
+    ("schedule", Scheduler, "schedule"),
+    ("launch", ModelRunner, "launch"),
+    ("read", LaunchedStep, "result"),
+    ("postprocess", SubmittedSteps, "read"),
+)
+"""Of a turn, in order: a column, and the method that it is."""
+
+
+class IdleDevice(HostDevice):
+    """Reads no memory of the host's by itself, so that steps are copied as to a GPU; its graphs are empty."""
+
+    is_host = False
+    has_graphs = True
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Device`."""
+        del run
+        return cast(Graph, SimpleNamespace(replay=nothing))
+
+
+class _Runner(RandomRunner):
+    """Weights that take no memory."""
+
+    def read_weights(self, *, progress: bool) -> CausalLM:
+        """See `ModelRunner`."""
+        assert isinstance(self.model_config, ModelConfig)
+        model = resolve_model_class(self.model_config.architecture)(self.model_config, self.parallel)
+        for parameter in model.parameters():
+            parameter.data = torch.ones(parameter.shape, dtype=self.dtype)
+        return cast(CausalLM, model.eval())
+
+
+def first_tokens(src: Any, target: object, options: object) -> Any:
+    """A compiled kernel that does nothing, but that the likeliest token is always the first: tokens are read.
+
+    Stands where Triton's compiler does.
+    """
+    del target, options
+    if src.name != "argmax_kernel":
+        return IDLE_KERNEL
+
+    def run(*launch: Any) -> None:
+        *_, tokens, peaks, _, _, _ = launch
+        tokens.zero_()
+        peaks.zero_()
+
+    return SimpleNamespace(**{**vars(IDLE_KERNEL), "run": run})
+
+
+def turn_cases(bench: Bench) -> Iterator[Case]:
+    """By batch, replaying graphs and without."""
+    for batch in bench.size((64, 256), (2,)):
+        for has_graphs in (True, False):
+            name = f"{batch} sequences, {'replayed' if has_graphs else 'eager'}"
+            yield Case(name, lambda b=batch, g=has_graphs: measure_turn(bench, b, has_graphs=g))  # type: ignore[misc]
+
+
+def measure_turn(bench: Bench, batch: int, *, has_graphs: bool) -> Values:
+    """Medians of a turn and of its parts, of which the reading waits for nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "linear", _idle_product))
+        loop = _loop(bench, batch, has_graphs=has_graphs)
+        took = _timed(stack)
+        turns = []
+        for _ in range(bench.size(STEPS, 2)):
+            begin = time.perf_counter()
+            loop.turn()
+            turns.append(time.perf_counter() - begin)
+    parts = {name: statistics.median(took[name]) * 1e3 for name, _, _ in _PARTS}
+    whole = statistics.median(turns) * 1e3
+    return {"a turn, ms": whole, **{f"{name}, ms": ms for name, ms in parts.items()}}
+
+
+def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
+    steps = bench.size(STEPS, 2)
+    length = bench.size(_CONTEXT, 3) + 3 * steps + 64
+    blocks = -(-length // BLOCK_SIZE)
+    config = Config.from_fields(
+        num_kvcache_blocks=batch * (blocks + 1),
+        kv_cache_block_size=BLOCK_SIZE,
+        max_model_len=blocks * BLOCK_SIZE,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(16384, blocks * BLOCK_SIZE),
+        enable_prefix_caching=False,
+        cpu_operators=False,
+        enforce_eager=not has_graphs,
+        **({"cudagraph_capture_sizes": (batch,)} if has_graphs else {}),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(_FIELDS))
+        model_config = ModelConfig.from_checkpoint(Path(name))
+        backend = TritonAttentionBackend(bench.device)
+        runner = _Runner(config, Path(name), model_config, bench.device, bench.dtype, backend=backend)
+        runner.launcher = StepLauncher(runner, IdleDevice(), batch)
+        runner.load()
+    runner.allocate_kv_cache(config.num_kvcache_blocks or 0)
+    # A GPU's memory is committed when it is taken.
+    runner.committed = CommittedBlocks((), 1)
+    if runner.graphs is not None:
+        # What a pass would have left of nothing is not compared with what a replay left of it.
+        with patch.object(GraphRunner, "_is_right", lambda *_: True):
+            while runner.prepare_ahead():
+                pass
+        assert runner.graphs.captured_sizes, "the log says why no graph was captured"
+    return Loop(bench, runner, batch, bench.size(_CONTEXT, 3), steps=3 * steps)
+
+
+def _idle_product(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `F.linear` returns, with nothing in it."""
+    del bias
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _timed(stack: ExitStack) -> dict[str, list[float]]:
+    """Seconds of each part, as they come, until the stack is left."""
+    took: dict[str, list[float]] = defaultdict(list)
+
+    def clocked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = method(*arguments, **options)
+            took[name].append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    for name, owner, method in _PARTS:
+        stack.enter_context(patch.object(owner, method, clocked(name, getattr(owner, method))))
+    return took

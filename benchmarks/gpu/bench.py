@@ -3,16 +3,21 @@
 import functools
 import importlib
 import math
+import platform
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from benchmarks.gpu.case import Values, Wrong
-from engine.worker.device import Device, GPUDevice, HostDevice
-from models.kernels import triton as kernels
+from benchmarks.gpu.parts import Case, Values, Wrong
+from engine.runner.device import Device, GPUDevice, HostDevice
+from models.ops import triton as kernels
 
 _FLUSH_BYTES = 1 << 29
 """Written between two repetitions: more than any chip's caches hold."""
@@ -213,3 +218,73 @@ def first_line(error: BaseException) -> str:
     """What went wrong, in a table's cell."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0].replace("|", "/")
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# [where] `describe`: the device, its driver and the libraries that figures were taken with.
+
+
+def describe(device: str) -> dict[str, str] | None:
+    """By name, in the order in which it is told; None where there is no such device."""
+    import torch
+
+    found = {}
+    if device != "cpu":
+        if not torch.cuda.is_available():
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        arch = getattr(properties, "gcnArchName", None) or f"sm_{properties.major}{properties.minor}"
+        found["device"] = f"{properties.name} ({arch}, {properties.multi_processor_count} processors)"
+        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        found["driver"] = _driver() or "unknown"
+        found["ROCm" if torch.version.hip else "CUDA"] = str(torch.version.hip or torch.version.cuda)
+    else:
+        found["device"] = "CPU (a dry run, whose figures say nothing)"
+    found["torch"] = str(torch.__version__)
+    for name in ("triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = _own_version(name)
+    found["Python"] = platform.python_version()
+    return found
+
+
+def _own_version(name: str) -> str:
+    """ROCm's Triton is installed under other names than its own."""
+    from importlib import import_module
+
+    try:
+        return str(import_module(name).__version__)
+    except ImportError:
+        return "none"
+
+
+def _driver(root: Path = Path("/")) -> str | None:
+    """Of the kernel: NVIDIA's or AMD's."""
+    for path, pattern in (
+        ("proc/driver/nvidia/version", r"Kernel Module(?: for \S+)?\s+([\d.]+)"),
+        ("sys/module/amdgpu/version", r"(\S+)"),
+    ):
+        file = root / path
+        if file.exists() and (match := re.search(pattern, file.read_text())):
+            return match[1]
+    return None
+
+
+# [ceilings] The device's copy bandwidth and matrix rate, by size.
+
+
+def ceilings_cases(bench: Bench) -> Iterator[Case]:
+    """The figures of the other parts are held against 4 GiB and 8192."""
+    for gib in bench.size((1, 4, 8), (1,)):
+        yield Case(f"copy of {gib} GiB", partial(_copy, bench, gib))
+    for size in bench.size((4096, 8192), (64,)):
+        yield Case(f"product of {size} x {size}", partial(_product, bench, size))
+
+
+def _copy(bench: Bench, gib: int) -> Values:
+    return {"GB/s": bench.copied_bytes_per_second(gib) / 1e9}
+
+
+def _product(bench: Bench, size: int) -> Values:
+    return {"TFLOP/s": bench.product_rate(size) / 1e12}

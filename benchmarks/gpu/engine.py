@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.checkpoints import QWEN3_06B, Checkpoint, write
 from benchmarks.gpu.bench import Bench, first_line
-from benchmarks.gpu.case import Case, Values
-from benchmarks.gpu.stepping import random_ids
-from benchmarks.peers.checkpoints import QWEN3_06B, Checkpoint, write
-from engine.llm_engine import LLMEngine
+from benchmarks.gpu.parts import Case, Values
+from benchmarks.gpu.steps import random_ids
+from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
 _SHARE = 0.4
@@ -114,7 +114,7 @@ class Transformers:
         gc.collect()
 
 
-def cases(bench: Bench) -> Iterator[Case]:
+def engine_cases(bench: Bench) -> Iterator[Case]:
     """Both are started before the first case, and take turns in each."""
     contestants = _Contestants(bench)
     mixed = "256 x 100 to 1024 / 100 to 1024"

@@ -1,6 +1,66 @@
-"""`PARTS`: what is measured, the most telling first, so that a run that is cut short has told most."""
+"""`Case`: one thing that is measured; `Finding`: what came of it; `Part`: cases that share a table."""
 
-from benchmarks.gpu.case import Part
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from benchmarks.report import marked, put_section
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.bench import Bench
+
+
+Values: TypeAlias = dict[str, float | str]
+"""Figures and remarks of a case, by column. A column "of the ..." holds a share, which is shown in percent."""
+
+
+class Case(NamedTuple):
+    """One row of a table. `run` raises where it cannot be measured; its words become the row."""
+
+    name: str
+    run: Callable[[], Values]
+
+
+class Wrong(ValueError):
+    """What was to be measured gives wrong numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A row: figures, or why there are none."""
+
+    part: str
+    case: str
+    values: Values = field(default_factory=dict)
+    error: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what is empty."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+class Part(NamedTuple):
+    """Cases of one subject, measured in a process of their own."""
+
+    name: str
+    title: str
+    what: str
+    target: str
+    seconds: float
+    """The most that it may take."""
+    quick_seconds: float
+    """The same of a quick run."""
+
+    def cases(self, bench: "Bench") -> Iterator[Case]:
+        """In order; what several share is made when the first of them runs."""
+        module = import_module(f"benchmarks.gpu.{self.name}")
+        return cast("Iterator[Case]", module.cases(bench))
+
+
+# [parts] `PARTS`: what is measured, the most telling first, so that a run that is cut short has told most.
 
 PARTS = (
     Part(
@@ -111,3 +171,70 @@ PARTS = (
     ),
 )
 BY_NAME = {part.name: part for part in PARTS}
+
+
+# [page] The findings as tables: for the terminal, for a JSON file, and for their section of docs/benchmarks.md.
+
+SECTION = "gpu"
+
+
+def write_json(path: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:
+    """All that was found so far."""
+    told = {"device": dict(described), "findings": [finding.as_json() for finding in findings]}
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def put(page: Path, described: Mapping[str, str], findings: Sequence[Finding]) -> None:
+    """Put the section in the place of the page's, or at its end."""
+    put_section(page, SECTION, marked(SECTION, section(described, findings)))
+
+
+def section(described: Mapping[str, str], findings: Sequence[Finding]) -> str:
+    """The section's Markdown."""
+    where = ", ".join(f"{name} {value}" for name, value in described.items())
+    parts = [f"## On a GPU\n\nWritten by `make bench-gpu`. {where}.\n"]
+    for part in PARTS:
+        found = [finding for finding in findings if finding.part == part.name]
+        if found:
+            parts.append(
+                f"### {part.title}\n\n{part.what}\n\nTarget: {part.target}\n\n" + "\n".join(_table(found)) + "\n"
+            )
+    return "\n".join(parts)
+
+
+def as_text(part: Part, findings: Sequence[Finding]) -> str:
+    """A part's table for the terminal."""
+    heads, *rows = _cells(findings)
+    widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
+    lines = []
+    for first, *others in (heads, *rows):
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join((part.title, *lines, ""))
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    """Lines of a Markdown table."""
+    heads, *rows = _cells(findings)
+    dashes = ["---", *("---:" for _ in heads[1:])]
+    return ["| " + " | ".join(row) + " |" for row in (heads, dashes, *rows)]
+
+
+def _cells(findings: Sequence[Finding]) -> list[list[str]]:
+    """Heads and rows: every column that a finding has, and in the last one what failed."""
+    columns = list(dict.fromkeys(column for finding in findings for column in finding.values))
+    has_errors = any(finding.error is not None for finding in findings)
+    lines = [["", *columns, *(["not measured"] if has_errors else [])]]
+    for finding in findings:
+        cells = [_cell(column, finding.values.get(column, "")) for column in columns]
+        lines.append([finding.case, *cells, *([finding.error or ""] if has_errors else [])])
+    return lines
+
+
+def _cell(column: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    if column.startswith("of the "):
+        return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+    magnitude = abs(value)
+    return f"{value:.0f}" if magnitude >= 100 else f"{value:.1f}" if magnitude >= 10 else f"{value:.3g}"

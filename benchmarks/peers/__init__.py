@@ -1,1 +1,1 @@
-"""Kaon and its peers, measured in turn over HTTP by one load generator: `python -m benchmarks.peers`."""
+"""Kaon and other servers, measured in turn over HTTP by one load generator: `python -m benchmarks.peers`."""

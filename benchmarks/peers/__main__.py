@@ -9,20 +9,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.checkpoints import QWEN3_06B
 from benchmarks.peers import page
-from benchmarks.peers.checkpoints import QWEN3_06B
-from benchmarks.peers.contestant import Contestant
-from benchmarks.peers.environments import PEERS, ROOT, InstallError
-from benchmarks.peers.kaon import Kaon
-from benchmarks.peers.llama_cpp import LlamaCpp
-from benchmarks.peers.load import LoadError
-from benchmarks.peers.measure import Measurement, measure
-from benchmarks.peers.openvino import OpenVino
-from benchmarks.peers.results import Results, percentile
-from benchmarks.peers.server_process import ServerError
-from benchmarks.peers.transformers_serve import TransformersServe
-from benchmarks.peers.vllm import Vllm
-from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.peers.load import WORKLOADS, LoadError
+from benchmarks.peers.measure import Measurement, Results, ServerError, measure, percentile
+from benchmarks.peers.servers import (
+    PEERS,
+    ROOT,
+    Contestant,
+    InstallError,
+    Kaon,
+    LlamaCpp,
+    OpenVino,
+    TransformersServe,
+    Vllm,
+)
 from benchmarks.report import machine
 
 _PAGE = ROOT / "docs" / "benchmarks.md"

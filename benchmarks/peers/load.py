@@ -1,19 +1,107 @@
-"""The load generator: sends completion requests all at once over HTTP and records what comes back.
+"""Reads a recorded HTTP response as a stream of server-sent events, each with the time at which its last byte came.
 
-It shares the machine's cores with the server, so while a server works it only waits, reads and notes the time; what
-was read is looked into when all answers have ended. The same for every server.
+The load generator records bytes and does nothing else while a server works; this is run when the load is over.
 """
 
+import bisect
 import itertools
 import json
+import random
 import select
 import socket
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.peers.sse import Event, Piece, ResponseError, events
+from benchmarks.checkpoints import QWEN3_06B, TINY, Checkpoint, words
+
+
+class ResponseError(Exception):
+    """A response is no stream of events, or not a whole one."""
+
+
+class Piece(NamedTuple):
+    """Bytes as they came from a socket, and when."""
+
+    time: float
+    data: bytes
+
+
+class Event(NamedTuple):
+    """One `data:` line's JSON, and when its last byte came."""
+
+    time: float
+    payload: dict[str, Any]
+
+
+def events(pieces: Sequence[Piece]) -> list[Event]:
+    """The events of a response with or without chunked transfer coding; `[DONE]` and comments are left out.
+
+    Raises `ResponseError` with the status and body of an answer that is not 200, and for JSON that is cut off.
+    """
+    raw = b"".join(piece.data for piece in pieces)
+    ends = list(itertools.accumulate(len(piece.data) for piece in pieces))
+    head, separator, _ = raw.partition(b"\r\n\r\n")
+    if not separator:
+        raise ResponseError(f"the connection was closed before a response's head: {raw[:200]!r}")
+    lines = head.decode("latin-1").lower().split("\r\n")
+    spans = [(len(head) + 4, len(raw))]
+    if any(line.startswith("transfer-encoding:") and "chunked" in line for line in lines):
+        spans = list(_chunks(raw, len(head) + 4))
+    body = b"".join(raw[start:end] for start, end in spans)
+    if lines[0].split()[1] != "200":
+        raise ResponseError(f"{lines[0]}: {body[:2000].decode(errors='replace')}")
+    offsets = _Offsets(spans)
+    found = []
+    for end, data in _data_lines(body):
+        if data == b"[DONE]":
+            break
+        try:
+            payload = json.loads(data)
+        except ValueError as error:
+            raise ResponseError(f"an event is not JSON: {data[:200]!r}") from error
+        found.append(Event(pieces[bisect.bisect_left(ends, offsets.raw_end(end))].time, payload))
+    return found
+
+
+def _chunks(raw: bytes, position: int) -> Iterator[tuple[int, int]]:
+    """Start and end of each chunk's data, up to the last chunk or to where the recording ends."""
+    while (line_end := raw.find(b"\r\n", position)) >= 0:
+        size = int(raw[position:line_end].split(b";")[0], 16)
+        if size == 0:
+            return
+        yield line_end + 2, min(line_end + 2 + size, len(raw))
+        position = line_end + 2 + size + 2
+
+
+def _data_lines(body: bytes) -> Iterator[tuple[int, bytes]]:
+    """Every `data:` line: the offset of its end in the body, and what it holds."""
+    position = 0
+    for line in body.splitlines(keepends=True):
+        position += len(line)
+        if line.startswith(b"data:"):
+            yield position, line[5:].strip()
+
+
+class _Offsets:
+    """From offsets in a decoded body to offsets in the recording."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._spans = spans
+        self._ends = list(itertools.accumulate(end - start for start, end in spans))
+
+    def raw_end(self, body_end: int) -> int:
+        """Where the byte before `body_end` ends in the recording."""
+        index = bisect.bisect_left(self._ends, body_end)
+        return self._spans[index][1] - (self._ends[index] - body_end)
+
+
+# [load] The load generator: sends completion requests all at once over HTTP and records what comes back.
+#
+# It shares the machine's cores with the server, so while a server works it only waits, reads and notes the time;
+# what was read is looked into when all answers have ended. The same for every server.
 
 _DONE = b"data: [DONE]"
 _READ_BYTES = 1 << 16
@@ -174,3 +262,81 @@ def _text(event: Event) -> str:
     """The text of the event's only choice, if any."""
     choices = event.payload.get("choices") or [{}]
     return choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
+
+
+# [workloads] The workloads: which requests each sends, and the figure that comes out of their answers.
+
+SHARED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What is read from the answers of a workload, and how figures compare."""
+
+    unit: str
+    of: Callable[[Sequence[Answer]], float]
+    more_is_better: bool
+
+    def ratio(self, ours: float, theirs: float) -> float:
+        """How many times as good ours is: above 1 is better, whichever way the figure goes."""
+        return ours / theirs if self.more_is_better else theirs / ours
+
+
+def _tokens_per_second(answers: Sequence[Answer]) -> float:
+    seconds = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
+    return sum(answer.tokens for answer in answers) / seconds
+
+
+RATE = Figure("tok/s", _tokens_per_second, True)
+TTFT = Figure("s", lambda answers: statistics.median(answer.ttft for answer in answers), False)
+TOTAL = Figure("s", lambda answers: max(each.ended for each in answers) - min(each.started for each in answers), False)
+SECONDS = Figure("s", lambda _: 0.0, False)
+BYTES = Figure("GB", lambda _: 0.0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`streams` requests sent at once, whose prompts begin with `shared_tokens` in common."""
+
+    name: str
+    title: str
+    checkpoint: Checkpoint
+    streams: int
+    prompt_tokens: int
+    max_tokens: int
+    figure: Figure = RATE
+    shared_tokens: int = 0
+
+    def requests(self, seed: int) -> list[Request]:
+        """Prompts that no other workload, and no other seed, has a first word's cache of."""
+        source = random.Random(f"{self.name}/{seed}")
+        vocabulary = words()
+        shared = source.choices(vocabulary, k=self.shared_tokens)
+        own = self.prompt_tokens - self.shared_tokens
+        return [
+            Request(
+                "".join(f" {word}" for word in itertools.chain(shared, source.choices(vocabulary, k=own))),
+                self.prompt_tokens,
+                self.max_tokens,
+            )
+            for _ in range(self.streams)
+        ]
+
+    def gaps(self, answers: Sequence[Answer]) -> list[float]:
+        """Seconds between tokens in steady decode; none where the workload is too short to have any."""
+        return steady_gaps(answers) if self.figure is RATE else []
+
+
+_B = QWEN3_06B
+WARM_UP = Workload("warm-up", "warm-up", _B, 3, 64, 8)
+WORKLOADS = (
+    Workload("one", "1 stream 128/128", _B, 1, 128, 128),
+    Workload("eight", "8 streams 256/64", _B, 8, 256, 64),
+    Workload("many", "32 streams 256/64", _B, 32, 256, 64),
+    Workload("long", "TTFT of 2048 tokens", _B, 1, 2048, 4, TTFT),
+    Workload("shared", "16 sharing 1024 tokens", _B, 16, SHARED_TOKENS + 32, 16, TOTAL, SHARED_TOKENS),
+    Workload("tiny-1", "tiny, 1 stream 64/64", TINY, 1, 64, 64),
+    Workload("tiny-32", "tiny, 32 streams 64/64", TINY, 32, 64, 64),
+    Workload("tiny-128", "tiny, 128 streams 64/64", TINY, 128, 64, 64),
+)
+"""In the order in which a server gets them."""

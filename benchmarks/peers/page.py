@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.peers.contestant import Contestant
-from benchmarks.peers.results import Results, percentile
-from benchmarks.peers.workloads import BYTES, RATE, SECONDS, WORKLOADS, Figure
+from benchmarks.peers.load import BYTES, RATE, SECONDS, WORKLOADS, Figure
+from benchmarks.peers.measure import Results, percentile
+from benchmarks.peers.servers import Contestant
 from benchmarks.report import Table, marked, put_section
 
 SECTION = "peers"

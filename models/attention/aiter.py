@@ -2,11 +2,11 @@
 
 import torch
 
+from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
-from models.attention.triton_metadata import TritonMetaData
-from models.kernels import aiter
-from models.kernels.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
-from models.kernels.types import AttentionOptions, KVCacheTensor
+from models.ops import aiter
+from models.ops.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
+from models.ops.types import AttentionOptions, KVCacheTensor
 
 _TYPES = (torch.bfloat16, torch.float16)
 

@@ -1,10 +1,35 @@
 """`PagedKV`: one layer's K and V during a step, written to and gathered from their pages. Used by the CPU backend."""
 
+from collections.abc import Iterator
+
 import torch
 
-from models.attention.cache_dtype import from_cache, to_cache
 from models.attention.cpu_plan import StepPlan
-from models.kernels.types import AttentionOptions, KVCacheTensor
+from models.ops.types import AttentionOptions, KVCacheTensor, VectorCache
+
+# [cache_dtype] Conversion between the model's type and the cache's, where they differ. Used by attention backends.
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8_DTYPE).max
+
+
+def to_cache(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """`x` as the cache holds it: in 8 bits divided by `scale`, and what is out of range at its end."""
+    if dtype != FP8_DTYPE:
+        return x.to(dtype)
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(dtype)
+
+
+def restored(stored: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """What `stored` means, as `dtype`; the same tensor where that is how it is stored."""
+    values = stored.to(dtype)
+    return values.mul_(scale) if stored.dtype == FP8_DTYPE and scale != 1.0 else values
+
+
+def from_cache(stored: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
+    """What `stored` means, in the type and memory of `out`."""
+    out.copy_(stored)
+    return out.mul_(scale) if stored.dtype == FP8_DTYPE and scale != 1.0 else out
 
 
 class Scratch:
@@ -82,3 +107,47 @@ def _from_first_page(cache: torch.Tensor) -> torch.Tensor:
     num_blocks, num_kv_heads, block_size, head_dim = cache.shape
     num_pages = (num_blocks - 1) * pages_of_block(cache) + num_kv_heads
     return cache.as_strided((num_pages, block_size * head_dim), (block_size * head_dim, 1))
+
+
+# [cpu_pages] Reads and writes of paged vectors. Used by the CPU backend's latent attention and its indexer.
+
+
+class PageReader:
+    """Gathers pages into memory kept between layers and steps: fresh memory would be faulted in each time."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def gather(self, cache: VectorCache, blocks: torch.Tensor) -> torch.Tensor:
+        """The vectors of some blocks in a row, as stored; valid until the next call. # [n] -> [n * block_size, dim]"""
+        num_blocks, block_size, dim = cache.vectors.shape
+        size = len(blocks) * block_size * dim
+        if self._buffer.numel() < size or self._buffer.dtype != cache.vectors.dtype:
+            self._buffer = torch.empty(size, dtype=cache.vectors.dtype)
+        gathered = self._buffer[:size].view(len(blocks), block_size * dim)
+        torch.index_select(cache.vectors.view(num_blocks, -1), 0, blocks, out=gathered)
+        return gathered.view(-1, dim)
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """`count` rows, at most `size` at a time, and one where even that is too many."""
+    size = max(1, size)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+
+
+def write_vectors(vectors: torch.Tensor, cache: VectorCache, plan: StepPlan, scale: float = 1.0) -> torch.Tensor:
+    """Put the step's vectors into their slots, in 8 bits divided by `scale`; what they will mean there. # [T, dim]"""
+    if plan.opened_blocks is not None:
+        # What an earlier owner left behind the new tokens may not be finite, and masked values are multiplied by 0.
+        cache.vectors[plan.opened_blocks] = 0
+    stored = to_cache(vectors, cache.vectors.dtype, scale)
+    cache.vectors[plan.write_blocks, plan.write_offsets] = stored
+    return restored(stored, vectors.dtype, scale)
+
+
+def token_places(
+    block_tables: torch.Tensor, positions: torch.Tensor, cache: VectorCache
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks in which tokens lie, and where in them. # [B, max_blocks], [B, K] -> 2 x [B, K] int64"""
+    block_size = cache.vectors.shape[1]
+    return block_tables.gather(1, positions // block_size).long(), positions % block_size

@@ -4,12 +4,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from models.attention.context import AttentionMetaData
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
-from models.forward_context import AttentionMetaData
-from models.kernels.cpu import attention_ops, delta_ops, latent_ops
-from models.kernels.cpu.structures import Step
-from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import gated_delta as delta_ops
+from models.ops.cpu import latent_attention as latent_ops
+from models.ops.cpu.structures import Step
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.forward_context import AttentionMetaData
+from models.attention.context import AttentionMetaData
 
 Lengths = npt.NDArray[np.int64]
 Tables = npt.NDArray[np.int32]

@@ -1,6 +1,7 @@
 """What the GPUs' attention backends share: where a step's metadata is made, and the memory of captured graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -8,12 +9,124 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.base import AttentionBackend
-from models.attention.triton_capture import CaptureBuffers
-from models.attention.triton_metadata import HostLengths, TritonMetaData
-from models.forward_context import AttentionMetaData
-from models.kernels.triton.pieces import list_pieces
-from models.upload import Send, upload
+from models.attention.backend import AttentionBackend
+from models.attention.context import AttentionMetaData
+from models.ops.memory import Send, upload
+from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, num_pieces
+
+# [triton_metadata] `TritonMetaData`: a step as the GPU's kernels read it.
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """What the host knows of a step's rows."""
+
+    queries: Lengths  # [B], tokens computed
+    contexts: Lengths  # [B], tokens attended to
+
+
+@dataclass(slots=True, kw_only=True)
+class TritonMetaData(AttentionMetaData):
+    """A step; its tensors are on the device. Rows of length 0 fill a captured graph up, and compute nothing."""
+
+    items: torch.Tensor  # [at least the items] int32, the pieces of the decodes: see `list_pieces`
+    num_items: torch.Tensor  # [1] int32
+    lengths: HostLengths | None
+    """None in a captured graph: they are another at each replay."""
+    tile_tables: dict[int, torch.Tensor] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)
+    """What layers make of the step once, for all of their kind."""
+
+    def tiles(self, tokens: int) -> torch.Tensor:
+        """The spans after the decodes in tiles of so many tokens, those with most keys first. # [tiles, 2] int32"""
+        if tokens not in self.tile_tables:
+            (table,) = upload([self._tiles(tokens)], self.seq_lens.device)
+            self.tile_tables[tokens] = table.view(-1, 2)
+        return self.tile_tables[tokens]
+
+    def pieces(self, block_size: int) -> int:
+        """The most pieces that a decode has, or may have in a captured graph."""
+        if self.lengths is None:
+            return min(MAX_PIECES, -(-self.block_tables.shape[1] * block_size // PIECE))
+        if "pieces" not in self.plans:
+            self.plans["pieces"] = int(num_pieces(self.lengths.contexts[: self.num_decodes]).max())
+        most: int = self.plans["pieces"]
+        return most
+
+    def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
+        assert self.lengths is not None, "a captured graph has decodes only"
+        queries = self.lengths.queries[self.num_decodes :]
+        counts = -(-queries // tokens)
+        rows = np.repeat(np.arange(len(queries)), counts)
+        firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+        keys = (self.lengths.contexts[self.num_decodes :] - queries)[rows] + firsts
+        order = np.argsort(-keys, kind="stable")
+        return np.stack((rows[order] + self.num_decodes, firsts[order]), axis=1).astype(np.int32)
+
+
+# [triton_capture] `CaptureBuffers`: the memory of fixed addresses that captured decode graphs read their step from.
+
+NO_SLOT = -1
+"""Of tokens that are kept nowhere, and of rows without a state."""
+
+
+class CaptureBuffers:
+    """One set for graphs of all sizes: a smaller one reads the beginning of what a larger one reads."""
+
+    def __init__(self, max_batch_size: int, max_blocks: int, query_len: int, device: torch.device) -> None:
+        """For up to `max_batch_size` rows of `query_len` tokens and `max_blocks` blocks."""
+        self._query_len = query_len
+        self._query_starts = query_len * torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(max_batch_size, max_blocks, dtype=torch.int32, device=device)
+        self._slot_mapping = torch.full((max_batch_size * query_len,), NO_SLOT, dtype=torch.int64, device=device)
+        self._slots = torch.full((max_batch_size,), NO_SLOT, dtype=torch.int64, device=device)
+        self._items = torch.zeros(max_batch_size * MAX_PIECES, dtype=torch.int32, device=device)
+        self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def tables(self, batch_size: int) -> torch.Tensor:
+        """Of the first `batch_size` rows. A step whose tables were written there brings none. # [rows, max_blocks]"""
+        return self._block_tables[:batch_size]
+
+    def metadata(self, backend: "AttentionBackend", batch_size: int) -> TritonMetaData:
+        """Over the first `batch_size` rows."""
+        return TritonMetaData(
+            backend=backend,
+            cu_seqlens_q=self._query_starts[: batch_size + 1],
+            seq_lens=self._seq_lens[:batch_size],
+            block_tables=self._block_tables[:batch_size],
+            slot_mapping=self._slot_mapping[: batch_size * self._query_len],
+            num_decodes=batch_size,
+            query_len=self._query_len,
+            slots=self._slots[:batch_size],
+            items=self._items[: batch_size * MAX_PIECES],
+            num_items=self._num_items,
+            lengths=None,
+        )
+
+    def fill(self, step: TritonMetaData, batch_size: int) -> None:
+        """Copy a step of decodes there, and empty what is left of `batch_size` rows. The host waits for nothing."""
+        rows, width = step.block_tables.shape
+        assert rows == step.num_decodes, "a graph replays decodes only"
+        assert rows <= batch_size <= len(self._seq_lens), f"{rows} rows in a graph of {batch_size}"
+        if rows < batch_size:
+            self._seq_lens[rows:batch_size] = 0
+            self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
+            self._slots[rows:batch_size] = NO_SLOT
+        # One launch for all that is of one type and dense.
+        torch._foreach_copy_(
+            [self._seq_lens[:rows], self._items[: len(step.items)], self._num_items],
+            [step.seq_lens, step.items, step.num_items],
+        )
+        wide, filled = [self._slot_mapping[: rows * self._query_len]], [step.slot_mapping]
+        if step.slots is not None:
+            wide.append(self._slots[:rows])
+            filled.append(step.slots)
+        torch._foreach_copy_(wide, filled)
+        if step.block_tables.data_ptr() != self._block_tables.data_ptr():
+            self._block_tables[:rows, :width].copy_(step.block_tables)
 
 
 class GPUAttentionBackend:

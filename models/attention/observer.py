@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+from models.attention.context import AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend
-from models.forward_context import AttentionMetaData
-from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 class Attended(NamedTuple):

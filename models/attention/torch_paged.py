@@ -4,10 +4,10 @@ from typing import NoReturn
 
 import torch
 
+from models.attention.context import AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend
-from models.forward_context import AttentionMetaData
-from models.kernels.triton.reference import attention as reference
-from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops import paged_attention as reference
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
 
 
 class TorchAttentionBackend(GPUAttentionBackend):

@@ -1,1 +1,1 @@
-"""Layers that model files are built of, each able to hold one rank's shard of its weights."""
+"""Layers that architectures are built of; each holds one rank's shard and knows how its weights are loaded."""

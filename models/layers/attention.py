@@ -5,9 +5,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from models.base import KVCacheSpec
-from models.forward_context import get_forward_context
-from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
+from models.attention.context import get_forward_context
+from models.layers.base import KVCacheSpec
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 class Attention(nn.Module):

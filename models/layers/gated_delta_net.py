@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.attention.triton_metadata import TritonMetaData
-from models.base import StateCacheSpec
-from models.forward_context import AttentionMetaData, get_forward_context
-from models.kernels import triton
-from models.kernels.cpu import delta_ops
-from models.kernels.types import StateCache
-from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.attention.context import AttentionMetaData, get_forward_context
+from models.attention.gpu import TritonMetaData
+from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.parameter import Shard, WeightLoader, empty_parameter, load_whole, require_shape
-from models.parallel import TensorParallel
+from models.ops import triton
+from models.ops.cpu import gated_delta as delta_ops
+from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
-    from models.kernels.triton.gated_delta_net import DeltaPlan
+    from models.ops.triton.gated_delta import DeltaPlan
 
 _NORM_EPS = 1e-6
 """Of the lengths of queries and keys."""
@@ -97,7 +97,7 @@ class GatedDeltaNet(nn.Module):
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
         """As `_by_torch`, where the host learns nothing of the states."""
-        import models.kernels.triton.gated_delta_net as kernels
+        import models.ops.triton.gated_delta as kernels
 
         if not isinstance(metadata, TritonMetaData):
             return self._by_torch(projected, ba, cache, metadata)
@@ -187,7 +187,7 @@ class GatedDeltaNet(nn.Module):
 
 def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
     """The step's plan, made at its first layer; a captured graph's has decodes only."""
-    import models.kernels.triton.gated_delta_net as kernels
+    import models.ops.triton.gated_delta as kernels
 
     assert metadata.slots is not None
     if metadata.lengths is None:

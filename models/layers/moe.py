@@ -4,24 +4,99 @@ The (token, expert) pairs are sorted by expert, so that each active expert multi
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from models.forward_context import get_forward_context
-from models.kernels import triton
-from models.kernels.aiter import experts as aiter_experts
-from models.kernels.cpu import expert_ops
-from models.layers.activation import Gating, gating_of, swiglu
-from models.layers.expert_parallel import ExpertShare
-from models.layers.grouped_linear import grouped_linear
+from models.attention.context import get_forward_context
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
-from models.layers.quantized_product import stored_of
-from models.parallel import SINGLE_RANK, TensorParallel
+from models.ops import triton
+from models.ops.activation import Gating, gating_of, swiglu
+from models.ops.aiter import operators as aiter_experts
+from models.ops.cpu import dense as ops
+from models.ops.cpu import experts as expert_ops
+from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
+from models.quantization.stored import stored_of
 
 if TYPE_CHECKING:
-    from models.kernels.triton.moe_sort import SortedPairs
+    from models.ops.triton.expert_routing import SortedPairs
+
+
+# [expert_parallel] `ExpertShare`: which experts a rank holds, and which it sees to for its replica. Used by
+# `FusedMoE`.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """The experts of one rank."""
+
+    asked: range
+    """Those whose pairs of a token and an expert this rank sees to, for its replica."""
+    local: range
+    """Those that it holds: a part of `asked`, or all."""
+    exchange: Exchange | None = None
+    """With the ranks that hold the rest of `asked`."""
+
+    @classmethod
+    def of(cls, num_experts: int, parallel: TensorParallel) -> "ExpertShare":
+        """Raises `ValueError` where the ranks do not divide the experts."""
+        experts = parallel.experts
+        if experts is None:
+            return cls(range(num_experts), range(num_experts))
+        if num_experts % (parallel.size * experts.num_replicas):
+            replicas = "" if experts.num_replicas == 1 else f" in each of {experts.num_replicas} replicas"
+            plural = "" if parallel.size == 1 else "s"
+            raise ValueError(
+                f"a layer has {num_experts} experts, which {parallel.size} rank{plural}{replicas} do not divide "
+                f"evenly; choose sizes that do, or leave enable_expert_parallel out"
+            )
+        num_asked = num_experts // parallel.size
+        num_local = num_asked // experts.num_replicas
+        first_asked = parallel.rank * num_asked
+        first_local = first_asked + experts.replica * num_local
+        return cls(
+            range(first_asked, first_asked + num_asked),
+            range(first_local, first_local + num_local),
+            experts.exchange,
+        )
+
+
+# [grouped_linear] `grouped_linear`: runs of rows, each by its own expert's weight. Called by `FusedMoE`.
+
+
+def grouped_linear(
+    rows: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    *,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first `counts[0]` rows through expert 0, the next `counts[1]` through expert 1 ...; past the last run, zero.
+
+    # [pairs, in], [experts, out, in], [experts, out], [experts] int64 -> [pairs, out]
+
+    With `tokens` [pairs] int64 the rows are `rows[tokens]`.
+    """
+    packed = packed_of(weight)
+    if packed is not None:
+        return ops.grouped_linear(rows, packed, bias, counts, tokens=tokens)
+    if tokens is not None:
+        rows = rows[tokens]
+    runs = counts.tolist()
+    out = rows.new_empty(len(rows), weight.shape[1])
+    out[sum(runs) :] = 0
+    start = 0
+    for expert, count in enumerate(runs):
+        if count:
+            run = slice(start, start + count)
+            out[run] = F.linear(rows[run], weight[expert], None if bias is None else bias[expert])
+            start += count
+    return out
+
 
 _STACKED = "stacked"
 _GATE, _UP, _DOWN = "gate", "up", "down"
@@ -244,8 +319,8 @@ class FusedMoE(nn.Module):
 
     def _by_kernels(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
         """`forward` on a GPU, where the host learns nothing of who goes where."""
-        import models.kernels.triton.moe_combine as last
-        import models.kernels.triton.moe_sort as first
+        import models.ops.triton.expert_routing as first
+        import models.ops.triton.expert_routing as last
 
         hidden, weights, ids, beside, gate = routed
         expert_map = self.expert_map
@@ -331,6 +406,6 @@ def multiply(
     stored = stored_of(weight)
     if stored is not None:
         return stored.grouped(rows, bias, pairs, num_pairs, gating)
-    import models.kernels.triton.moe_gemm as kernels
+    import models.ops.triton.expert_products as kernels
 
     return kernels.moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

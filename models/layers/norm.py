@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.kernels import aiter, triton
-from models.kernels.aiter import dense
-from models.kernels.cpu import ops, runtime
-from models.kernels.norm import rms_norm, torch_rms_norm
-from models.kernels.types import NormWeight
 from models.layers.parameter import empty_parameter, load_whole
+from models.ops import aiter, triton
+from models.ops.aiter import operators as dense
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime
+from models.ops.norm import rms_norm, torch_rms_norm
+from models.ops.types import NormWeight
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +49,7 @@ class RMSNorm(nn.Module):
         if self.offset == 0.0 and aiter.runs("norm", x, residual, weight):
             return dense.add_rms_norm(x, residual, weight, self.eps)
         if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
-            import models.kernels.triton.rms_norm as kernels
+            import models.ops.triton.elementwise as kernels
 
             how = kernels.ADD_NORM
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how), residual
@@ -61,7 +62,7 @@ class RMSNorm(nn.Module):
         if x.dim() == 2 and runtime.runs(x, residual, weight):
             return ops.add_rms_norm(residual, x, weight, self.eps, offset=self.offset)
         if x.dim() == 2 and triton.runs(x, residual, weight, operator="norm"):
-            import models.kernels.triton.rms_norm as kernels
+            import models.ops.triton.elementwise as kernels
 
             how = kernels.NORM_ADD
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how)

@@ -7,10 +7,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from models.kernels.cpu.ops import PANEL, PackedWeight
-from models.kernels.cpu.quantized import QuantizedWeight, quantized_bytes
-from models.kernels.cpu.structures import MAX_IN_FEATURES
-from models.layers.quantized_product import fill_stored
+from models.ops.cpu.dense import PANEL, PackedWeight, QuantizedWeight, quantized_bytes
+from models.ops.cpu.structures import MAX_IN_FEATURES
+from models.quantization.stored import fill_stored
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
 """A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
@@ -41,7 +40,7 @@ def empty_parameter(
     """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
 
     `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
-    checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.product` alone, and fills
+    checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.linear` alone, and fills
     it by `fill_rows`, so that it may lie as products read it. `fewest_bits`: that such a weight may be rounded to.
     """
     waits = is_product and _products_wait
@@ -140,7 +139,7 @@ def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A weight as oneDNN reads it, where `models.layers.onednn` packed it."""
+    """A weight as oneDNN reads it, where `models.layers.linear` packed it."""
     return getattr(parameter, "onednn", None)
 
 

@@ -13,8 +13,9 @@ import math
 import torch
 from torch import nn
 
-from models.kernels.cpu import attention_ops, runtime
-from models.rope_config import RopeConfig
+from models.config.rope import RopeConfig
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import runtime
 
 
 class RotaryEmbedding(nn.Module):

@@ -8,11 +8,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from models.config_fields import Fields
-from models.kernels import triton
-from models.kernels.cpu import expert_ops, runtime, structures
+from models.config.fields import Fields
+from models.layers.linear import float_logits, logits
 from models.layers.parameter import empty_parameter, load_whole
-from models.layers.product import float_logits, logits
+from models.ops import triton
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import runtime, structures
 
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 _SCORINGS = {"sigmoid": structures.SIGMOID, "softmax": structures.SOFTMAX}
@@ -122,7 +123,7 @@ class GroupedRouter(nn.Module):
                 scaling_factor=self.scaling_factor,
             )
         if triton.runs(scores, operator="moe"):
-            import models.kernels.triton.moe_route as kernels
+            import models.ops.triton.expert_routing as kernels
 
             return kernels.moe_route(
                 scores,
@@ -163,7 +164,7 @@ class SoftmaxRouter(nn.Module):
         if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=self.renormalize)
         if triton.runs(scores, operator="moe"):
-            import models.kernels.triton.moe_route as kernels
+            import models.ops.triton.expert_routing as kernels
 
             return kernels.moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
         return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)

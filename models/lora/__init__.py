@@ -1,1 +1,1 @@
-"""LoRA adapters: their files in PEFT's layout (`config`, `weights`), and their part in a step (`layer`, `tokens`)."""
+"""LoRA adapters in PEFT's layout: reading them and attaching them to a loaded model."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models.config_fields import Fields
+from models.config.fields import Fields
 from models.errors import CheckpointError
 
 CONFIG_FILE = "adapter_config.json"

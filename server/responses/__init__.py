@@ -1,1 +1,1 @@
-"""What `/v1/responses` keeps and converts: the store, background runs, and the way to a chat. Used by its route."""
+"""What `/v1/responses` adds to a chat: conversion, events, stored responses and background runs."""

@@ -4,16 +4,21 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from engine.io_processor import DoesNotFit
-from server.chat_preparation import PreparedChat, prepare_chat
+from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.limits import check_limits
-from server.parsing import validate
-from server.protocol.chat import ChatCompletionRequest
-from server.protocol.common import SamplingFields
-from server.protocol.responses import ResponsesRequest
-from server.protocol.responses_items import FunctionCallItem, FunctionCallOutputItem, Item, MessageItem, ReasoningItem
+from server.request_builder import PreparedChat, check_limits, prepare_chat
+from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.generation import SamplingFields
+from server.schemas.responses import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
 
 Message: TypeAlias = dict[str, Any]
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import msgspec
 from starlette.requests import Request
 
-from engine.config import ServerConfig
-from server.protocol.responses_answer import ResponseObject
-from server.rendering.responses import ResponsesRenderer
-from server.responses.event_log import EventLog
-from server.responses.store import ResponseStore, StoredResponse, StoreFull, Turn
+from engine.config.config import ServerConfig
+from server.responses.rendering import ResponsesRenderer
+from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
+from server.schemas.responses import ResponseObject
 
 _CLOSE_SECONDS = 1.0
 """How long background responses may take to write down that the server ends."""

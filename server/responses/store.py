@@ -4,14 +4,76 @@ One a server. A conversation is a chain of `Turn`s, each held by the responses a
 items are kept once, and as long as anything stored still needs them, deleted parents included.
 """
 
+import asyncio
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from server.errors import ApiError, BadRequest
-from server.protocol.responses_items import Item
-from server.responses.event_log import EventLog
+from server.schemas.responses import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputFunctionCall,
+    InputFunctionCallOutput,
+    InputItem,
+    InputMessage,
+    InputPart,
+    InputReasoning,
+    InputReference,
+    InputText,
+    Item,
+    MessageContent,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Refusal,
+    SummaryText,
+)
+
+# [event_log] `EventLog`: the events of a background response, for those who follow it, from wherever they left off.
+
+_EVENT_END = b"\n\n"
+
+
+class EventLog:
+    """Grows until it is closed. An event's place is its sequence number."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self.num_bytes = 0
+
+    def append(self, events: bytes) -> None:
+        """Add events, one behind the other. Wakes those who follow."""
+        self._events += [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+        self.num_bytes += len(events)
+        self._wake()
+
+    def close(self) -> None:
+        """There will be no more."""
+        self._is_closed = True
+        self._wake()
+
+    async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
+        """The events from number `start` on, as they come, to the last one."""
+        while True:
+            changed = self._changed
+            if events := self._events[start:]:
+                start += len(events)
+                yield b"".join(events)
+            elif self._is_closed:
+                return
+            else:
+                await changed.wait()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
 
 _ITEM_OVERHEAD = 512
 """Bytes that an item costs besides its text."""
@@ -251,3 +313,59 @@ class ResponseStore:
 
 def _size(items: Sequence[Item]) -> int:
     return sum(len(msgspec.json.encode(item)) + _ITEM_OVERHEAD for item in items)
+
+
+# [items] From the `input` of a request to the items that are kept of it. Called by `server.responses.conversion`.
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def kept_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
+    """The items of a request. `stored` finds what a reference means. Raises `BadRequest` where it finds nothing."""
+    items: list[Item] = []
+    for index, each in enumerate(given):
+        if isinstance(each, InputReference):
+            item = stored(each.id)
+            if item is None:
+                raise BadRequest(
+                    f"input[{index}].id is {each.id[:60]!r}, and no stored response has an item of this id; "
+                    "send the item itself",
+                    param=f"input[{index}].id",
+                )
+            items.append(item)
+        else:
+            items.append(_kept(each))
+    return items
+
+
+def _kept(item: InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning) -> Item:
+    if isinstance(item, InputMessage):
+        id = item.id or new_id("msg")
+        content = [_content(part, is_answer=item.role == "assistant") for part in item.content]
+        return MessageItem(id=id, role=item.role, content=content, status=item.status or "completed")
+    if isinstance(item, InputFunctionCall):
+        return FunctionCallItem(
+            id=item.id or new_id("fc"),
+            call_id=item.call_id,
+            name=item.name,
+            arguments=item.arguments,
+            status=item.status or "completed",
+        )
+    if isinstance(item, InputFunctionCallOutput):
+        output = "".join(part.text or part.refusal or "" for part in item.output)
+        return FunctionCallOutputItem(id=item.id or new_id("fco"), call_id=item.call_id, output=output)
+    return ReasoningItem(
+        id=item.id or new_id("rs"),
+        summary=[SummaryText(each.text) for each in item.summary or ()],
+        content=[ReasoningText(each.text) for each in item.content or ()],
+    )
+
+
+def _content(part: InputPart, *, is_answer: bool) -> MessageContent:
+    """Text by the name that it has in a message of its role."""
+    if not is_answer:
+        return InputText(part.text or part.refusal or "")
+    return Refusal(part.refusal or "") if part.type == "refusal" else OutputText(part.text or "")

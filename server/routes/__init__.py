@@ -1,1 +1,1 @@
-"""The endpoints, one file a subject."""
+"""The endpoints: one module an endpoint family, listed in `server.app`."""

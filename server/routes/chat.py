@@ -1,18 +1,242 @@
 """`POST /v1/chat/completions`."""
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
+from engine.messages import TokenLogprobs
+from engine.text.request_state import RequestDelta, RequestState
+from engine.text.tokenizer import Tokenizer
 from server import frontend as frontends
-from server.chat_preparation import prepare_chat
-from server.generation import Generation
-from server.limits import check_limits
-from server.middleware.keys import owner_of
+from server.middleware import owner_of
 from server.openapi import generates
-from server.parsing import read_request
-from server.protocol.chat import ChatCompletion, ChatCompletionRequest
-from server.rendering.chat import ChatRenderer
+from server.parsing.parser import (
+    AnswerInParts,
+    AnswerParser,
+    ArgumentsPart,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCallPart,
+)
+from server.request_builder import check_limits, prepare_chat
+from server.schemas.body import read_request
+from server.schemas.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs
+from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
+from server.streaming.generation import Generation
+from server.streaming.logprobs import chat_logprobs, prompt_logprobs
+from server.streaming.sse import PreparedFrames, Renderer, answer_head, encode, ending
+
+# [chat_frames] `ChatFrames`: chunks of a streamed chat answer, rendered from prepared bytes. Hot: one call a
+# streamed chunk.
+
+
+class ChatFrames(PreparedFrames):
+    """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end.
+
+    Where each chunk tells the usage so far, the end goes with the last text.
+    """
+
+    object = "chat.completion.chunk"
+    plain = b'},"logprobs":null,"finish_reason":null}'
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        logprobs: msgspec.Struct | None,
+        finish_reason: str | None,
+        members: bytes = b"",
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        """The events that tell what choice `index` gained, if all that it writes is its content.
+
+        `members` are further ones of the choice, each with a comma in front.
+        """
+        opening = self._open.get(index)
+        if opening is not None and logprobs is None and finish_reason is None and not members:
+            return b"".join((opening, b'"content":', encode(text), self._plain_end))
+        events = [] if opening is not None else [self.begin(index, b'""')]
+        gained = bool(text) or logprobs is not None or bool(members)
+        if gained and finish_reason is not None and self._prompt_tokens is not None:
+            stopped = members + _stopped(stop_reason)
+            return b"".join(
+                (*events, self._event(index, b'"content":' + encode(text), logprobs, stopped, finish_reason))
+            )
+        if gained:
+            events.append(self._event(index, b'"content":' + encode(text), logprobs, members))
+        if finish_reason is not None:
+            events.append(self.end(index, finish_reason, stop_reason))
+        return b"".join(events)
+
+    def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b"") -> bytes:
+        """The events that tell the parts that choice `index` gained; `logprobs` and `members` go with the first."""
+        events = []
+        for part in parts:
+            if index not in self._open:
+                events.append(self.begin(index, b'""' if isinstance(part, TextPart) else b"null"))
+            events.append(self._event(index, _member(part), logprobs, members))
+            logprobs, members = None, b""
+        if logprobs is not None or members:
+            if index not in self._open:
+                events.append(self.begin(index, b'""'))
+            events.append(self._event(index, b"", logprobs, members))
+        return b"".join(events)
+
+    def begin(self, index: int, content: bytes) -> bytes:
+        """A choice's first event. `content` is `""`, or `null` where something else comes before any."""
+        self._open[index] = opening = self._head + b'{"index":%d,"delta":{' % index
+        return b"".join((opening, b'"role":"assistant","content":', content, b',"refusal":null', self._plain_before))
+
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None = None) -> bytes:
+        """A choice's last event."""
+        begun = b"" if index in self._open else self.begin(index, b'""')
+        return b"".join(
+            (begun, self._open[index], b"}", _stopped(stop_reason), ending(None, finish_reason), self._close)
+        )
+
+    def of_prompt(self, members: bytes) -> bytes:
+        """An event without choices, whose `members` tell of the prompt."""
+        return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
+
+    def _event(
+        self,
+        index: int,
+        member: bytes,
+        logprobs: msgspec.Struct | None,
+        members: bytes,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        if logprobs is None and not members and finish_reason is None:
+            return b"".join((self._open[index], member, self._plain_end))
+        return b"".join((self._open[index], member, b"}", members, ending(logprobs, finish_reason), self._close))
+
+
+def _stopped(stop_reason: int | str | None) -> bytes:
+    return b"" if stop_reason is None else b',"stop_reason":' + encode(stop_reason)
+
+
+def _member(part: Part) -> bytes:
+    """The part as the member of a delta that tells it."""
+    match part:
+        case TextPart():
+            return b'"content":' + encode(part.text)
+        case ReasoningPart():
+            text = encode(part.text)
+            return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
+        case ToolCallPart():
+            call = {"index": part.index, "id": part.id, "type": "function"}
+            return b'"tool_calls":[%b]' % encode({**call, "function": {"name": part.name, "arguments": ""}})
+        case ArgumentsPart():
+            return b'"tool_calls":[%b]' % encode({"index": part.index, "function": {"arguments": part.json}})
+
+
+# [chat] Answers of `/v1/chat/completions`. Made by its route.
+
+
+class ChatRenderer(Renderer):
+    """One chat's choices. `new_parser` makes a choice's parser, or None where all that the model writes is content."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        new_parser: Callable[[], AnswerParser | None],
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.head = answer_head("chatcmpl", request.model, fingerprint)
+        self._tokenizer = tokenizer
+        self._request = request
+        self._prompt_token_ids = list(prompt_token_ids)
+        counted_from = len(prompt_token_ids) if request.continuous_usage else None
+        self._frames = ChatFrames(self.head, include_usage=request.include_usage, counted_from=counted_from)
+        self._echo = (request.messages[-1].text or "") if request.echo else ""
+        self._answers = [_answer(new_parser()) for _ in range(request.n)]
+        self._called_by_name = not isinstance(request.tool_choice, str)
+
+    def opening(self) -> bytes:
+        prompt = b""
+        if self._request.return_token_ids:
+            prompt = self._frames.of_prompt(b',"prompt_token_ids":' + encode(self._prompt_token_ids))
+        echoes = range(len(self._answers)) if self._echo else ()
+        return prompt + b"".join(self._frames.delta(index, self._echo, None, None) for index in echoes)
+
+    def chunk(self, index: int, delta: RequestDelta) -> bytes:
+        if delta.prompt_logprobs is None:
+            return self._answer_chunk(index, delta)
+        prompt = self._frames.of_prompt(b',"prompt_logprobs":' + encode(self._of_prompt(delta.prompt_logprobs)))
+        return prompt + self._answer_chunk(index, delta)
+
+    def _answer_chunk(self, index: int, delta: RequestDelta) -> bytes:
+        self._frames.count(len(delta.token_ids))
+        logprobs = self._logprobs(delta.logprobs)
+        members = b',"token_ids":' + encode(delta.token_ids) if self._request.return_token_ids else b""
+        answer = self._answers[index]
+        if answer is None:
+            return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
+        parts = answer.push(delta.steps, last=delta.finished)
+        events = self._frames.parts(index, parts, logprobs, members)
+        if delta.finish_reason is not None:
+            reason = self._finish_reason(delta.finish_reason, answer)
+            events += self._frames.end(index, reason, delta.stop_reason)
+        return events
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._frames.closing(self._with_reasoning(usage))
+
+    def whole(self, states: Sequence[RequestState], usage: Usage) -> ChatCompletion:
+        choices = [self._choice(*each) for each in enumerate(states)]
+        completion = ChatCompletion(**self.head._asdict(), choices=choices, usage=self._with_reasoning(usage))
+        if self._request.prompt_logprobs is not None:
+            completion.prompt_logprobs = self._of_prompt(states[0].prompt_logprobs or [])
+        if self._request.return_token_ids:
+            completion.prompt_token_ids = self._prompt_token_ids
+            for choice, state in zip(choices, states, strict=True):
+                choice.token_ids = state.token_ids
+        return completion
+
+    def _choice(self, index: int, state: RequestState) -> ChatChoice:
+        answer, reason = self._answers[index], state.finish_reason
+        assert reason is not None
+        if answer is None:
+            message = AssistantMessage(content=self._echo + state.text)
+        else:
+            answer.push_all(state)
+            message, reason = answer.message(self._echo), self._finish_reason(reason, answer)
+        choice = ChatChoice(index, message, self._logprobs(state.logprobs), reason)
+        if state.stop_reason is not None:
+            choice.stop_reason = state.stop_reason
+        return choice
+
+    def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
+        """OpenAI says `stop`, not `tool_calls`, of a call that the request asked for by name."""
+        if reason == "stop" and answer.calls and not self._called_by_name:
+            return "tool_calls"
+        return reason
+
+    def _of_prompt(self, positions: list[TokenLogprobs]) -> PromptLogprobs:
+        return prompt_logprobs(self._tokenizer, positions, self._request.prompt_logprobs or 0)
+
+    def _logprobs(self, positions: list[TokenLogprobs] | None) -> ChatLogprobs | None:
+        if positions is None:
+            return None
+        return chat_logprobs(self._tokenizer, positions, as_ids=self._request.return_tokens_as_token_ids)
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        """`usage`, which also counts the reasoning's tokens where the answers are taken apart."""
+        answers = [answer for answer in self._answers if answer is not None]
+        if not answers:
+            return usage
+        details = CompletionTokensDetails(sum(answer.reasoning_tokens for answer in answers))
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
+
+
+def _answer(parser: AnswerParser | None) -> AnswerInParts | None:
+    return None if parser is None else AnswerInParts(parser)
+
 
 router = APIRouter()
 

@@ -1,18 +1,284 @@
 """`POST /v1/completions`."""
 
+import asyncio
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
+from engine.messages import AddRequest, TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.text.request_state import RequestDelta, RequestState
+from engine.text.tokenizer import Tokenizer
 from server import frontend as frontends
-from server.completion_preparation import prepare_completion
-from server.generation import Generation
-from server.limits import check_limits
-from server.middleware.keys import owner_of
+from server.frontend import Frontend
+from server.middleware import owner_of
 from server.openapi import generates
-from server.parsing import read_request
-from server.protocol.completions import Completion, CompletionRequest
-from server.rendering.completions import CompletionRenderer
+from server.request_builder import check_limits, grammar_of
+from server.schemas.body import read_request
+from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
+from server.schemas.generation import PromptLogprobs, Usage
+from server.streaming.generation import Generation
+from server.streaming.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from server.streaming.sse import PreparedFrames, Renderer, answer_head, encode, ending
+
+# [completion_frames] `CompletionFrames`: chunks of a streamed completion, from prepared bytes. Hot: one call a
+# streamed chunk.
+
+
+class CompletionFrames(PreparedFrames):
+    """Chunks of `/v1/completions`."""
+
+    object = "text_completion"
+    plain = b',"logprobs":null,"finish_reason":null}'
+
+    def delta(
+        self,
+        index: int,
+        text: str,
+        logprobs: msgspec.Struct | None,
+        finish_reason: str | None,
+        members: bytes = b"",
+    ) -> bytes:
+        """The event of what choice `index` gained; `members` are further ones, each with a comma in front."""
+        opening = self._open.get(index)
+        if opening is None:
+            opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
+        if logprobs is None and finish_reason is None and not members:
+            return b"".join((opening, encode(text), self._plain_end))
+        return b"".join((opening, encode(text), members, ending(logprobs, finish_reason), self._close))
+
+
+# [completions] Answers of `/v1/completions`. Made by its route.
+
+
+class ShownPrompt(NamedTuple):
+    """What the choices of a prompt may show of it."""
+
+    token_ids: list[int]
+    echo: str
+    """What their texts begin with."""
+
+
+class CompletionRenderer(Renderer):
+    """`/v1/completions`: `request.n` choices of each of `prompts`."""
+
+    def __init__(
+        self, request: CompletionRequest, tokenizer: Tokenizer, fingerprint: str, prompts: Sequence[ShownPrompt]
+    ) -> None:
+        self.head = answer_head("cmpl", request.model, fingerprint)
+        self._request = request
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._logprobs = [
+            CompletionLogprobsWriter(tokenizer, request.skip_special_tokens, request.return_tokens_as_token_ids)
+            for _ in range(len(prompts) * request.n)
+        ]
+        counted_from = sum(len(prompt.token_ids) for prompt in prompts) if request.continuous_usage else None
+        self._frames = CompletionFrames(self.head, include_usage=request.include_usage, counted_from=counted_from)
+        self._text_only = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
+        self._held: dict[int, list[tuple[int, RequestDelta]]] = {}
+        """By prompt, chunks of the choices that came before the prompt's log probabilities, which go first."""
+        if request.prompt_alternatives is not None:
+            self._text_only = False
+            self._held = {number: [] for number in range(len(prompts))}
+
+    def opening(self) -> bytes:
+        shown = [number for number in range(len(self._prompts)) if number not in self._held]
+        return b"".join(self._open_choices(number, []) for number in shown)
+
+    def chunk(self, index: int, delta: RequestDelta) -> bytes:
+        if self._text_only and delta.stop_reason is None:
+            return self._frames.delta(index, delta.text, None, delta.finish_reason)
+        number = index // self._request.n
+        held = self._held.get(number)
+        if held is None:
+            return self._full_chunk(index, delta)
+        held.append((index, delta))
+        if delta.prompt_logprobs is None:
+            return b""
+        del self._held[number]
+        opening = self._open_choices(number, delta.prompt_logprobs)
+        return opening + b"".join(self._full_chunk(*each) for each in held)
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._frames.closing(usage)
+
+    def whole(self, states: Sequence[RequestState], usage: Usage) -> Completion:
+        choices = [self._choice(*each) for each in enumerate(states)]
+        return Completion(**self.head._asdict(), choices=choices, usage=usage)
+
+    def _open_choices(self, number: int, positions: list[TokenLogprobs]) -> bytes:
+        """The events that tell of a prompt, one for each of its choices; none where nothing of it is to be told."""
+        request, prompt = self._request, self._prompts[number]
+        members = b""
+        if request.prompt_logprobs is not None:
+            members += b',"prompt_logprobs":' + encode(self._of_prompt(positions))
+        if request.return_token_ids:
+            members += b',"prompt_token_ids":%b,"token_ids":[]' % encode(prompt.token_ids)
+        if not prompt.echo and not members and (not request.echo or request.logprobs is None):
+            return b""
+        first = number * request.n
+        return b"".join(
+            self._frames.delta(index, prompt.echo, self._echoed(index, positions), None, members)
+            for index in range(first, first + request.n)
+        )
+
+    def _full_chunk(self, index: int, delta: RequestDelta) -> bytes:
+        request = self._request
+        self._frames.count(len(delta.token_ids))
+        asked = request.logprobs is not None and delta.logprobs
+        logprobs = self._logprobs[index].write(delta.logprobs or ()) if asked else None
+        members = b',"token_ids":' + encode(delta.token_ids) if request.return_token_ids else b""
+        if delta.stop_reason is not None:
+            members += b',"stop_reason":' + encode(delta.stop_reason)
+        return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members)
+
+    def _choice(self, index: int, state: RequestState) -> CompletionChoice:
+        request, prompt = self._request, self._prompts[index // self._request.n]
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = self._echoed(index, state.prompt_logprobs or [])
+            logprobs = _joined(logprobs, self._logprobs[index].write(state.logprobs or ()))
+        choice = CompletionChoice(index, prompt.echo + state.text, logprobs, state.finish_reason)
+        if state.stop_reason is not None:
+            choice.stop_reason = state.stop_reason
+        if request.prompt_logprobs is not None:
+            choice.prompt_logprobs = self._of_prompt(state.prompt_logprobs or [])
+        if request.return_token_ids:
+            choice.prompt_token_ids, choice.token_ids = prompt.token_ids, state.token_ids
+        return choice
+
+    def _echoed(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs | None:
+        """Log probabilities of the prompt, where the request wants them before the generated tokens' own."""
+        request, prompt = self._request, self._prompts[index // self._request.n]
+        if not request.echo or request.logprobs is None:
+            return None
+        return self._logprobs[index].write_prompt(prompt.echo, prompt.token_ids[0], positions, request.logprobs)
+
+    def _of_prompt(self, positions: list[TokenLogprobs]) -> PromptLogprobs:
+        return prompt_logprobs(self._tokenizer, positions, self._request.prompt_logprobs or 0)
+
+
+def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> CompletionLogprobs:
+    if first is None:
+        return second
+    return CompletionLogprobs(
+        *(a + b for a, b in zip(msgspec.structs.astuple(first), msgspec.structs.astuple(second), strict=True))
+    )
+
+
+# [completion_preparation] `prepare_completion`: from a validated completion request to the engine's, one a prompt.
+# Called by its route.
+
+_LONG_CHARACTERS = 4096
+"""Text above this is tokenised in a thread, so that the streams of others go on meanwhile."""
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt that can run."""
+
+    request: AddRequest
+    shown: ShownPrompt
+
+
+async def prepare_completion(request: CompletionRequest, frontend: Frontend) -> list[PreparedPrompt]:
+    """Tokenise and check the prompts. Raises `InvalidRequest` and `BadRequest`."""
+    processor = frontend.processor
+    grammar = await grammar_of(request, frontend)
+    characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
+    adapter = frontend.adapter_of(request.model)
+    if characters > _LONG_CHARACTERS:
+        return await asyncio.to_thread(_prepare, request, grammar, processor, adapter)
+    return _prepare(request, grammar, processor, adapter)
+
+
+def _prepare(
+    request: CompletionRequest, grammar: str | None, processor: InputOutputProcessor, adapter: int
+) -> list[PreparedPrompt]:
+    says_length = "max_tokens" in request.model_fields_set
+    max_tokens = request.max_tokens
+    if not says_length and processor.defaults.max_new_tokens is not None:
+        max_tokens = min(max_tokens, processor.defaults.max_new_tokens)
+    params = request.sampling_params(max_tokens, request.alternatives, processor)
+    if grammar is not None:
+        params = msgspec.structs.replace(params, grammar=grammar)
+    if request.suffix:
+        params = _with_ends_of_fill_in(params, processor)
+    keep_last = request.keep_last(processor, max_tokens)
+    prepared = []
+    for prompt in request.prompt:
+        token_ids = _token_ids(prompt, request, processor, keep_last)
+        add_request = processor.preprocess(
+            token_ids,
+            params,
+            request_id=0,
+            cache_salt=request.salt_key,
+            clip_max_tokens=not says_length,
+            priority=request.priority,
+            adapter=adapter,
+        )
+        cut = keep_last is not None and len(token_ids) >= keep_last
+        prepared.append(
+            PreparedPrompt(add_request, ShownPrompt(token_ids, _echo(prompt, token_ids, request, processor, cut)))
+        )
+    return prepared
+
+
+def _token_ids(
+    prompt: Prompt, request: CompletionRequest, processor: InputOutputProcessor, keep_last: int | None
+) -> list[int]:
+    """What the model reads."""
+    if request.suffix:
+        return _fill_in(prompt, request.suffix, request.add_special_tokens, processor)
+    if not isinstance(prompt, str):
+        return prompt if keep_last is None else prompt[-keep_last:]
+    token_ids = processor.tokenize(prompt, request.add_special_tokens, keep_last)
+    if token_ids or prompt:
+        return token_ids
+    bos = processor.tokenizer.bos_token_id
+    if bos is None:
+        raise InvalidRequest(
+            "prompt is empty, and this model has no beginning-of-sequence token to start from; send at least 1 token",
+            "prompt",
+        )
+    return [bos]
+
+
+def _fill_in(prompt: Prompt, suffix: str, add_special_tokens: bool, processor: InputOutputProcessor) -> list[int]:
+    if processor.fill_in is None:
+        raise InvalidRequest(
+            "suffix is set, but this model's tokenizer has no marks for filling in between prompt and suffix; "
+            "leave suffix out",
+            "suffix",
+        )
+    prefix = processor.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+    behind = processor.tokenize(suffix, add_special_tokens=False)
+    return processor.fill_in.prompt(prefix, behind, add_special_tokens)
+
+
+def _with_ends_of_fill_in(params: SamplingParams, processor: InputOutputProcessor) -> SamplingParams:
+    """`params` that also stop where the model says that the gap is filled."""
+    if processor.fill_in is None or not processor.fill_in.end_token_ids or params.ignore_eos:
+        return params
+    ends = [*(params.stop_token_ids or ()), *processor.fill_in.end_token_ids]
+    return msgspec.structs.replace(params, stop_token_ids=ends)
+
+
+def _echo(
+    prompt: Prompt, token_ids: list[int], request: CompletionRequest, processor: InputOutputProcessor, cut: bool
+) -> str:
+    """What the text of a completion of `prompt` begins with."""
+    if not request.echo:
+        return ""
+    if isinstance(prompt, str) and not cut:
+        return prompt
+    shown = prompt if request.suffix and not isinstance(prompt, str) else token_ids
+    return processor.tokenizer.decode(shown, request.skip_special_tokens)
+
 
 router = APIRouter()
 

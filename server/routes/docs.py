@@ -4,10 +4,9 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from server import frontend as frontends
-from server.api_page import page
-from server.json_answer import as_json
-from server.openapi import answers
-from server.protocol.models import Welcome
+from server.openapi import answers, page
+from server.schemas.body import as_json
+from server.schemas.models import Welcome
 
 router = APIRouter()
 

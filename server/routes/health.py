@@ -5,9 +5,9 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server import frontend as frontends
-from server.json_answer import as_json
 from server.openapi import answers, answers_text
-from server.protocol.models import Version
+from server.schemas.body import as_json
+from server.schemas.models import Version
 
 router = APIRouter()
 

@@ -4,9 +4,9 @@ from fastapi import APIRouter, Request, Response
 
 from server import frontend as frontends
 from server.frontend import Frontend
-from server.json_answer import as_json
 from server.openapi import answers
-from server.protocol.models import Model, ModelList
+from server.schemas.body import as_json
+from server.schemas.models import Model, ModelList
 
 router = APIRouter()
 

@@ -6,25 +6,27 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from server import frontend as frontends
-from server.chat_preparation import PreparedChat
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.generation import Generation
-from server.json_answer import as_json
-from server.middleware.keys import owner_of
+from server.middleware import owner_of
 from server.openapi import answers, generates, reads
-from server.parsing import read_request
-from server.protocol.responses import InputTokensRequest, ResponsesRequest
-from server.protocol.responses_answer import DeletedResponse, InputTokens, ResponseObject
-from server.protocol.responses_items import ItemList
-from server.rendering.responses import ResponsesRenderer
+from server.request_builder import PreparedChat
 from server.responses import service as services
 from server.responses.conversion import prepare
-from server.responses.event_log import EventLog
-from server.responses.items import kept_items
+from server.responses.rendering import ResponsesRenderer
 from server.responses.service import ResponsesService
-from server.responses.store import StoredResponse, Turn
-from server.sse import EventStream
+from server.responses.store import EventLog, StoredResponse, Turn, kept_items
+from server.schemas.body import as_json, read_request
+from server.schemas.responses import (
+    DeletedResponse,
+    InputTokens,
+    InputTokensRequest,
+    ItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
+from server.streaming.generation import Generation
+from server.streaming.sse import EventStream
 
 router = APIRouter()
 

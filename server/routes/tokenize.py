@@ -5,16 +5,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from engine.io_processor import InvalidRequest
+from engine.text.io_processor import InvalidRequest
 from server import frontend as frontends
-from server.chat_preparation import in_thread, render_prompt
 from server.errors import refusal
 from server.frontend import Frontend
-from server.json_answer import as_json
 from server.openapi import answers, reads
-from server.parsing import read_request, validate
-from server.protocol.chat import ChatCompletionRequest
-from server.protocol.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from server.request_builder import in_thread, render_prompt
+from server.schemas.body import as_json, read_request, validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
 router = APIRouter()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels import aiter
+from models.ops import aiter
 
 _HERE = Path(__file__).parent
 

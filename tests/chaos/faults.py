@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from engine.core_process import CORE_MODULE
-from engine.worker.rank_proc import RANK_MODULE
+from engine.distributed.core_process import CORE_MODULE
+from engine.distributed.rank_link import RANK_MODULE
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import LoggedProcess, command_line
 

@@ -15,7 +15,7 @@ _FLAGS = ("--port", "0", "--api-key", API_KEY, "--access-log", "json")
 # float32, so that greedy text and log probabilities do not depend on what else is in the batch.
 _FLAGS += ("--dtype", "float32", "--cpu-kvcache-gib", "0.25", "--max-num-seqs", "64")
 _START_SECONDS = 120
-_CORE = "engine.core_main"
+_CORE = "engine.core.main"
 
 
 class StartError(RuntimeError):

@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from engine import core_process
-from engine.config import CLUSTER_KEY_ENV
+from engine.config.config import CLUSTER_KEY_ENV
+from engine.distributed import core_process
 from tests.e2e.core_host import CoreHost
 from tests.e2e.kaon_host import KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import KaonServer, free_port

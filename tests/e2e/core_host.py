@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from engine.config import CLUSTER_KEY_ENV, Config
+from engine.config.config import CLUSTER_KEY_ENV, Config
 from tests.e2e.kaon_host import KEY
 from tests.e2e.processes import LoggedProcess, command_line, run_config
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
 from tests.e2e.kaon_server import START_SECONDS
 
 

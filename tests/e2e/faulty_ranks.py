@@ -1,6 +1,6 @@
 """An engine core, and ranks of it, with faults that the tests choose: real processes, a real model.
 
-Run in place of `engine.core_main`, and by that in place of `engine.worker.rank_process`. `FAULTY_RANK` says which
+Run in place of `engine.core.main`, and by that in place of `engine.runner.rank_process`. `FAULTY_RANK` says which
 rank does what.
 """
 
@@ -10,9 +10,10 @@ import time
 
 import torch
 
-from engine import core_main
-from engine.worker import rank_proc, rank_process
-from engine.worker.shard_runner import ShardRunner
+from engine.core import main as core_main
+from engine.distributed import rank_link as rank_proc
+from engine.runner import rank_process
+from engine.runner.shard_runner import ShardRunner
 
 FAULTS = dict(each.split(":") for each in os.environ.get("FAULTY_RANK", "").split())
 """By the number of a rank; `RANK:FAULT`, separated by spaces."""

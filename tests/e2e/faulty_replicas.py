@@ -8,9 +8,9 @@ import sys
 import time
 from typing import Any
 
-from engine import core_main
-from engine.replica_links import ReplicaLinks
-from engine.worker.model_runner import ModelRunner
+from engine.core import main as core_main
+from engine.distributed.lockstep import ReplicaLinks
+from engine.runner.model_runner import ModelRunner
 
 
 def _stay_away(self: ReplicaLinks, timeout: float) -> None:

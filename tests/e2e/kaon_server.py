@@ -14,7 +14,7 @@ import httpx
 import psutil
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 
-from engine.config import Config
+from engine.config.config import Config
 from tests import ports
 from tests.e2e.processes import LoggedProcess, command_line, run_config
 
@@ -54,7 +54,7 @@ class KaonServer(LoggedProcess):
     def core(self) -> psutil.Process:
         """The engine core's process."""
         children = self.process.children()
-        (core,) = (child for child in children if "engine.structured.checker" not in command_line(child))
+        (core,) = (child for child in children if "engine.text.structured.checker" not in command_line(child))
         return core
 
     def stop(self) -> int:

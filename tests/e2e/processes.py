@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from engine.config import Config
+from engine.config.config import Config
 
 END_SECONDS = 120
 """The longest that anything here waits for an end."""
 
 _IDLE_SECONDS, _IDLE_SPENDS = 2.0, 0.1
 
-_RUN = "import sys; from engine.config import Config; from server.serve import run; "
+_RUN = "import sys; from engine.config.config import Config; from server.process import run; "
 _RUN += "sys.exit(run(Config.model_validate_json(sys.argv[1])))"
 
 

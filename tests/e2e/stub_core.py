@@ -1,6 +1,6 @@
 """An engine core with a stub for a model: the real process, loop and sockets, ready in a quarter of a second.
 
-Run in place of `engine.core_main`; the tests choose a way to fail by `STUB_CORE` in its environment.
+Run in place of `engine.core.main`; the tests choose a way to fail by `STUB_CORE` in its environment.
 """
 
 import fcntl
@@ -8,15 +8,15 @@ import os
 import threading
 import time
 
-from engine import core_main
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.checkpoint import resolve_checkpoint
-from engine.config import Config
-from engine.core_startup import LoadedModel, PhaseClock
+from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
+from engine.core import main as core_main
+from engine.core.scheduler import Scheduler
+from engine.core.startup import LoadedModel, PhaseClock
 from engine.messages import ModelInfo
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
 FAULT = os.environ.get("STUB_CORE", "")
@@ -78,7 +78,7 @@ class StubStep:
 
 
 def load_model(config: Config, phases: PhaseClock, *others: object) -> LoadedModel:
-    """Stands in for `engine.core_startup.load_model`."""
+    """Stands in for `engine.core.startup.load_model`."""
     match FAULT:
         case "bad checkpoint":
             raise CheckpointError("model is /nowhere, but there is no such directory; check the path")

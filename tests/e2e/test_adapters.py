@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_server import KaonServer, free_port
 from tests.parity.adapters import make_adapter, merge, read_weights

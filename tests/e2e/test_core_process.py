@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.config import Config
-from engine.core_manager import CoreManager, EngineDeadError
-from engine.core_process import CoreProcess
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.config import Config
+from engine.distributed.core_process import CoreProcess
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_server import eventually
@@ -280,8 +280,8 @@ PARENT = """
 import sys
 from engine import core_process
 core_process.CORE_MODULE = "stub_core"
-from engine.config import Config
-from engine.core_manager import CoreManager
+from engine.config.config import Config
+from engine.client.core_manager import CoreManager
 manager = CoreManager(Config())
 if sys.argv[1] == "ready":
     manager.wait_ready()

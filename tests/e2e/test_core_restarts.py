@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 
-from engine.config import Config
-from engine.core_manager import CoreManager, EngineDeadError
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.config import Config
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 from tests.e2e.stub_core import DEADLY, ENDLESS, FIRST_TOKEN, OUTSIDE, RAISING

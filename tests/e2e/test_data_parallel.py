@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine import relocation
-from engine.config import Config, ParallelConfig
-from engine.core_manager import CoreManager, EngineDeadError
+from engine.client import relocation
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.client.supervisor import Supervisor
+from engine.config.config import Config, ParallelConfig
 from engine.messages import AddRequest, StepOutputs
 from engine.sampling_params import SamplingParams
-from engine.supervisor import Supervisor
 from tests.e2e.stub_core import DEADLY
 from tests.e2e.test_core_restarts import PROMPT, WAIT_SECONDS, HeldStarts, Run
 

@@ -12,11 +12,11 @@ import httpx
 import psutil
 import pytest
 
-from engine.config import ParallelConfig
-from engine.core_process import CORE_MODULE
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import ParallelConfig
+from engine.distributed.core_process import CORE_MODULE
 from engine.sampling_params import SamplingParams
-from models.kernels.cpu.library import load_library
+from models.ops.cpu.runtime import load_library
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_server import KaonServer, eventually, free_port
 from tests.e2e.processes import command_line, wait_gone

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.config import ParallelConfig
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import ParallelConfig
 from engine.sampling_params import SamplingParams
-from engine.structured.spec import GrammarSpec, lark_of
+from engine.text.structured.spec import GrammarSpec, lark_of
 
 PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A", "Once upon a time", "My name is"]
 NAME = lark_of(GrammarSpec("json", {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}}))

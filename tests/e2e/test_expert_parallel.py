@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine import core_process
-from engine.config import Config, ParallelConfig
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import Config, ParallelConfig
+from engine.distributed import core_process
 from engine.sampling_params import SamplingParams
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_server import START_SECONDS

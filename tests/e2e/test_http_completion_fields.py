@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from tests.e2e.kaon_server import MODEL, KaonServer
 

@@ -9,9 +9,9 @@ import httpx
 import jsonschema
 import pytest
 
-from engine.config import Config
+from engine.config.config import Config
 from server.app import create_app
-from server.auth import KeyRing
+from server.limits.keys import KeyRing
 from tests.e2e.kaon_server import MODEL, KaonServer
 
 GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}

@@ -10,7 +10,7 @@ from openai import OpenAI
 from openai.types import Completion, CompletionChoice
 from transformers import Qwen3ForCausalLM
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from tests.e2e.kaon_server import MODEL
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from tests.e2e.kaon_server import MODEL, KaonServer
 

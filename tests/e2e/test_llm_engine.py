@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
-from engine.config import QuantizationConfig
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import QuantizationConfig
 from engine.sampling_params import SamplingParams
 from models.demo import CHECKPOINT_DIR
-from models.kernels.cpu.library import load_library
+from models.ops.cpu.runtime import load_library
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["Hello", "What is 3+4?", "The capital of", "A"]

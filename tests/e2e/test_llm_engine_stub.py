@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config, ParallelConfig
-from engine.io_processor import InvalidRequest
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import Config, ParallelConfig
 from engine.messages import StepOutputs
 from engine.sampling_params import SamplingParams
+from engine.text.io_processor import InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 

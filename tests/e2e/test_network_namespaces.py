@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import CLUSTER_KEY_ENV
+from engine.config.config import CLUSTER_KEY_ENV
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, parallel_fields
 from tests.e2e.test_tensor_parallel import answers, engine_of
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 _FIRST = (
     "import json, sys\n"
-    "from engine.config import ParallelConfig\n"
-    "from engine.llm_engine import LLMEngine\n"
+    "from engine.config.config import ParallelConfig\n"
+    "from engine.client.llm_engine import LLMEngine\n"
     "from tests.e2e.test_tensor_parallel import answers\n"
     "parallel, fields = map(json.loads, sys.argv[1:])\n"
     "with LLMEngine(parallel_config=ParallelConfig.model_validate(parallel), **fields) as engine:\n"

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.peers import measure as measure_module
-from benchmarks.peers.checkpoints import Checkpoint
-from benchmarks.peers.contestant import Command, Contestant
-from benchmarks.peers.measure import Measurement, measure
-from benchmarks.peers.server_process import ServerError
-from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.peers.load import WORKLOADS, Workload
+from benchmarks.peers.measure import Measurement, ServerError, measure
+from benchmarks.peers.servers import Command, Contestant
 from tests.e2e.processes import wait_gone
 
 SERVER = """

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.config import ParallelConfig
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import ParallelConfig
 from engine.sampling_params import SamplingParams
 from tests.e2e.engines import until_replaced
 from tests.e2e.kaon_host import FIELDS, free_ports

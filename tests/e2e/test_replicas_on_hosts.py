@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from engine import relocation
-from engine.config import Config, ParallelConfig
-from engine.core_manager import EngineDeadError
+from engine.client import relocation
+from engine.client.core_manager import EngineDeadError
+from engine.config.config import Config, ParallelConfig
 from tests.e2e.core_host import CoreHost, replica_fields
 from tests.e2e.processes import wait_gone
 from tests.e2e.stub_core import DEADLY
@@ -225,7 +225,7 @@ def test_cores_end_with_a_server_that_is_killed_and_the_host_waits_for_another(
     host = start_host(port)
     script = (
         "import sys; from engine import core_process; core_process.CORE_MODULE = 'stub_core'\n"
-        "from engine.config import Config\nfrom engine.core_manager import CoreManager\n"
+        "from engine.config.config import Config\nfrom engine.client.core_manager import CoreManager\n"
         "manager = CoreManager(Config.model_validate_json(sys.argv[1]))\nmanager.wait_ready()\n"
         "print(*manager.pids, flush=True)\ninput()"
     )

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.config import ParallelConfig
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import ParallelConfig
 from tests.e2e.core_host import replica_fields
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_host import FIELDS, KaonHost

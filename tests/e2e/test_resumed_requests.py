@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.config import Config
-from engine.core_manager import CoreManager
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config
 from engine.messages import AddRequest, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.structured.spec import GrammarSpec, lark_of
-from models.kernels.cpu.library import load_library
+from engine.text.structured.spec import GrammarSpec, lark_of
+from models.ops.cpu.runtime import load_library
 
 pytestmark = pytest.mark.skipif(
     load_library() is None, reason="only the compiled operators give a token the same result in any company"

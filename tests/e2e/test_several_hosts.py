@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig
-from engine.core_manager import CoreManager
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.core_manager import CoreManager
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig
 from engine.sampling_params import SamplingParams
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.kaon_host import FIELDS, KEY, KaonHost, free_ports, parallel_fields

@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from engine import core_process
-from engine.config import Config, ParallelConfig
-from engine.llm_engine import EngineDeadError, LLMEngine
+from engine.client.llm_engine import EngineDeadError, LLMEngine
+from engine.config.config import Config, ParallelConfig
+from engine.distributed import core_process
 from engine.sampling_params import SamplingParams
-from models.kernels.cpu.library import load_library
+from models.ops.cpu.runtime import load_library
 from tests.e2e.engines import until_begun, until_replaced
 from tests.e2e.faulty_ranks import RAISING
 from tests.e2e.kaon_server import KaonServer
@@ -139,8 +139,8 @@ def test_requests_go_on_when_a_rank_is_stopped(
         wait_gone([core.pid, rank.pid])
     assert f"its process {rank.pid} was stopped by a signal" in caplog.text
     stacks = capfd.readouterr().err
-    assert "engine/engine_core.py" in stacks
-    assert "engine/worker/rank_process.py" in stacks
+    assert "engine/core/engine_core.py" in stacks
+    assert "engine/runner/rank_process.py" in stacks
 
 
 def test_ranks_end_with_a_core_that_is_killed() -> None:

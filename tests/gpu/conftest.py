@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from models.kernels import triton
+from models.ops import triton
 from tests.gpu.places import HAS_GPU
 
 

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import Config
-from engine.worker.device import Device, GPUDevice
-from engine.worker.model_runner import ModelRunner
-from engine.worker.step_launcher import StepLauncher
-from models.attention import select_backend
-from models.attention.base import AttentionBackend
+from engine.config.config import Config
+from engine.runner.device import Device, GPUDevice
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
+from models.attention.backend import AttentionBackend, select_backend
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import triton as kernels
-from models.transformers_config import read_checkpoint_config
+from models.loading.checkpoint import read_checkpoint_config
+from models.ops import triton as kernels
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.triton_interpreter import INTERPRETED
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.worker.device import device_of
-from models.process_group import ProcessGroupCollectives
-from models.rendezvous import Rendezvous
+from engine.runner.device import device_of
+from models.parallel.process_group import ProcessGroupCollectives, Rendezvous
 from tests.gpu.places import ON_GPU, Place
 
 REPLAYS = 3

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.structured.masks import MaskedRow, packed
-from engine.worker.deferred_sampler import DeferredSampler
-from engine.worker.sampler import Sampler
-from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
-from engine.worker.staging import Downloads, Uploads
+from engine.runner.device import Downloads, Uploads
+from engine.runner.step_launcher import DeferredSampler
+from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
+from engine.sampling.sampler import Sampler
+from engine.text.structured.matcher import MaskedRow, packed
 from tests.gpu.places import ANYWHERE, ON_GPU, Place
 
 VOCAB_SIZE = 3000

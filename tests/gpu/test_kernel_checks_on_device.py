@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.worker.sampling_check import SamplingForm
-from models.kernels.triton.checks.findings import wrong
-from models.kernels.triton.checks.usual import VOCABULARY, usual_checks
+from engine.runner.kernel_cases import VOCABULARY, usual_checks
+from engine.sampling.kernel_check import SamplingForm
+from models.ops.self_test import wrong
 from tests.gpu.places import ON_GPU, Place
 
 

@@ -6,9 +6,8 @@ Small and odd sizes are those of `tests/parity/test_triton_*`, which run on the 
 import pytest
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.case import Finding
-from benchmarks.gpu.child import run_part
-from benchmarks.gpu.parts import BY_NAME
+from benchmarks.gpu.part_process import run_part
+from benchmarks.gpu.parts import BY_NAME, Finding
 from tests.gpu.places import ON_GPU, Place
 
 KERNELS = ("attention", "dense", "experts", "quantized", "sampling", "latents", "launch")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.e2e.kaon_server import MODEL, KaonServer, free_port
 from tests.gpu.places import HAS_GPU

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config import Config
+from engine.config.config import Config
+from engine.runner import graphs as graph_runner
+from engine.runner.build import build_runner
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.worker import graph_runner
-from engine.worker.build import build_runner
-from engine.worker.model_runner import ModelRunner
 from tests.gpu.places import ANYWHERE_LONG, ON_GPU, Place
 from tests.parity.ahead import Ahead, answers, by_core, waiting
 from tests.parity.checkpoints import make_checkpoint

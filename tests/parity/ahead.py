@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from queue import SimpleQueue
 
-from engine.deferred_steps import DeferredSteps
-from engine.engine_core import EngineCore
-from engine.flight_record import FlightRecord
+from engine.core.deferred_steps import DeferredSteps
+from engine.core.engine_core import EngineCore
+from engine.core.scheduler import Scheduler
+from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
-from engine.scheduler import Scheduler
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sequence import Sequence
-from engine.worker.model_runner import ModelRunner
-from engine.worker.step_launcher import StepLauncher
 from tests.parity.delayed_device import DelayedDevice
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import fields
 
+from models.attention.context import AttentionMetaData
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
-from models.forward_context import AttentionMetaData
 
 
 class CapturingBackend(CPUAttentionBackend):

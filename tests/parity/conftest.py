@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from models.kernels import triton
-from models.kernels.cpu import runtime
+from models.ops import triton
+from models.ops.cpu import runtime
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import torch
 
-from models.kernels.cpu import delta_ops, expert_ops, latent_ops, library, ops, runtime, sampling_ops, structures
-from models.kernels.cpu.quantized import QuantizedWeight
-from models.kernels.types import AttentionOptions
-from models.layers.activation import clamped_swiglu
+from models.ops.activation import clamped_swiglu
+from models.ops.cpu import dense as ops
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import gated_delta as delta_ops
+from models.ops.cpu import latent_attention as latent_ops
+from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu import sampling as sampling_ops
+from models.ops.cpu.dense import QuantizedWeight
+from models.ops.types import AttentionOptions
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.worker.device import Event, HostDevice
+from engine.runner.device import Event, HostDevice
 
 GARBAGE = 0x7B
 

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from models.errors import ReplicaLeft
-from models.kernels.cpu import expert_ops, library, ops, runtime
-from models.kernels.cpu.exchange import SharedMemoryExchange
+from models.ops.cpu import dense as ops
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import runtime
+from models.ops.cpu import runtime as library
+from models.ops.cpu.collectives import SharedMemoryExchange
 from tests.parity.test_cpu_operators import bf16
 
 REPLICAS, MOST_TOKENS, EXPERTS, SIZE = 3, 40, 12, 64

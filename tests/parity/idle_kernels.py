@@ -4,9 +4,7 @@ import pytest
 import torch
 
 # Rows of the table that name the interpreter are made before a test puts a GPU in its place.
-import models.kernels.triton.configs_dense
-import models.kernels.triton.configs_latent
-import models.kernels.triton.configs_quantized  # noqa: F401
+import models.ops.triton.configs  # noqa: F401
 from engine.sampling_params import SamplingParams
 
 EACH_CHOICE = (

@@ -19,9 +19,9 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.gpu import absent
+from engine.runner.step_launcher import StepLauncher
 from engine.sequence import Sequence
-from engine.worker.step_launcher import StepLauncher
-from models.kernels.triton.configs import TARGETS, Target
+from models.ops.triton.configs import TARGETS, Target
 from tests.parity.ahead import Ahead
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.paged_model import prompt

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from models.registry import ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES
 from tests.parity.foreign_models import REFUSED, SERVED
 from tests.parity.variants import PARTLY_TORCH, all_variants
 

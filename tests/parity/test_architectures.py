@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.core.scheduler import Scheduler
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker.model_runner import ModelRunner
-from models.registry import ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.test_worker_model_runner import runner_for

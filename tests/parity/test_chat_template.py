@@ -9,7 +9,7 @@ import tokenizers
 import transformers
 from tokenizers import models
 
-from engine.chat_template import ChatTemplate
+from engine.text.chat_template import ChatTemplate
 
 CHATML = """\
 {%- if tools %}

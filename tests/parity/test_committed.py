@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.worker import committed
-from engine.worker.committed import RESERVE, CommittedBlocks
-from engine.worker.kv_memory import zeros
-from models.host_memory import HUGE_PAGE
+from engine.runner import kv_cache as committed
+from engine.runner.device import zeros
+from engine.runner.kv_cache import RESERVE, CommittedBlocks
+from models.ops.memory import HUGE_PAGE
 
 BLOCKS = 64
 PAGES = 160

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.worker import graph_runner, model_runner
-from engine.worker.step_launcher import StepLauncher
-from models import compilation
-from models.compilation import compile_pieces
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.step_launcher import StepLauncher
+from models.layers import compilation
+from models.layers.compilation import compile_pieces
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint

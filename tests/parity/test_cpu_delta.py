@@ -8,10 +8,10 @@ import torch
 
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_native import NativeCPUAttentionBackend
-from models.kernels.cpu import delta_ops
-from models.kernels.types import StateCache
 from models.layers.gated_delta_net import GatedDeltaNet
-from models.parallel import SINGLE_RANK
+from models.ops.cpu import gated_delta as delta_ops
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import SINGLE_RANK
 from tests.parity.test_cpu_operators import bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from models.kernels.cpu import expert_ops, ops, runtime, structures
-from models.kernels.cpu.program import NotRecordable, record
-from models.layers.activation import clamped_swiglu, swiglu
 from models.layers.moe import FusedMoE
 from models.layers.parameter import fill_rows, pack_products
 from models.layers.routing import grouped_top_k, softmax_top_k
+from models.ops.activation import clamped_swiglu, swiglu
+from models.ops.cpu import dense as ops
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import runtime, structures
+from models.ops.cpu.program import NotRecordable, record
 from tests.parity.test_cpu_operators import bf16, operators, packed, pytestmark
 
 __all__ = ["operators", "pytestmark"]

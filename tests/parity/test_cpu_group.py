@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from models.errors import CollectiveAborted
-from models.kernels.cpu.group import SharedMemoryCollectives
-from models.kernels.cpu.library import load_library
+from models.ops.cpu.collectives import SharedMemoryCollectives
+from models.ops.cpu.runtime import load_library
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the operators were not built")
 

@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
-from models.kernels.cpu import attention_ops, latent_ops, runtime, structures
-from models.kernels.rotary import deinterleave, rotate
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import latent_attention as latent_ops
+from models.ops.cpu import runtime, structures
+from models.ops.rotary import deinterleave, rotate
 from tests.parity.test_cpu_operators import Cache, bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]

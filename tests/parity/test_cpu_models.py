@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.worker.model_runner import ModelRunner
-from models.kernels.cpu import library, runtime, structures
-from models.kernels.cpu.program import operators_of
-from models.layers.onednn import can_pack
+from engine.runner.model_runner import ModelRunner
+from models.architectures.registry import ARCHITECTURES
+from models.layers.linear import can_pack
 from models.layers.parameter import onednn_of
-from models.registry import ARCHITECTURES
+from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu.program import operators_of
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
@@ -147,9 +148,9 @@ def test_recording_imports_none_of_torchs_compiler() -> None:
 import sys
 import torch
 from models.demo import CHECKPOINT_DIR
-from engine.config import Config
-from engine.worker.model_runner import ModelRunner
-from models.transformers_config import read_checkpoint_config
+from engine.config.config import Config
+from engine.runner.model_runner import ModelRunner
+from models.loading.checkpoint import read_checkpoint_config
 path = CHECKPOINT_DIR
 runner = ModelRunner(
     Config(num_kvcache_blocks=64), path, read_checkpoint_config(path, "auto"), torch.device("cpu"), torch.bfloat16

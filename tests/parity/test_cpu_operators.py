@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from models.kernels.cpu import attention_ops, library, ops, runtime, structures
-from models.kernels.cpu.greedy import GreedyHead
-from models.kernels.cpu.program import record
-from models.kernels.cpu.quantized import QuantizedWeight
-from models.kernels.types import AttentionOptions, HeadNorms
 from models.layers.norm import OffsetRMSNorm, RMSNorm
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu.dense import QuantizedWeight
+from models.ops.cpu.program import record
+from models.ops.cpu.sampling import GreedyHead
+from models.ops.types import AttentionOptions, HeadNorms
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -257,7 +260,7 @@ class TestThreads:
         """It has the caller's thread alone."""
         script = """
 import os, signal, torch
-from models.kernels.cpu import attention_ops, ops, runtime
+from models.ops.cpu import attention_ops, ops, runtime
 
 def norm():
     return ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
@@ -280,7 +283,7 @@ assert torch.equal(norm(), expected)
     def test_a_number_of_threads_that_cannot_be_is_the_nearest_that_can(self, threads: int) -> None:
         script = f"""
 import torch
-from models.kernels.cpu import attention_ops, ops, runtime
+from models.ops.cpu import attention_ops, ops, runtime
 
 runtime.start({threads})
 ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)

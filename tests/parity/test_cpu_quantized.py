@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 import torch
 
-from models.kernels.cpu import ops, runtime, structures
-from models.kernels.cpu.quantized import BLOCK, STEP, QuantizedWeight, quantized_bytes
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime, structures
+from models.ops.cpu.dense import BLOCK, STEP, QuantizedWeight, quantized_bytes
 from tests.parity.test_cpu_operators import BEST, LIBRARY, NAMES, bf16
 
 pytestmark = pytest.mark.skipif(

@@ -6,17 +6,18 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config import Config, QuantizationConfig
-from engine.core_startup import PhaseClock
-from engine.core_startup import load_model as load_served
+from engine.config.config import Config, QuantizationConfig
+from engine.core.startup import PhaseClock
+from engine.core.startup import load_model as load_served
+from models.architectures.config import ModelConfig
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
-from models.kernels.cpu import library, runtime
-from models.kernels.cpu.quantized import QuantizedWeight
 from models.layers.parameter import packed_of
-from models.loader import load_model
-from models.lora.weights import load_adapters
-from models.model_config import ModelConfig
+from models.loading.loader import load_model
+from models.lora.adapters import load_adapters
+from models.ops.cpu import runtime
+from models.ops.cpu import runtime as library
+from models.ops.cpu.dense import QuantizedWeight
 from tests.parity import quantized_checkpoints as q
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.worker.likeliest import likeliest
-from engine.worker.sampler import Sampler
-from engine.worker.sampling_columns import RandomRows, SamplingRows
-from models.kernels.cpu import library, runtime, sampling_ops, structures
+from engine.sampling.parameters import RandomRows, SamplingRows
+from engine.sampling.sampler import Sampler
+from engine.sampling.top_k import likeliest
+from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu import sampling as sampling_ops
 
 pytestmark = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import models.kernels.cpu
+import models.ops.cpu
 
-SOURCES = Path(models.kernels.cpu.__file__).parent
+SOURCES = Path(models.ops.cpu.__file__).parent
 CHECKS = "-fsanitize=address,undefined"
 FLAGS = ["-O1", "-g1", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fno-trapping-math"]
 FLAGS += ["-fvisibility=hidden", "-DKAON_SANITIZE"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.threads import bind_memory, node_memory
+from engine.runner.build import bind_memory, node_memory
 
 
 def run(script: str) -> str:
@@ -20,9 +20,9 @@ def test_pinned_threads_stay_on_their_cpus_and_others_off_them() -> None:
 import os, threading, time
 from pathlib import Path
 import torch
-from engine.worker.cores import CorePlan
-from engine.worker.threads import pin, settle
-from models.kernels.cpu import runtime
+from engine.distributed.host_resources import CorePlan
+from engine.runner.build import pin, settle
+from models.ops.cpu import runtime
 
 allowed = sorted(os.sched_getaffinity(0))
 if len(allowed) < 2:
@@ -57,7 +57,7 @@ stop.set()
 def test_memory_is_bound_where_the_system_lets_it_and_the_node_has_room() -> None:
     script = """
 import ctypes
-from engine.worker.threads import bind_memory
+from engine.runner.build import bind_memory
 assert not bind_memory(0, 1 << 60)
 bound = bind_memory(0, 1)
 mode = ctypes.c_int(-1)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.runner.device import Downloads, Uploads
+from engine.runner.step_launcher import DeferredSampler
+from engine.sampling.parameters import RandomRows, SamplingRows
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured.matchers import Matchers
-from engine.structured.spec import GrammarSpec, lark_of
-from engine.worker.deferred_sampler import DeferredSampler
-from engine.worker.sampler import Sampler
-from engine.worker.sampling_columns import RandomRows, SamplingRows
-from engine.worker.staging import Downloads, Uploads
+from engine.text.structured.matcher import Matchers
+from engine.text.structured.spec import GrammarSpec, lark_of
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, checkpoint, prompts, runner_for

@@ -5,9 +5,9 @@ import functools
 import pytest
 
 from models.demo import CHECKPOINT_DIR
-from models.demo.dialogue import render_prompt
-from models.demo.evaluate import DemoModel, Verdict, judge
-from models.demo.generate import Text, held_out_texts
+from tools.demo.evaluate import DemoModel, Verdict, judge
+from tools.demo.examples import render_prompt
+from tools.demo.generate import Text, held_out_texts
 
 SAMPLE = 40
 # What the committed weights reach (models/demo/README.md) less the noise of a sample; retrained weights raise it.

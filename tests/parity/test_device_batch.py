@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.device import HostDevice, Uploads
+from engine.runner.device_batch import ResidentTables
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.worker import graph_runner, model_runner
-from engine.worker.device import HostDevice
-from engine.worker.model_runner import ModelRunner
-from engine.worker.resident_tables import ResidentTables
-from engine.worker.staging import Uploads
-from engine.worker.step_launcher import StepLauncher
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.paged_torch import CapturedTorchBackend

@@ -15,24 +15,24 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from engine.config import Config
-from engine.worker.input_batch import StepInputs
-from engine.worker.model_runner import ModelRunner
-from engine.worker.sampled_tokens import SampledTokens
-from engine.worker.warm_up import WarmUpRow, WarmUpStep
+from engine.config.config import Config
+from engine.runner.input_batch import StepInputs
+from engine.runner.model_runner import ModelRunner
+from engine.runner.warm_up import WarmUpRow, WarmUpStep
+from engine.sampling.sampled_tokens import SampledTokens
+from models.architectures.config import ModelConfig
+from models.attention.context import DPMetadata, ForwardContext
 from models.errors import CheckpointError
-from models.forward_context import DPMetadata, ForwardContext
-from models.kernels.cpu.exchange import SharedMemoryExchange, _Shape
-from models.kernels.cpu.library import load_library
-from models.kernels.cpu.program import Program
 from models.layers import moe
 from models.layers.moe import FusedMoE
 from models.layers.parameter import fill_rows, pack_products, packed_of
 from models.layers.routing import softmax_top_k
-from models.loader import load_model
-from models.model_config import ModelConfig
-from models.parallel import Exchange, ExpertParallel, TensorParallel
-from models.transformers_config import read_checkpoint_config
+from models.loading.checkpoint import read_checkpoint_config
+from models.loading.loader import load_model
+from models.ops.cpu.collectives import SharedMemoryExchange, _Shape
+from models.ops.cpu.program import Program
+from models.ops.cpu.runtime import load_library
+from models.parallel.tensor_parallel import Exchange, ExpertParallel, TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
 from tests.parity.test_cpu_models import _fields

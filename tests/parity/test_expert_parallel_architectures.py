@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ParallelConfig
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import ParallelConfig
 from engine.sampling_params import SamplingParams
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt

@@ -5,13 +5,13 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from models.attention import select_backend
-from models.forward_context import Context, forward_context, get_forward_context
-from models.kernels.types import StateCache
+from models.attention.backend import select_backend
+from models.attention.context import Context, forward_context, get_forward_context
 from models.layers.gated_delta_net import GatedDeltaNet
-from models.layers.gated_delta_rule import delta_rule_span, delta_rule_step
 from models.layers.parameter import weight_loader_of
-from models.parallel import TensorParallel
+from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.paged_model import CPU
 from tests.parity.test_model_sharding import ranks
 from tests.parity.tolerance import assert_within, rounding_bound

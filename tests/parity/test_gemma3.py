@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
-from models.model_config import ModelConfig
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.variants.gemma3 import VARIANTS

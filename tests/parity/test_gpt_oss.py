@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import GptOssForCausalLM as ReferenceModel
 
+from models.architectures.config import ModelConfig
+from models.architectures.gpt_oss import GptOssForCausalLM
 from models.errors import CheckpointError
-from models.gpt_oss import GptOssForCausalLM
-from models.loader import load_model
-from models.model_config import ModelConfig
+from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.quantized_checkpoints import write_gpt_oss_pair

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.step_limits import StepOutOfMemory
-from engine.worker import model_runner
-from engine.worker.kv_memory import at_start, in_step
-from engine.worker.model_runner import ModelRunner
+from engine.batch import StepOutOfMemory
+from engine.runner import model_runner
+from engine.runner.device import at_start, in_step
+from engine.runner.model_runner import ModelRunner
 from tests.parity.ahead import answers, by_core, waiting
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import checkpoint, prompts, runner_for

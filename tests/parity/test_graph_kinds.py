@@ -11,25 +11,25 @@ import pytest
 import torch
 
 from engine.batch import ScheduledBatch
+from engine.core.scheduler import Scheduler
+from engine.distributed.rank_steps import decode_step, encode_step
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.device import Graph, HostDevice, Uploads
+from engine.runner.device_batch import DeviceBatch, DeviceInputs, Place
+from engine.runner.graphs import GraphRunner, GraphShape
+from engine.runner.input_batch import InputBatch, StepInputs
+from engine.runner.model_runner import ModelRunner
+from engine.runner.shard_runner import ShardRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker import graph_runner, model_runner
-from engine.worker.device import Graph, HostDevice
-from engine.worker.device_batch import DeviceBatch, DeviceInputs, Place
-from engine.worker.graph_runner import GraphRunner, GraphShape
-from engine.worker.input_batch import InputBatch, StepInputs
-from engine.worker.model_runner import ModelRunner
-from engine.worker.shard_runner import ShardRunner
-from engine.worker.staging import Uploads
-from engine.worker.step_launcher import StepLauncher
-from engine.worker.step_message import decode_step, encode_step
-from models.attention.base import AttentionBackend
-from models.forward_context import Context, forward_context
-from models.kernels.types import StateCache
-from models.lora import captured
-from models.parallel import TensorParallel
-from models.transformers_config import read_checkpoint_config
+from models.attention.backend import AttentionBackend
+from models.attention.context import Context, forward_context
+from models.loading.checkpoint import read_checkpoint_config
+from models.lora import adapters as captured
+from models.ops.types import StateCache
+from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import Config
-from engine.worker import graph_runner
-from engine.worker.device import Graph
-from engine.worker.graph_memory import GraphMemory
-from engine.worker.model_runner import ModelRunner
-from engine.worker.shard_runner import ShardRunner
-from engine.worker.step_launcher import StepLauncher
-from engine.worker.warm_up import StepSizes, compile_kernels
-from models.parallel import SINGLE_RANK, TensorParallel
-from models.transformers_config import read_checkpoint_config
+from engine.config.config import Config
+from engine.runner import graphs as graph_runner
+from engine.runner.device import Graph
+from engine.runner.graphs import GraphMemory
+from engine.runner.model_runner import ModelRunner
+from engine.runner.shard_runner import ShardRunner
+from engine.runner.step_launcher import StepLauncher
+from engine.runner.warm_up import StepSizes, compile_kernels
+from models.loading.checkpoint import read_checkpoint_config
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.test_deferred_output import sequences

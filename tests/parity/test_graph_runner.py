@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.device import Graph
+from engine.runner.graphs import capture_sizes
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
-from engine.worker import graph_runner, model_runner
-from engine.worker.device import Graph
-from engine.worker.graph_runner import capture_sizes
-from engine.worker.model_runner import ModelRunner
-from engine.worker.step_launcher import StepLauncher
-from models.forward_context import AttentionMetaData, get_forward_context
-from models.parallel import ExpertParallel, TensorParallel
+from models.attention.context import AttentionMetaData, get_forward_context
+from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.delayed_device import DelayedDevice

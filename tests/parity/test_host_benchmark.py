@@ -11,9 +11,9 @@ import torch
 import triton
 
 from benchmarks import host
-from benchmarks.gpu.operators import OPERATORS
-from models.kernels import triton as kernels
-from models.kernels.triton.arithmetic import cdiv, next_power_of_2
+from benchmarks.gpu.launch import OPERATORS
+from models.ops import triton as kernels
+from models.ops.triton.grids import cdiv, next_power_of_2
 from tests.parity.triton_interpreter import DEVICE, triton_kernels
 
 __all__ = ["triton_kernels"]
@@ -21,9 +21,9 @@ __all__ = ["triton_kernels"]
 _LAUNCHES = """
 import torch
 from benchmarks.gpu.absent import AbsentBench, on
-from benchmarks.gpu.launches import Launches
-from benchmarks.gpu.operators import OPERATORS
-from models.kernels.triton.configs import TARGETS
+from benchmarks.gpu.launch import Launches
+from benchmarks.gpu.launch import OPERATORS
+from models.ops.triton.configs import TARGETS
 
 with on(TARGETS["{target}"]), torch.inference_mode():
     call = OPERATORS["experts' gate and up"](AbsentBench(is_dry=True))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config import QuantizationConfig
-from models.attention.cache_dtype import from_cache, to_cache
+from engine.config.config import QuantizationConfig
+from models.attention.cpu_cache import from_cache, to_cache
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import Config
-from engine.core_startup import PhaseClock, load_model
-from engine.scheduler import Scheduler
-from engine.worker.layer_caches import LayerCaches
-from models.attention import select_backend
-from models.base import KVCacheSpec, VectorCacheSpec
-from models.kernels.types import StateCache
+from engine.config.config import Config
+from engine.core.scheduler import Scheduler
+from engine.core.startup import PhaseClock, load_model
+from engine.runner.kv_cache import LayerCaches
+from models.attention.backend import select_backend
+from models.layers.base import KVCacheSpec, VectorCacheSpec
+from models.ops.types import StateCache
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt, tensors_of
 from tests.parity.test_worker_model_runner import generate, runner_for

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
+from engine.core.scheduler import Scheduler
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker.model_runner import ModelRunner
+from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
+from models.lora.adapters import load_adapters
 from models.lora.config import LoRAConfig
-from models.lora.weights import load_adapters
-from models.registry import ARCHITECTURES
 from tests.parity.adapters import PROJECTIONS, make_adapter, merge, read_weights, write_adapter
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, Row, assert_same_distribution, prompt

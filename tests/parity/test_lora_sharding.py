@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from models.forward_context import LoRATokens
+from models.architectures.config import ModelConfig
+from models.attention.context import LoRATokens
+from models.layers import lora as lora_layer
 from models.layers.linear import MergedColumnParallelLinear, ParallelLinear, QKVParallelLinear, RowParallelLinear
-from models.loader import load_model
-from models.lora import layer as lora_layer
-from models.lora.weights import load_adapters
-from models.model_config import ModelConfig
+from models.loading.loader import load_model
+from models.lora.adapters import load_adapters
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from engine.worker.layer_caches import LayerCaches
-from models.attention import select_backend
+from engine.runner.kv_cache import LayerCaches
+from models.architectures.config import ModelConfig
+from models.attention.backend import select_backend
+from models.attention.context import Context, forward_context, set_kv_cache_data
 from models.errors import CheckpointError
-from models.forward_context import Context, forward_context, set_kv_cache_data
-from models.kernels.types import VectorCache
 from models.layers.rotary import RotaryEmbedding
-from models.loader import load_model
-from models.model_config import ModelConfig
+from models.loading.loader import load_model
+from models.ops.types import VectorCache
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Row, assert_same_distribution, prompt
 from tests.parity.test_model_sharding import ranks
@@ -50,10 +50,10 @@ def test_bounds_on_memory_change_no_number(variant: Variant, tmp_path: Path, mon
     path = checkpoint_of(variant, tmp_path)
     tokens = prompt(120)
     expected = in_chunks(path, tokens, 50)
-    monkeypatch.setattr("models.attention.cpu_mla.MAX_LATENT_ELEMENTS", 1)
-    monkeypatch.setattr("models.attention.cpu_mla.MAX_MASK_ELEMENTS", 1000)
-    monkeypatch.setattr("models.attention.cpu_plan.MAX_MASK_ELEMENTS", 1000)
-    monkeypatch.setattr("models.attention.cpu_index.MAX_INDEX_SCORES", 1)
+    monkeypatch.setattr("models.attention.cpu.MAX_LATENT_ELEMENTS", 1)
+    monkeypatch.setattr("models.attention.cpu.MAX_MASK_ELEMENTS", 1000)
+    monkeypatch.setattr("models.attention.backend.cpu_plan.MAX_MASK_ELEMENTS", 1000)
+    monkeypatch.setattr("models.attention.cpu.MAX_INDEX_SCORES", 1)
     assert_same_distribution(in_chunks(path, tokens, 50), expected)
 
 
@@ -65,7 +65,7 @@ def test_absorbed_and_expanded_latents_give_the_same(
     path = checkpoint_of(variant, tmp_path)
     tokens = prompt(90)
     expected = PagedModel(path).logits(tokens)
-    monkeypatch.setattr("models.attention.cpu_mla._Heads.absorbing_is_cheaper", lambda *_: absorbed)
+    monkeypatch.setattr("models.attention.cpu._Heads.absorbing_is_cheaper", lambda *_: absorbed)
     assert_same_distribution(PagedModel(path).logits(tokens), expected)
     assert_same_distribution(in_chunks(path, tokens, 33), expected)
 

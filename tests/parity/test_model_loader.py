@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.architectures.config import ModelConfig
+from models.architectures.registry import resolve_model_class
 from models.errors import CheckpointError
-from models.loader import load_model
-from models.model_config import ModelConfig
-from models.registry import resolve_model_class
+from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, prompt
 from tests.parity.variants.qwen3_next import VARIANTS as QWEN3_NEXT
@@ -68,10 +68,10 @@ def test_weights_are_converted_to_the_asked_type(checkpoint: Path) -> None:
 def test_progress_is_drawn_on_stderr_only_when_asked_and_when_loading_takes_long(
     checkpoint: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("models.loader._BAR_AFTER_SECONDS", 3600)
+    monkeypatch.setattr("models.loading.loader._BAR_AFTER_SECONDS", 3600)
     load(checkpoint, progress=True)
     assert capfd.readouterr() == ("", "")
-    monkeypatch.setattr("models.loader._BAR_AFTER_SECONDS", 0)
+    monkeypatch.setattr("models.loading.loader._BAR_AFTER_SECONDS", 0)
     load(checkpoint)
     assert capfd.readouterr() == ("", "")
     load(checkpoint, progress=True)
@@ -219,7 +219,7 @@ def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
 
 
 def test_importing_a_model_imports_neither_transformers_nor_a_compiler() -> None:
-    code = "import sys, models.loader, models.qwen3; print([m for m in sys.modules if m in sys.argv])"
+    code = "import sys, models.loading.loader, models.architectures.qwen3; print([m for m in sys.modules if m in sys.argv])"
     slow = ["transformers", "torch._dynamo", "torch._inductor", "sympy", "models.demo", "engine", "server"]
     run = subprocess.run([sys.executable, "-c", code, *slow], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

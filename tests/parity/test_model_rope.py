@@ -9,10 +9,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.config_fields import Fields
-from models.kernels.rotary import rotate
+from models.config.fields import Fields
+from models.config.rope import RopeConfig, parse_rope
 from models.layers.rotary import RotaryEmbedding, inverse_frequencies
-from models.rope_config import RopeConfig, parse_rope
+from models.ops.rotary import rotate
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_same_distribution, prompt
 

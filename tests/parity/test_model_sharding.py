@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from models.architectures.config import ModelConfig
 from models.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from models.layers.parameter import Shard, weight_loader_of
-from models.loader import load_model
-from models.model_config import ModelConfig
-from models.parallel import TensorParallel
+from models.loading.loader import load_model
+from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.registry import ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES
 from tests.parity import models_docs
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
 from models.layers.moe import FusedMoE
 from models.layers.parameter import sources_of
 from models.layers.routing import softmax_top_k
-from models.loader import load_model
-from models.model_config import ModelConfig
+from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, prompt
 from tests.parity.test_model_sharding import fill, random, ranks

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers.checkpoints import END_TOKEN, TINY, Checkpoint, write
-from benchmarks.peers.workloads import WORKLOADS
+from benchmarks.checkpoints import END_TOKEN, TINY, Checkpoint, write
+from benchmarks.peers.load import WORKLOADS
 
 SMALL = Checkpoint("small", {**TINY.sizes, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2})
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.loader import load_model
-from models.model_config import ModelConfig
-from models.phi3 import Phi3ForCausalLM
+from models.architectures.config import ModelConfig
+from models.architectures.phi3 import Phi3ForCausalLM
+from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_same_distribution, prompt
 from tests.parity.test_model_sharding import ranks

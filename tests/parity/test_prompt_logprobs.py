@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput, TokenLogprobs
+from engine.runner.model_runner import ModelRunner
+from engine.sampling import logprobs as room
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.top_k import likeliest
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker import prompt_logprobs as room
-from engine.worker.likeliest import likeliest
-from engine.worker.model_runner import ModelRunner
-from engine.worker.token_logprobs import token_logprobs
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.test_worker_model_runner import runner_for
 

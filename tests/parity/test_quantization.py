@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from models.config_fields import Fields
+from models.architectures.config import ModelConfig
+from models.config.fields import Fields
 from models.layers.parameter import onednn_of
-from models.model_config import ModelConfig
-from models.quantization import QUANTIZATION_METHODS, parse_quantization
 from models.quantization.dequantize import Dequantizer
+from models.quantization.methods import QUANTIZATION_METHODS, parse_quantization
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, assert_same_distribution, prompt
@@ -97,7 +97,7 @@ def test_a_weight_is_the_same_in_one_piece_and_in_many(
 ) -> None:
     path = q.write_pair(tmp_path, *FORMATS[name]).quantised
     whole = PagedModel(path).model
-    monkeypatch.setattr("models.quantization.layouts._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("models.quantization.methods.layouts._CHUNK_ELEMENTS", 1)
     for found, expected in zip(PagedModel(path).model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(found, expected)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import Config, QuantizationConfig
-from engine.core_startup import PhaseClock
-from engine.core_startup import load_model as load_served
+from engine.config.config import Config, QuantizationConfig
+from engine.core.startup import PhaseClock
+from engine.core.startup import load_model as load_served
+from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
-from models.model_config import ModelConfig
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel

@@ -9,13 +9,14 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.worker import graph_runner, model_runner
-from engine.worker.model_runner import ModelRunner
-from engine.worker.step_launcher import StepLauncher
+from models.architectures.registry import ARCHITECTURES as REGISTERED
 from models.attention.triton import TritonAttentionBackend
-from models.registry import ARCHITECTURES as REGISTERED
 from tests.parity.adapters import make_adapter, read_weights
 from tests.parity.ahead import answers, waiting
 from tests.parity.checkpoints import make_checkpoint

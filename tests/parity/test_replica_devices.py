@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.config import Config, ParallelConfig
-from engine.replica_places import deal_out
-from engine.worker import build
-from engine.worker.shard import HostShare, Shard
+from engine.config.config import Config, ParallelConfig
+from engine.distributed.cluster import deal_out
+from engine.distributed.host_resources import HostShare, Shard
+from engine.runner import build
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sampling.counter_rng import request_key, server_key, uniform
+from engine.sampling.parameters import SamplingColumns
+from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.top_k import at_ranks, descending, likeliest
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.worker.counter_rng import request_key, server_key, uniform
-from engine.worker.likeliest import at_ranks, descending, likeliest
-from engine.worker.sampler import SampledTokens, Sampler
-from engine.worker.sampling_columns import SamplingColumns
-from models.kernels.cpu import runtime
+from models.ops.cpu import runtime
 
 SERVER_SEED = 7
 

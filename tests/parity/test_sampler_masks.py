@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.sampling.parameters import SamplingColumns
+from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured.masks import TokenMasks, packed
-from engine.worker.sampler import SampledTokens, Sampler
-from engine.worker.sampling_columns import SamplingColumns
+from engine.text.structured.matcher import TokenMasks, packed
 
 VOCAB_SIZE = 333
 EOS = 7

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from engine.config import Config
-from engine.core_startup import PhaseClock, load_model
+from engine.config.config import Config
+from engine.core.scheduler import Scheduler
+from engine.core.startup import PhaseClock, load_model
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker.model_runner import ModelRunner
 from kvcache.block_manager import RELEASED
-from models.forward_context import set_kv_cache_data
-from models.kernels.types import KVCacheTensor
+from models.attention.context import set_kv_cache_data
+from models.ops.types import KVCacheTensor
 from tests.parity.checkpoints import Family, make_checkpoint
 from tests.parity.paged_model import Reference, prompt
 from tests.parity.test_architectures import Ignored

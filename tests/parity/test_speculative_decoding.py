@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.spec_decode.drafts import Drafts
-from engine.worker import graph_runner, model_runner
-from engine.worker.model_runner import ModelRunner
-from engine.worker.step_launcher import StepLauncher
-from models.attention.base import AttentionBackend
+from engine.speculative.drafts import Drafts
+from models.attention.backend import AttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
@@ -246,7 +247,7 @@ def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyP
         return inputs
 
     monkeypatch.setattr(runner.input_batch, "step_inputs", noted)
-    monkeypatch.setattr("models.kernels.triton.active", lambda: True)
+    monkeypatch.setattr("models.ops.triton.active", lambda: True)
     runner.warm_up()
     assert seen == [(rows, rows * (1 + K)) for rows in (1, 2, 4, 6)]
     seen.clear()

@@ -8,14 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import ScheduledBatchOutput
-from engine.config import Config, SpeculativeConfig
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import Config, SpeculativeConfig
+from engine.core.scheduler import Scheduler
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.spec_decode.drafts import Drafts
-from engine.worker import graph_runner, model_runner
-from engine.worker.step_launcher import StepLauncher
+from engine.speculative.drafts import Drafts
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.llm_engine import LLMEngine
+from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
 

@@ -8,14 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from models.base import KVCacheSpec, VectorCacheSpec
+from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
-from models.loader import load_model
-from models.model_config import ModelConfig
-from models.parallel import TensorParallel
-from models.transformers_attention import PagedAttention
-from models.transformers_config import TransformersConfig, read_checkpoint_config
-from models.transformers_model import TransformersModel
+from models.layers.base import KVCacheSpec, VectorCacheSpec
+from models.loading.checkpoint import TransformersConfig, read_checkpoint_config
+from models.loading.loader import load_model
+from models.loading.transformers_attention import PagedAttention
+from models.loading.transformers_model import TransformersModel
+from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.foreign_models import GEMMA2, GLM_MOE_DSA, GPT2, OLMO2, REFUSED, SERVED, Foreign
 from tests.parity.paged_model import CPU, PagedModel, Reference, assert_same_distribution, prompt

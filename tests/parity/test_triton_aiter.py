@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from models.attention import _gpu_backend
 from models.attention.aiter import AiterAttentionBackend
-from models.attention.base import AttentionBackend
+from models.attention.backend import AttentionBackend, _gpu_backend
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import aiter, backends
-from models.kernels import triton as kernels
-from models.kernels.aiter import library as bindings
-from models.kernels.aiter.probe import wrong
-from models.kernels.aiter.sizes import Sizes
-from models.kernels.triton.reference import attention as reference
-from models.kernels.types import AttentionOptions, KVCacheTensor
 from models.layers.moe import FusedMoE
-from models.layers.quantized_product import stored_of
+from models.ops import aiter
+from models.ops import paged_attention as reference
+from models.ops import registry as backends
+from models.ops import triton as kernels
+from models.ops.aiter import library as bindings
+from models.ops.aiter.cases import Sizes
+from models.ops.aiter.probe import wrong
+from models.ops.types import AttentionOptions, KVCacheTensor
+from models.quantization.stored import stored_of
 from tests.aiter_library import Library, library
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
@@ -64,8 +64,8 @@ class Calls:
 @pytest.fixture
 def calls(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """The library is there and sound. Weights lie as on a GPU; torch stores, since Triton's kernel takes long here."""
-    monkeypatch.setattr("models.loader.can_pack", lambda _dtype: False)
-    monkeypatch.setattr("models.attention.triton.store", reference.store)
+    monkeypatch.setattr("models.loading.loader.can_pack", lambda _dtype: False)
+    monkeypatch.setattr("models.attention.backend.triton.store", reference.store)
     yield Calls()
     aiter.stop()
 

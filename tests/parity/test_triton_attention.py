@@ -6,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.kernels.triton.attention_decode import attention_decode
-from models.kernels.triton.attention_merge import attention_merge
-from models.kernels.triton.attention_prefill import attention_prefill, tokens_of_tile
-from models.kernels.triton.pieces import MAX_PIECES, PIECE, list_pieces, num_pieces
-from models.kernels.triton.reference import attention as reference
-from models.kernels.triton.store import store
-from models.kernels.types import AttentionOptions, HeadNorms, KVCacheTensor
+from models.config.rope import RopeConfig
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.rope_config import RopeConfig
+from models.ops import paged_attention as reference
+from models.ops.triton.attention import attention_decode, attention_merge, attention_prefill, tokens_of_tile
+from models.ops.triton.cache_store import store
+from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, num_pieces
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -8,30 +8,30 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine import doctor
+from engine.runner import doctor, kernel_checks, model_runner
+from engine.runner import kernel_cases as usual
+from engine.runner.kernel_checks import check_kernels, what_is_wrong
+from engine.runner.model_runner import ModelRunner
+from engine.sampling.kernel_check import SamplingForm
 from engine.sequence import Sequence
-from engine.worker import kernel_checks, model_runner
-from engine.worker.kernel_checks import check_kernels, what_is_wrong
-from engine.worker.model_runner import ModelRunner
-from engine.worker.sampling_check import SamplingForm
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import aiter, triton
-from models.kernels.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
-from models.kernels.triton import configs
-from models.kernels.triton.checks import products, usual
-from models.kernels.triton.checks.attention import AttentionForm
-from models.kernels.triton.checks.dense import ActivationForm, NormForm
-from models.kernels.triton.checks.experts import ExpertsForm, RouteForm
-from models.kernels.triton.checks.findings import Check, Numbers, excess, wrong
-from models.kernels.triton.checks.latents import IndexForm, LatentForm
-from models.kernels.triton.checks.products import ProductForm
-from models.kernels.triton.checks.recurrent import DeltaForm
-from models.kernels.types import AttentionOptions, HeadNorms, LatentInputs
-from models.layers.activation import Gating
 from models.layers.moe import FusedMoE
 from models.layers.norm import OffsetRMSNorm, RMSNorm
-from models.layers.quantized_product import keep_quantized, stored_of
-from models.parallel import TensorParallel
+from models.ops import aiter, triton
+from models.ops.activation import Gating
+from models.ops.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
+from models.ops.self_test import Check, Numbers, excess, wrong
+from models.ops.triton import configs
+from models.ops.triton.cases import quantized_products as products
+from models.ops.triton.cases.attention import AttentionForm
+from models.ops.triton.cases.elementwise import ActivationForm, NormForm
+from models.ops.triton.cases.experts import ExpertsForm, RouteForm
+from models.ops.triton.cases.gated_delta import DeltaForm
+from models.ops.triton.cases.latent_attention import IndexForm, LatentForm
+from models.ops.triton.cases.quantized_products import ProductForm
+from models.ops.types import AttentionOptions, HeadNorms, LatentInputs
+from models.parallel.tensor_parallel import TensorParallel
+from models.quantization.stored import keep_quantized, stored_of
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from triton.runtime.jit import JITFunction
 
-from models.kernels.triton import record
-from models.kernels.triton.assembly import Assembly, problems
-from models.kernels.triton.configs import TARGETS, Config
-from models.kernels.triton.probe_kernel import COMPILATIONS as PROBE
-from models.kernels.triton.report import compilations, is_page_complete
+from models.ops.triton.configs import TARGETS, Config
+from models.ops.triton.probe_kernel import COMPILATIONS as PROBE
+from tools import kernel_report as record
+from tools.kernel_report import Assembly, compilations, is_page_complete, problems
 
 FIRST_CLASS = [arch for arch, target in TARGETS.items() if target.first_class]
 
@@ -106,7 +105,7 @@ def report(cache: Path, *arguments: str) -> list[str]:
     """A line a compilation."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache / f"of {len(list(cache.iterdir()))}")
-    command = [sys.executable, "-m", "models.kernels.triton.report", "--json", *arguments]
+    command = [sys.executable, "-m", "tools.kernel_report", "--json", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout, result.stderr
     return result.stdout.splitlines()

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-import models.kernels.triton.configs_dense
-import models.kernels.triton.configs_latent
-import models.kernels.triton.configs_quantized  # noqa: F401, rows of the table
-from models.kernels.triton import cache_view
-from models.kernels.triton.configs import CONFIGS, TARGETS, config_of, nearest_target
-from models.kernels.types import AttentionOptions, KVCacheTensor
+import models.ops.triton.configs  # noqa: F401, rows of the table
+from models.ops.triton import cache_store as cache_view
+from models.ops.triton.configs import CONFIGS, TARGETS, config_of, nearest_target
+from models.ops.types import AttentionOptions, KVCacheTensor
 
 OPTIONS = AttentionOptions(1.0, k_scale=0.5, v_scale=2.0)
 

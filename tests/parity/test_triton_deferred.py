@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 import torch
 
+from engine.runner import graphs as graph_runner
+from engine.runner import model_runner
+from engine.runner.device import Downloads, Uploads, device_of
+from engine.runner.model_runner import ModelRunner
+from engine.runner.step_launcher import DeferredSampler, StepLauncher
+from engine.sampling.counter_rng import request_key
+from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured.masks import MaskedRow, packed
-from engine.worker import graph_runner, model_runner
-from engine.worker.counter_rng import request_key
-from engine.worker.deferred_sampler import DeferredSampler
-from engine.worker.device import device_of
-from engine.worker.model_runner import ModelRunner
-from engine.worker.sampled_tokens import SampledTokens
-from engine.worker.sampler import Sampler
-from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
-from engine.worker.staging import Downloads, Uploads
-from engine.worker.step_launcher import StepLauncher
+from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.triton import TritonAttentionBackend
-from models.kernels import triton as kernels
+from models.ops import triton as kernels
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.test_graph_runner import GraphDevice

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from models.kernels.triton import gated_delta_net
-from models.kernels.triton.reference import gated_delta_net as reference
+from models.ops.triton import gated_delta as gated_delta_net
+from models.ops.triton.cases import gated_delta as reference
 from tests.parity.triton_interpreter import DEVICE, rdna  # noqa: F401, a fixture
 
 # The norm behind it makes the rounding of what is nearly zero as large as anything: told by the sum of squares.
@@ -70,7 +70,7 @@ def assert_as_the_reference(rows: Rows, sizes: Heads, dtype: torch.dtype) -> Non
     plan = gated_delta_net.make_plan(counts, lengths, slots, decodes)
     norm = random(value_dim, dtype=dtype), 1e-6
     results = []
-    for compute in (gated_delta_net.delta_net, reference.delta_net):
+    for compute in (gated_delta_net.delta_net, reference.reference_delta_net):
         mine = inputs.clone(), states.clone()
         out = compute(projected, ba, *weights, norm, *mine, plan, key_heads=key_heads)
         results.append((out, *mine))

@@ -5,13 +5,18 @@ import functools
 import pytest
 import torch
 
-from models.kernels.triton import gated, moe_combine, moe_gemm, moe_route, moe_sort, rms_norm
-from models.kernels.triton.reference import gated as gated_reference
-from models.kernels.triton.reference import moe_gemm as moe_gemm_reference
-from models.kernels.triton.reference import moe_route as moe_route_reference
-from models.kernels.triton.reference import moe_sort as moe_sort_reference
-from models.kernels.triton.reference import rms_norm as rms_norm_reference
 from models.layers.routing import grouped_top_k, softmax_top_k
+from models.ops.triton import elementwise as gated
+from models.ops.triton import elementwise as rms_norm
+from models.ops.triton import expert_products as moe_gemm
+from models.ops.triton import expert_routing as moe_combine
+from models.ops.triton import expert_routing as moe_route
+from models.ops.triton import expert_routing as moe_sort
+from models.ops.triton.cases import elementwise as gated_reference
+from models.ops.triton.cases import elementwise as rms_norm_reference
+from models.ops.triton.cases import experts as moe_gemm_reference
+from models.ops.triton.cases import experts as moe_route_reference
+from models.ops.triton.cases import experts as moe_sort_reference
 from tests.parity.triton_interpreter import DEVICE
 
 # A rounding to bfloat16 or float16 may fall to either side, twice where two numbers were rounded.
@@ -38,7 +43,7 @@ def test_rms_norm(shape: tuple[int, ...], mode: int, dtype: torch.dtype) -> None
         None if mode == rms_norm.PLAIN else random(*shape, dtype=dtype, seed=2) for _ in range(2)
     )
     found = rms_norm.rms_norm(x, weight, 1e-5, offset=1.0, residual=residual, mode=mode)
-    expected = rms_norm_reference.rms_norm(x, weight, 1e-5, offset=1.0, residual=of_reference, mode=mode)
+    expected = rms_norm_reference.reference_rms_norm(x, weight, 1e-5, offset=1.0, residual=of_reference, mode=mode)
     assert_close(found, expected)
     if residual is not None and of_reference is not None:
         assert_close(residual, of_reference)
@@ -48,7 +53,8 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
     wide = random(5, 40)
     weight = random(24, seed=1)
     assert_close(
-        rms_norm.rms_norm(wide[:, 8:32], weight, 1e-5), rms_norm_reference.rms_norm(wide[:, 8:32], weight, 1e-5)
+        rms_norm.rms_norm(wide[:, 8:32], weight, 1e-5),
+        rms_norm_reference.reference_rms_norm(wide[:, 8:32], weight, 1e-5),
     )
 
 
@@ -57,7 +63,7 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
 @pytest.mark.parametrize("activation", [gated.SILU, gated.GELU_TANH, gated.CLAMPED_SILU])
 def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * features, dtype=dtype) * 4
-    compute = functools.partial(gated_reference.gated, gate_up, activation, alpha=1.702, limit=7.0)
+    compute = functools.partial(gated_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)
     assert_close(gated.gated(gate_up, activation, alpha=1.702, limit=7.0), compute())
 
 
@@ -68,7 +74,7 @@ def test_moe_route(experts: int, sigmoid: bool, renormalize: bool) -> None:
     logits = (random(5, experts) * 2).round() / 2
     how = {"sigmoid": sigmoid, "renormalize": renormalize, "scaling_factor": 1.5}
     weights, ids = moe_route.moe_route(logits, 3, **how)
-    expected_weights, expected_ids = moe_route_reference.moe_route(logits, 3, **how)
+    expected_weights, expected_ids = moe_route_reference.reference_moe_route(logits, 3, **how)
     assert torch.equal(ids, expected_ids)
     assert_close(weights, expected_weights)
 
@@ -133,7 +139,7 @@ def test_moe_sort(tokens: int, top_k: int, experts: int, block: int, held: float
     ids = scores.topk(top_k).indices.to(DEVICE)
     num_experts = max(1, int(experts * held))
     found = moe_sort.moe_sort(ids, num_experts, block)
-    assert blocks_of(found) == sorted(moe_sort_reference.moe_sort(ids, num_experts, block))
+    assert blocks_of(found) == sorted(moe_sort_reference.reference_moe_sort(ids, num_experts, block))
     assert int(found.num_blocks) <= found.max_blocks
 
 
@@ -165,18 +171,18 @@ def test_moe_gemm_both_ways_and_combine(
 
     gates = moe_gemm.moe_gemm(x, w13, b13, pairs, ids.numel(), gating=gating)
     here = (ids < experts).flatten()
-    expected_gates = moe_gemm_reference.moe_gemm(x, w13, b13, ids, gating=gating)
+    expected_gates = moe_gemm_reference.reference_moe_gemm(x, w13, b13, ids, gating=gating)
     assert_close(gates[here], expected_gates[here])
 
     products = moe_gemm.moe_gemm(expected_gates, w2, b2, pairs, ids.numel())
-    expected_products = moe_gemm_reference.moe_gemm(expected_gates, w2, b2, ids)
+    expected_products = moe_gemm_reference.reference_moe_gemm(expected_gates, w2, b2, ids)
     assert_close(products[here], expected_products[here])
 
     products[~here] = torch.nan
     beside, gate = random(tokens, hidden, dtype=dtype), random(tokens, 1)
     for also in ((), (beside,), (beside, gate)):
         found = moe_combine.moe_combine(products, weights, ids, experts, *also)
-        assert_close(found, moe_gemm_reference.moe_combine(products, weights, ids, experts, *also))
+        assert_close(found, moe_gemm_reference.reference_moe_combine(products, weights, ids, experts, *also))
 
 
 def test_pairs_of_a_block_do_not_change_each_other() -> None:

@@ -10,20 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import page
+from benchmarks.gpu import parts as page
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.case import Finding, Part
-from benchmarks.gpu.child import BROKEN, MARK, run_part
-from benchmarks.gpu.gap import Interval, idle_between_passes
-from benchmarks.gpu.launches import Launches
-from benchmarks.gpu.parts import BY_NAME, PARTS
-from benchmarks.gpu.shapes import runner_of
-from benchmarks.gpu.stepping import Decodes
-from benchmarks.gpu.supervise import findings_of
+from benchmarks.gpu.launch import Launches
+from benchmarks.gpu.part_process import BROKEN, MARK, findings_of, run_part
+from benchmarks.gpu.parts import BY_NAME, PARTS, Finding, Part
+from benchmarks.gpu.steps import Decodes, Interval, idle_between_passes, runner_of
 from benchmarks.report import kept_section
-from models.kernels.triton.reference import rms_norm as norm_reference
-from models.kernels.triton.rms_norm import rms_norm
+from models.ops.triton.cases import elementwise as norm_reference
+from models.ops.triton.elementwise import rms_norm
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter
 
 PART = Part("dense", "Title", "What.", "none.", 60, 20)
@@ -76,7 +72,7 @@ def test_a_runner_reads_its_rows_blocks_and_leaves_nothing_to_the_next(bench: Be
 @requires_interpreter
 def test_a_kernel_that_is_wrong_is_not_timed(bench: Bench) -> None:
     x, weight = bench.random(3, 32), bench.random(32)
-    by_kernel, by_torch = (lambda by=by: by(x, weight, 1e-6) for by in (rms_norm, norm_reference.rms_norm))
+    by_kernel, by_torch = (lambda by=by: by(x, weight, 1e-6) for by in (rms_norm, norm_reference.reference_rms_norm))
     assert bench.kernel(by_kernel, by_torch)["error"]
     with pytest.raises(ValueError, match=r"it is off by 0\.33 of what is right, more than 0\.01"):
         bench.kernel(by_kernel, lambda: 1.5 * by_torch())

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from models.attention.base import AttentionBackend
+from models.attention.backend import AttentionBackend
+from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
-from models.attention.triton_metadata import TritonMetaData
-from models.kernels import triton
+from models.ops import triton
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter, triton_kernels  # noqa: F401, a fixture
@@ -77,8 +77,8 @@ def test_bounds_on_memory_change_no_number(tmp_path: Path, monkeypatch: pytest.M
     """Prompts attend in pieces of ten latents, and are scored a token at a time."""
     variant = MODELS[2]
     path = make_checkpoint(tmp_path, variant.family, **{**variant.overrides, "index_topk": 30})
-    monkeypatch.setattr("models.attention.triton_latent.MAX_EXPANDED_ELEMENTS", 4 * 32 * 10)
-    monkeypatch.setattr("models.attention.triton_latent.MAX_INDEX_SCORES", 1)
+    monkeypatch.setattr("models.attention.triton.MAX_EXPANDED_ELEMENTS", 4 * 32 * 10)
+    monkeypatch.setattr("models.attention.triton.MAX_INDEX_SCORES", 1)
     assert_same_distribution(run(path, TritonAttentionBackend(DEVICE)), by_torch(path), tolerance=1e-3)
 
 

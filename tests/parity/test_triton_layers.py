@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from models.gpt_oss import GptOssRouter
-from models.kernels import triton as kernels
-from models.layers.activation import clamped_swiglu, geglu_tanh, swiglu
+from models.architectures.gpt_oss import GptOssRouter
 from models.layers.moe import FusedMoE
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.layers.routing import GroupedRouter, SoftmaxRouter
-from models.parallel import ExpertParallel
+from models.ops import triton as kernels
+from models.ops.activation import clamped_swiglu, geglu_tanh, swiglu
+from models.parallel.tensor_parallel import ExpertParallel
 from tests.parity.test_model_sharding import random, ranks
 from tests.parity.test_moe import EXPERTS, HIDDEN, INNER, Whole, routed
 from tests.parity.triton_interpreter import DEVICE, requires_interpreter

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention.base import AttentionBackend
+from models.attention.backend import AttentionBackend
 from models.attention.cpu import CPUAttentionBackend
+from models.attention.gpu import TritonMetaData
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
-from models.attention.triton_metadata import TritonMetaData
-from models.kernels import triton as kernels
-from models.kernels.types import AttentionOptions, KVCacheTensor
+from models.ops import triton as kernels
+from models.ops.types import AttentionOptions, KVCacheTensor
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Row, assert_same_distribution, prompt
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels

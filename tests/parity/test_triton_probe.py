@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from models.attention import select_backend
-from models.kernels import triton
-from models.kernels.triton import probe, probe_kernel
-from models.kernels.triton.configs import Target, nearest_target
+from models.attention.backend import select_backend
+from models.ops import triton
+from models.ops.triton import probe, probe_kernel
+from models.ops.triton.configs import Target, nearest_target
 from tests.parity.triton_interpreter import DEVICE
 
 

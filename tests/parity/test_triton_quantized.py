@@ -5,12 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from models.kernels.cpu.structures import CLAMPED_SILU, SILU
-from models.kernels.triton import four_bit, four_bit_gemm, fp8, fp8_gemm, moe_four_bit_gemm, moe_fp8_gemm, moe_sort
-from models.kernels.triton.configs import target_of
-from models.kernels.triton.reference import moe_gemm as moe_reference
-from models.kernels.triton.reference import quantized
-from models.layers.activation import Gating
+from models.ops.activation import Gating
+from models.ops.cpu.structures import CLAMPED_SILU, SILU
+from models.ops.triton import expert_products as moe_four_bit_gemm
+from models.ops.triton import expert_products as moe_fp8_gemm
+from models.ops.triton import expert_routing as moe_sort
+from models.ops.triton import quantized_products as four_bit
+from models.ops.triton import quantized_products as four_bit_gemm
+from models.ops.triton import quantized_products as fp8
+from models.ops.triton import quantized_products as fp8_gemm
+from models.ops.triton.cases import experts as moe_reference
+from models.ops.triton.cases import quantized_products as quantized
+from models.ops.triton.configs import target_of
 from tests.parity.triton_interpreter import DEVICE
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -45,7 +51,7 @@ def test_groups_are_rounded_by_their_largest_value(shape: tuple[int, int], dtype
     x = random(*shape, dtype=dtype)
     x[0, :128] = 0
     codes, scales = fp8.quantize_groups(x)
-    expected = quantized.quantize_groups(x, fp8_dtype())
+    expected = quantized.reference_quantize_groups(x, fp8_dtype())
     torch.testing.assert_close(scales, expected[1])
     # Dividing by a scale may be rounded to either side of what lies between two codes.
     apart = (codes.float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
@@ -100,7 +106,7 @@ def test_fp8_linear(
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for beside in (None, bias):
         found = fp8_gemm.fp8_linear(x, weight, beside)
-        expected = quantized.fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
+        expected = quantized.reference_fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
         # A code that falls to the other side moves a sum by an eighth of one product.
         torch.testing.assert_close(found, expected, atol=0.2 if hardware == "fp8" else 1e-3, rtol=CLOSE[dtype])
 
@@ -145,7 +151,7 @@ def test_experts_of_fp8(
     pairs = moe_sort.moe_sort(ids, EXPERTS, block)
     found = moe_fp8_gemm.moe_fp8_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
     by = quantized.rounded(rows, fp8_dtype()) if hardware == "fp8" else rows.float()
-    expected = moe_reference.moe_gemm(by, quantized.fp8_weight(weight), bias, ids, gating=gating)
+    expected = moe_reference.reference_moe_gemm(by, quantized.fp8_weight(weight), bias, ids, gating=gating)
     held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
     # Rounding to FP8 may fall to either side of what lies between two codes.
     close = max(CLOSE[dtype], 1e-2 if hardware == "fp8" else 0.0)
@@ -185,7 +191,7 @@ def test_four_bit_linear(rows: int, outputs: int, inputs: int, group: int | None
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for beside in (None, bias):
         found = four_bit_gemm.four_bit_linear(x, weight, beside)
-        expected = quantized.four_bit_linear(x, weight, beside)
+        expected = quantized.reference_four_bit_linear(x, weight, beside)
         # The interpreter cuts what is rounded to bfloat16.
         assert (found - expected).float().norm() <= CLOSE[dtype] * expected.float().norm()
 
@@ -236,7 +242,9 @@ def test_experts_of_four_bits(
     bias = random(EXPERTS, outputs, dtype=dtype)
     pairs = moe_sort.moe_sort(ids, EXPERTS, block)
     found = moe_four_bit_gemm.moe_four_bit_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
-    expected = moe_reference.moe_gemm(rows, quantized.four_bit_weight(weight, dtype), bias, ids, gating=gating)
+    expected = moe_reference.reference_moe_gemm(
+        rows, quantized.four_bit_weight(weight, dtype), bias, ids, gating=gating
+    )
     held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
     assert (found[held] - expected[held]).float().norm() <= CLOSE[dtype] * expected[held].float().norm()
 

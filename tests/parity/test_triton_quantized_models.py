@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from models.kernels import triton
-from models.layers.quantized_product import stored_of
-from models.loader import load_model
-from models.parallel import SINGLE_RANK, ExpertParallel, TensorParallel
-from models.transformers_config import read_checkpoint_config
+from models.loading.checkpoint import read_checkpoint_config
+from models.loading.loader import load_model
+from models.ops import triton
+from models.parallel.tensor_parallel import SINGLE_RANK, ExpertParallel, TensorParallel
+from models.quantization.stored import stored_of
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family
 from tests.parity.paged_model import PagedModel, prompt

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.worker.counter_rng import acceptance_keys, request_key, uniform
-from models.kernels.triton import rejection
-from models.kernels.triton.reference import rejection as reference
+from engine.sampling.counter_rng import acceptance_keys, request_key, uniform
+from models.ops.triton import rejection
+from models.ops.triton.cases import sampling as reference
 from tests.parity.triton_interpreter import DEVICE
 
 NUM_DRAFTS = [3, 0, 1, 4, 2]
@@ -27,7 +27,7 @@ def test_drafts_that_are_sampled_are_kept(seed: int) -> None:
     drafts = torch.randint(2, (sum(NUM_DRAFTS),), generator=generator)
     sampled = torch.randint(2, (sum(NUM_DRAFTS) + len(NUM_DRAFTS),), generator=generator)
     found = rejection.keep_equal(sampled.to(DEVICE), drafts.to(DEVICE), FIRST_DRAFTS.to(DEVICE), MOST)
-    assert lists(found) == reference.keep_equal(sampled, drafts, FIRST_DRAFTS)
+    assert lists(found) == reference.reference_keep_equal(sampled, drafts, FIRST_DRAFTS)
 
 
 def numbers(keys: np.ndarray, positions: list[int], count: int) -> list[list[float]]:
@@ -58,7 +58,7 @@ def test_drafts_are_kept_by_chance_and_replaced_from_what_is_left(vocab_size: in
         torch.tensor(positions, device=DEVICE),
         MOST,
     )
-    expected = reference.keep_likely(
+    expected = reference.reference_keep_likely(
         target,
         proposed,
         drafts,

@@ -4,20 +4,22 @@ import numpy as np
 import pytest
 import torch
 
+from engine.sampling.counter_rng import request_key, uniform
+from engine.sampling.parameters import Adjustments, RandomRows, SamplingColumns, SamplingRows
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.sampling.sampler import Sampler
+from engine.sampling.triton_sampler import columns_of, warm_up
 from engine.sampling_params import SamplingParams
-from engine.structured.masks import MaskedRow, packed
-from engine.worker.counter_rng import request_key, uniform
-from engine.worker.device_sampler import columns_of, warm_up
-from engine.worker.sampled_tokens import SampledTokens
-from engine.worker.sampler import Sampler
-from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingColumns, SamplingRows
-from models.kernels import triton as kernels
-from models.kernels.cpu import runtime
-from models.kernels.triton import draw, logprobs, sampling
-from models.kernels.triton.reference import draw as draw_reference
-from models.kernels.triton.reference import logprobs as logprobs_reference
-from models.kernels.triton.reference import sampling as sampling_reference
-from models.upload import upload
+from engine.text.structured.matcher import MaskedRow, packed
+from models.ops import triton as kernels
+from models.ops.cpu import runtime
+from models.ops.memory import upload
+from models.ops.triton import logits as logprobs
+from models.ops.triton import logits as sampling
+from models.ops.triton import sampling as draw
+from models.ops.triton.cases import sampling as draw_reference
+from models.ops.triton.cases import sampling as logprobs_reference
+from models.ops.triton.cases import sampling as sampling_reference
 from tests.parity.test_cpu_sampling import key_of
 from tests.parity.test_sampler import SERVER_SEED, sequence
 from tests.parity.triton_interpreter import DEVICE
@@ -209,7 +211,7 @@ def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, floa
     has_filtered = bool(random.filtered[0])
     draw.draw(logits.to(DEVICE), found.peaks, found.tokens, columns, has_filtered=has_filtered)
     for nth, row in enumerate(random.rows):
-        expected = draw_reference.draw(
+        expected = draw_reference.reference_draw(
             logits[row],
             temperature=float(random.temperature[nth]),
             top_k=int(random.top_k[nth]),
@@ -231,7 +233,7 @@ def test_changes_of_single_logits(kind: int) -> None:
     if kind == sampling.BIAS:
         rows, ids, values = torch.tensor([0, 0, 2]), torch.tensor([5, 69, 5]), torch.tensor([4.0, -torch.inf, -9.0])
     expected, found = logits.clone(), logits.to(DEVICE)
-    sampling_reference.adjust(expected, rows, ids, values, kind)
+    sampling_reference.reference_adjust(expected, rows, ids, values, kind)
     sampling.adjust(found, rows.to(DEVICE), ids.to(DEVICE), values.to(DEVICE), kind)
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
 
@@ -242,7 +244,7 @@ def test_masks(width: int) -> None:
     masks = torch.randint(-(2**31), 2**31, (2, -(-width // 32)), generator=torch.Generator().manual_seed(1)).int()
     rows = torch.tensor([3, 1])
     expected, found = logits.clone(), logits.to(DEVICE)
-    sampling_reference.mask(expected, rows, masks)
+    sampling_reference.reference_mask(expected, rows, masks)
     sampling.mask(found, rows.to(DEVICE), masks.to(DEVICE))
     assert torch.equal(found.cpu(), expected)
 
@@ -252,12 +254,14 @@ def test_the_likeliest_and_log_probabilities_are_those_of_the_references() -> No
     logits[1, 30] = torch.nan
     logits[2, :] = -torch.inf
     found = sampling.argmax(logits.to(DEVICE))
-    tokens, peaks = sampling_reference.argmax(logits)
+    tokens, peaks = sampling_reference.reference_argmax(logits)
     assert torch.equal(found.tokens.cpu(), tokens)
     torch.testing.assert_close(found.peaks.cpu(), peaks, rtol=0, atol=0, equal_nan=True)
     chosen = torch.tensor([0, 7, 399])
     by_kernels = logprobs.logprobs(logits[[0, 3, 4]].to(DEVICE), chosen.to(DEVICE), 9)
-    for one, expected in zip(by_kernels, logprobs_reference.logprobs(logits[[0, 3, 4]], chosen, 9), strict=True):
+    for one, expected in zip(
+        by_kernels, logprobs_reference.reference_logprobs(logits[[0, 3, 4]], chosen, 9), strict=True
+    ):
         torch.testing.assert_close(one.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 

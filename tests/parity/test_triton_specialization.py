@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.structured.masks import MaskedRow, packed
-from engine.worker.deferred_sampler import DeferredSampler
-from engine.worker.sampling_columns import Adjustments, RandomRows, SamplingRows
-from engine.worker.staging import Downloads, Uploads
+from engine.runner.device import Downloads, Uploads
+from engine.runner.step_launcher import DeferredSampler
+from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
+from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.triton import TritonAttentionBackend
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.delayed_device import DelayedDevice

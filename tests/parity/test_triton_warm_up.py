@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu.empty_kernel import empty_kernel
-from benchmarks.gpu.launches import Launches
+from benchmarks.gpu.launch import Launches, empty_kernel
+from engine.batch import StepOutOfMemory
+from engine.runner import kernel_checks, model_runner
+from engine.runner.step_launcher import StepLauncher
+from engine.runner.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from engine.sequence import Sequence
-from engine.step_limits import StepOutOfMemory
-from engine.worker import kernel_checks, model_runner
-from engine.worker.step_launcher import StepLauncher
-from engine.worker.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from models.attention.triton import TritonAttentionBackend
-from models.kernels.triton import configs
-from models.kernels.triton.checks.findings import Numbers
-from models.kernels.triton.configs import TARGETS
-from models.kernels.triton.configs_dense import launch_of
-from models.parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
+from models.ops.self_test import Numbers
+from models.ops.triton import configs
+from models.ops.triton.configs import TARGETS, launch_of
+from models.parallel.tensor_parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.batch import AppendedBlocks, ScheduledBatch
+from engine.runner.input_batch import InputBatch, StepInputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.worker.input_batch import InputBatch, StepInputs
 
 MAX_MODEL_LEN = 100
 NUM_SLOTS = 6

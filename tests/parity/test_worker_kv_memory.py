@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.worker.kv_memory import zeros
+from engine.runner.device import zeros
 from tests.parity.test_committed import resident
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.config import Config
+from engine.config.config import Config
+from engine.core.scheduler import Scheduler
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.worker.model_runner import ModelRunner
-from models.transformers_config import read_checkpoint_config
+from models.loading.checkpoint import read_checkpoint_config
 
 VOCAB_SIZE = 160
 NUM_NEW = 20

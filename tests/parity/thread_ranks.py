@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from models import forward_context
-from models.layers.token_exchange import AllToAllExchange
-from models.parallel import ExpertParallel, TensorParallel
+from models.attention import context as forward_context
+from models.parallel.process_group import AllToAllExchange
+from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """See `models.parallel.Collectives`."""
+    """See `models.parallel.tensor_parallel.Collectives`."""
 
     are_captured = True
 
@@ -73,7 +73,7 @@ class ThreadCollectives:
 
 
 class ThreadExchange(AllToAllExchange):
-    """See `models.parallel.Exchange`."""
+    """See `models.parallel.tensor_parallel.Exchange`."""
 
     def __init__(self, meeting: Meeting, replica: int) -> None:
         self.meeting, self._replica = meeting, replica

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from models.kernels import triton as kernels
-from models.kernels.triton import configs
-from models.kernels.triton.configs_dense import launch_of
+from models.ops import triton as kernels
+from models.ops.triton import configs
+from models.ops.triton.configs import launch_of
 from tests.parity import triton_interpreter_speed
 
 INTERPRETED: bool = triton.knobs.runtime.interpret

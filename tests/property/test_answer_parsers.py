@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.answers.answer_format import AnswerFormat
-from server.answers.json_mender import JsonMender, mend
-from server.answers.tools import registry
+from server.parsing import registry
+from server.parsing.answer_format import AnswerFormat
+from server.parsing.json_repair import JsonMender, mend
 from tests.unit.answers.dialect_texts import TEXTS, USE, Answer, parsed
 
-DIALECTS = [*registry.DIALECTS, registry.HARMONY]
+DIALECTS = [*registry.TOOL_DIALECTS, registry.HARMONY]
 PLUMBING = ["{", "}", "[", "]", "(", ")", '"', "'", ":", ",", ";", "=", "\\", "\n", " ", "1", "a", "é", "True", "null"]
 PLUMBING += [
     '"name": "now"',

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.journal import Journal
+from engine.client.journal import Journal
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.client.placement import LIVE_TOKENS, Placement
 from engine.messages import AddRequest, RequestOutput
-from engine.placement import LIVE_TOKENS, Placement
 from engine.sampling_params import SamplingParams
 
 _BLOCK = 16

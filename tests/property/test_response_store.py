@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from server.protocol.responses_items import InputText, MessageItem
 from server.responses.store import ResponseNotFound, ResponseStore, StoredResponse, StoreFull, Turn
+from server.schemas.responses import InputText, MessageItem
 
 OWNERS = st.sampled_from(["me", "you", None])
 TEXTS = st.sampled_from(["", "x" * 500, "x" * 3000])

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 )
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from kvcache.block_manager import RELEASED
 

@@ -14,16 +14,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.config import Config
+from engine.config.config import Config
+from engine.core.scheduler import Scheduler
+from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.structured.compile import GrammarCompiler
-from engine.structured.matchers import Matchers
-from engine.structured.spec import GrammarSpec, InvalidGrammar
-from engine.tokenizer import Tokenizer
-from engine.worker.model_runner import ModelRunner
-from models.model_config import ModelConfig
+from engine.text.structured.compiler import GrammarCompiler
+from engine.text.structured.matcher import Matchers
+from engine.text.structured.spec import GrammarSpec, InvalidGrammar
+from engine.text.tokenizer import Tokenizer
+from models.architectures.config import ModelConfig
 from tests.parity.checkpoints import make_checkpoint
 
 MAX_TOKENS = 96
@@ -78,7 +78,7 @@ class Engine:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine = Engine(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.structured.check_process._WALL_SECONDS", 300.0)
+        patch.setattr("engine.text.structured.compiler._WALL_SECONDS", 300.0)
         yield engine
     engine.compiler.close()
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.waiting_queue import MAX_PRIORITY, WaitingQueue
 from engine.sequence import Sequence
-from engine.waiting_queue import MAX_PRIORITY, WaitingQueue
 
 AGING = 10.0
 

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.config import Config
-from engine.engine_core import EngineCore
-from engine.flight_record import FlightRecord
+from engine.config.config import Config
+from engine.core.engine_core import EngineCore
+from engine.distributed.flight_record import FlightRecord
 from engine.messages import AbortRequests, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence

@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from engine.config import Config, ServerConfig
-from engine.core_manager import EngineDeadError
-from engine.io_processor import InputOutputProcessor
+from engine.client.core_manager import EngineDeadError
+from engine.config.config import Config, ServerConfig
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.admission import Admission
 from server.frontend import Frontend
-from server.generation import Generation
+from server.limits.admission import Admission
 from server.metrics import Metrics
-from server.protocol.completions import CompletionRequest
-from server.rendering.completions import CompletionRenderer, ShownPrompt
-from server.streams import Hub
+from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.schemas.completions import CompletionRequest
+from server.streaming.generation import Generation
+from server.streaming.hub import Hub
 
 TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 WORD = TOKENIZER.encode("Hello", add_special_tokens=False)

@@ -8,14 +8,13 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.answers.parts import AnswerParser, Part
-from server.parsing import validate
-from server.protocol.common import PromptTokensDetails, Usage
-from server.protocol.responses import ResponsesRequest
-from server.protocol.responses_answer import ResponseObject
-from server.rendering.responses import ResponsesRenderer
+from server.parsing.parser import AnswerParser, Part
+from server.responses.rendering import ResponsesRenderer
+from server.schemas.body import validate
+from server.schemas.generation import PromptTokensDetails, Usage
+from server.schemas.responses import ResponseObject, ResponsesRequest
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

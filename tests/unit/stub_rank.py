@@ -1,6 +1,6 @@
 """A tensor-parallel rank without a model, with faults at its start: the real process and messages, in no time.
 
-Run in place of `engine.worker.rank_process`. `STUB_RANK` says what it does.
+Run in place of `engine.runner.rank_process`. `STUB_RANK` says what it does.
 """
 
 import os
@@ -8,9 +8,9 @@ import socket
 import sys
 import threading
 
-from engine.config import Config
-from engine.worker import rank_process
-from engine.worker.rank_messages import RankLaunch, RankLoaded
+from engine.config.config import Config
+from engine.distributed.rank_link import RankLaunch, RankLoaded
+from engine.runner import rank_process
 
 FAULT = os.environ["STUB_RANK"]
 

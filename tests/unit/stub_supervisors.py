@@ -5,12 +5,12 @@ from typing import Any, Self
 
 import pytest
 
-from engine import relocation
-from engine.config import Config, ParallelConfig
-from engine.core_manager import CoreManager
+from engine.client import relocation
+from engine.client.core_manager import CoreManager
+from engine.client.supervisor import Keeper
+from engine.config.config import Config, ParallelConfig
 from engine.messages import AbortRequests, AddRequest, Failed, Inbound, ModelInfo, Ready, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
-from engine.supervisor import Keeper
 
 _MODEL = ModelInfo("StubForCausalLM", "float32", "cpu", "cpu", 0, 50_000, 8192, [2], 16, 1024)
 _FIRST_TOKEN = 1000
@@ -150,7 +150,7 @@ class Cluster:
 
     def __init__(self, size: int = 2, **parallel: Any) -> None:
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr("engine.replica.Supervisor", StubSupervisor)
+        self._patch.setattr("engine.client.replica.Supervisor", StubSupervisor)
         self._patch.setattr(relocation, "time", _CLOCK)
         self.told: dict[int, list[int]] = {}
         self.ends: dict[int, RequestOutput] = {}

@@ -6,11 +6,11 @@ import re
 import pytest
 from starlette.requests import ClientDisconnect
 
-from engine.config import Config, ParallelConfig, ServerConfig
-from engine.io_processor import InvalidRequest
+from engine.config.config import Config, ParallelConfig, ServerConfig
 from engine.messages import ModelInfo
-from server.admission import Admission, Limits
+from engine.text.io_processor import InvalidRequest
 from server.errors import BadRequest, NotReady, Overloaded, ShuttingDown
+from server.limits.admission import Admission, Limits
 from server.metrics import Metrics
 
 

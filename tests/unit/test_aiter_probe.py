@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker.build import sizes_of
-from models.kernels.aiter.library import OPERATORS
-from models.kernels.aiter.probe import probe, report, wrong
-from models.kernels.aiter.sizes import Sizes
-from models.transformers_config import read_checkpoint_config
+from engine.runner.build import sizes_of
+from models.loading.checkpoint import read_checkpoint_config
+from models.ops.aiter.cases import Sizes
+from models.ops.aiter.library import OPERATORS
+from models.ops.aiter.probe import probe, report, wrong
 from tests.aiter_library import Library, forget, library
 from tests.parity.checkpoints import make_checkpoint
 
@@ -43,7 +43,7 @@ def test_what_is_wrong_with_one_operator_is_told_of_it_alone(
 ) -> None:
     hanging = tmp_path / "hanging"
     hangs = f"import os, pathlib, time; pathlib.Path({str(hanging)!r}).write_text(str(os.getpid())); time.sleep(600)"
-    monkeypatch.setattr("models.kernels.aiter.probe.time", Clock(hanging))
+    monkeypatch.setattr("models.ops.aiter.probe.time", Clock(hanging))
     library.replace(
         "__init__.py", ("    num_rows, heads, head_dim = query.shape\n", "    import os\n    os._exit(7)\n")
     )

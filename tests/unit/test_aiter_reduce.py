@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.kernels import aiter
-from models.kernels.aiter import library as bindings
-from models.kernels.aiter import reduce
-from models.process_group import ProcessGroupCollectives
-from models.rendezvous import Rendezvous
+from models.ops import aiter
+from models.ops.aiter import all_reduce as reduce
+from models.ops.aiter import library as bindings
+from models.parallel.process_group import ProcessGroupCollectives, Rendezvous
 from tests.aiter_library import Library, library
 
 __all__ = ["library"]

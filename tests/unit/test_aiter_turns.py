@@ -14,8 +14,10 @@ from threading import Event
 import pytest
 import torch
 
-from models.kernels.aiter import folder, library, probe, turns
-from models.kernels.aiter.sizes import Sizes
+from models.ops.aiter import library, probe
+from models.ops.aiter import probe as folder
+from models.ops.aiter import probe as turns
+from models.ops.aiter.cases import Sizes
 from tests.aiter_library import Library
 from tests.aiter_library import library as copied
 
@@ -96,7 +98,7 @@ def test_an_answer_of_an_earlier_start_is_asked_for_again() -> None:
 
 def test_a_turn_ends_with_its_process(place: Path) -> None:
     call = (
-        "import sys, tempfile, time; from models.kernels.aiter import turns; tempfile.tempdir = sys.argv[1]; "
+        "import sys, tempfile, time; from models.ops.aiter import probe as turns; tempfile.tempdir = sys.argv[1]; "
         "turns.answered('the same', lambda: print('asks', flush=True) or time.sleep(60))"
     )
     with subprocess.Popen([sys.executable, "-c", call, str(place.parent)], stdout=subprocess.PIPE) as other:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from server import api_docs, api_page
-from server.openapi import REQUESTS, request_schemas
-from server.schema_words import fields_of, type_of
+from server import openapi as api_page
+from server.openapi import REQUESTS, fields_of, request_schemas, type_of
+from tools import api_docs
 
 
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import Config
-from engine.core_startup import PhaseClock, _with_async_scheduling, load_model
+from engine.config.config import Config
+from engine.core.startup import PhaseClock, _with_async_scheduling, load_model
 
 RANKS = {"tensor_parallel_size": 2}
 LOCKSTEP = {"data_parallel_size": 3, "enable_expert_parallel": True}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.worker.bad_words import BadWords
+from engine.sampling.parameters import BadWords
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from server.chat_preparation import in_thread
+from server.request_builder import in_thread
 
 
 async def test_chats_that_bring_a_template_keep_no_thread_from_the_others() -> None:

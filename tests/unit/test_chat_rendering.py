@@ -10,14 +10,14 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.messages import TokenLogprobs
-from engine.request_state import RequestDelta, RequestState
-from engine.tokenizer import Tokenizer
-from server.answers.parts import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
-from server.parsing import validate
-from server.protocol.chat import ChatCompletionRequest
-from server.protocol.common import PromptTokensDetails, Usage
-from server.rendering.chat import ChatRenderer
-from server.sse import DONE
+from engine.text.request_state import RequestDelta, RequestState
+from engine.text.tokenizer import Tokenizer
+from server.parsing.parser import ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.routes.chat import ChatRenderer
+from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.generation import PromptTokensDetails, Usage
+from server.streaming.sse import DONE
 
 USAGE = Usage(3, 5, 8, PromptTokensDetails(0))
 TOOL = {"type": "function", "function": {"name": "add"}}

@@ -6,9 +6,9 @@ from importlib import metadata
 
 import pytest
 
-import server.serve
-from engine.config import Config, ServerConfig
-from server import chat
+import server.process
+from engine.config.config import Config, ServerConfig
+from server import chat_client as chat
 from server.cli import main
 
 HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "zmq", "httpx", "numpy"}
@@ -58,7 +58,7 @@ def test_serve_runs_the_server_with_the_configuration_and_passes_its_exit_code_o
         served.append(config)
         return 7
 
-    monkeypatch.setattr(server.serve, "run", run)
+    monkeypatch.setattr(server.process, "run", run)
     assert main(["serve", "some/model", "--port", "123"]) == 7
     assert (served[0].model, served[0].server_config.port) == ("some/model", 123)
 
@@ -71,7 +71,7 @@ def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.
 
 def test_an_address_of_another_machine_is_told_as_such() -> None:
     with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is no address of this machine$"):
-        server.serve._listen(ServerConfig(host="192.0.2.1", port=0))
+        server.process._listen(ServerConfig(host="192.0.2.1", port=0))
 
 
 def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +106,7 @@ def test_an_interrupted_command_exits_with_130(monkeypatch: pytest.MonkeyPatch) 
     def interrupted(config: Config) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(server.serve, "run", interrupted)
+    monkeypatch.setattr(server.process, "run", interrupted)
     assert main(["serve"]) == 130
 
 
@@ -122,4 +122,4 @@ def test_version_and_help_import_next_to_nothing() -> None:
 
 def test_help_of_serve_and_reading_the_settings_import_nothing_heavy() -> None:
     assert not imported_by("from server.cli import main; main(['serve', '--help'])") & HEAVY
-    assert not imported_by("from server.settings import load_config; load_config([])") & HEAVY
+    assert not imported_by("from engine.config.settings import load_config; load_config([])") & HEAVY

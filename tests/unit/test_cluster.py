@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from engine.cluster_key import ClusterKeys, CurvePair, read_cluster_key
-from engine.cluster_settings import CommonGround
-from engine.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
-from engine.replica_places import deal_out
-from engine.worker.curve import Doorkeeper, dial, endpoint, listen, resolve
-from engine.worker.rank_messages import RankLoaded, RankServes, StepAddress
-from engine.worker.remote_rank import RemoteRank
-from engine.worker.step_socket import RankSocket, StepsLost, StepSocket
+from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
+from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, deal_out, read_cluster_key
+from engine.distributed.curve import Doorkeeper, dial, endpoint, listen, resolve
+from engine.distributed.rank_link import RankLoaded, RankServes, StepAddress
+from engine.distributed.remote_ranks import RemoteRank
+from engine.distributed.step_transport import RankSocket, StepsLost, StepSocket
 from models.demo import CHECKPOINT_DIR
 from tests.ports import free_ports
 
@@ -199,7 +197,7 @@ def test_a_name_may_have_no_address_yet(monkeypatch: pytest.MonkeyPatch, caplog:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.3", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look)
-    monkeypatch.setattr("engine.worker.curve.is_loopback", lambda _: True)
+    monkeypatch.setattr("engine.distributed.curve.is_loopback", lambda _: True)
     assert resolve("pod-0.example", patience=WAIT_SECONDS) == "127.0.0.3"
     assert caplog.text.count("master_addr is pod-0.example, which has no address yet") == 1
 

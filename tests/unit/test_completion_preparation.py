@@ -7,15 +7,15 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from engine.generation_config import GenerationDefaults
-from engine.io_processor import InputOutputProcessor, InvalidRequest
 from engine.messages import ModelInfo
-from engine.tokenizer import Tokenizer
-from server import completion_preparation
-from server.completion_preparation import PreparedPrompt, prepare_completion
+from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.text.tokenizer import Tokenizer
 from server.frontend import Frontend
-from server.parsing import validate
-from server.protocol.completions import CompletionRequest
+from server.routes import completions as completion_preparation
+from server.routes.completions import PreparedPrompt, prepare_completion
+from server.schemas.body import validate
+from server.schemas.completions import CompletionRequest
 
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
 

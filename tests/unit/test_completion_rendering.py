@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from engine.messages import TokenLogprobs
-from engine.request_state import RequestDelta
-from engine.tokenizer import Tokenizer
+from engine.text.request_state import RequestDelta
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.parsing import validate
-from server.protocol.common import PromptTokensDetails, Usage
-from server.protocol.completions import CompletionRequest
-from server.rendering.completions import CompletionRenderer, ShownPrompt
+from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.schemas.body import validate
+from server.schemas.completions import CompletionRequest
+from server.schemas.generation import PromptTokensDetails, Usage
 
 USAGE = Usage(1, 2, 3, PromptTokensDetails(0))
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from server import config_docs
-from server.settings_table import SETTINGS
+from engine.config.settings import SETTINGS
+from tools import config_docs
 
 
 def test_the_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from engine.config import Config, ParallelConfig
+from engine.config.config import Config, ParallelConfig
 
 
 def test_fields_of_sections_stand_beside_the_others() -> None:

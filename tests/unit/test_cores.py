@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.control_groups import cpu_quota
-from engine.worker.cores import CorePlan, physical_cores, plan_cores
-from engine.worker.shard import own_cpus
+from engine.distributed.host_resources import CorePlan, cpu_quota, own_cpus, physical_cores, plan_cores
 
 
 def machine(
@@ -154,7 +152,7 @@ def test_without_a_quota_there_is_none(tmp_path: Path):
 def test_the_api_keeps_off_the_engines_cpus_and_keeps_one_where_it_has_no_other():
     script = """
 import os, threading
-from engine.affinity import keep_off
+from engine.distributed.processes import keep_off
 allowed = os.sched_getaffinity(0)
 blocked = threading.Event()
 thread = threading.Thread(target=blocked.wait)

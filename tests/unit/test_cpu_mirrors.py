@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models.kernels.cpu import exchange_structures, group_structures, library, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu import structures
+from models.ops.cpu import structures as exchange_structures
+from models.ops.cpu import structures as group_structures
 
 SOURCES = Path(library.__file__).parent
 _TYPES = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}

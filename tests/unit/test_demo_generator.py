@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from jinja2.exceptions import TemplateError
 
-from models.demo.dialogue import Check, Document, Example, Message, chat_template, is_held_out, render, render_prompt
-from models.demo.generate import Text, as_text, held_out_texts, long_training_chats, training_texts
+from tools.demo.examples import Check, Document, Example, Message, chat_template, is_held_out, render, render_prompt
+from tools.demo.generate import Text, as_text, held_out_texts, long_training_chats, training_texts
 
 TRAINING = list(itertools.islice(training_texts(seed=0), 4000))
 HELD_OUT = held_out_texts(seed=0, each=20)

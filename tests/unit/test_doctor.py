@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine import doctor as engine_doctor
 from engine.doctor_report import Facts, Gpu, problems
-from engine.gpu_memory import free_memory, pci_address, told_by_nvml
+from engine.runner import doctor as engine_doctor
+from engine.runner.doctor import free_memory, pci_address, told_by_nvml
 from server import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)

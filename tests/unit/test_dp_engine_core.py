@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.config import Config
-from engine.core_io import Wake
-from engine.dp_engine_core import DPEngineCoreProc, Lockstep
+from engine.config.config import Config
+from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
+from engine.core.sockets import Wake
+from engine.distributed.lockstep import PeerGoneError
 from engine.messages import AbortRequests, Shutdown, StepOutputs, Stopped
-from engine.replica_links import PeerGoneError
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.errors import ReplicaLeft

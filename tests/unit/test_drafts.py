@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
-from engine.config import Config, SpeculativeConfig
+from engine.config.config import Config, SpeculativeConfig
+from engine.core.scheduler import Scheduler
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
-from engine.spec_decode.drafts import Drafts
+from engine.speculative.drafts import Drafts
 
 CYCLE = [1, 2, 3, 4] * 3
 

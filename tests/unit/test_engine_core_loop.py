@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine import engine_core
 from engine.batch import ScheduledBatch
+from engine.core import engine_core
 from engine.messages import AbortRequests, Shutdown
 from tests.unit.core_bench import BLOCK_SIZE, NUM_BLOCKS, Bench, ends, outputs_of
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from engine.io_processor import DoesNotFit, InvalidRequest
+from engine.text.io_processor import DoesNotFit, InvalidRequest
 from server import errors
 
 

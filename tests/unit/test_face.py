@@ -12,12 +12,11 @@ from pydantic import SecretStr
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.config import Config, ServerConfig
+from engine.config.config import Config, ServerConfig
 from server.access_log import AccessLog
 from server.app import create_app
-from server.auth import KeyRing
-from server.middleware.entrance import Entrance
-from server.middleware.keys import owner_of
+from server.limits.keys import KeyRing
+from server.middleware import Entrance, owner_of
 
 KEY = {"Authorization": "Bearer sk-one"}
 

@@ -2,7 +2,7 @@
 
 import os
 
-from engine.flight_record import FlightRecord
+from engine.distributed.flight_record import FlightRecord
 
 
 def test_what_one_process_writes_the_other_reads() -> None:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from server.forecast import LATEST_SECONDS, Forecast
+from server.limits.admission import LATEST_SECONDS, Forecast
 
 MARGIN = 1.2
 

@@ -8,13 +8,13 @@ from typing import Any, NoReturn, Self
 import pytest
 
 import server.http
-import server.serve
-from engine import llm_engine
-from engine.config import Config, ParallelConfig
-from engine.core_process import CoreProcess
-from engine.lifetime import ENDED, REMOVED
+import server.process
+from engine.client import llm_engine
+from engine.client.supervisor import Supervisor
+from engine.config.config import Config, ParallelConfig
+from engine.distributed.core_process import CoreProcess
+from engine.distributed.processes import ENDED, REMOVED
 from engine.messages import Failed
-from engine.supervisor import Supervisor
 from models.errors import CheckpointError
 from tests.unit.stub_supervisors import Cluster
 from tests.unit.test_supervisor_stalls import Keeper
@@ -23,7 +23,7 @@ WHY = "tokenizer.json cannot be read. Check it; é"
 
 CHILD = """
 import threading
-from engine.lifetime import end_with_parent, take_lifeline
+from engine.distributed.processes import end_with_parent, take_lifeline
 end_with_parent(take_lifeline(), on_ended=lambda why: print(repr(why), flush=True))
 threading.Event().wait()
 """
@@ -101,17 +101,17 @@ def test_the_server_says_why_it_failed_and_nothing_where_it_was_told_to_end(
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(server.serve, "CoreManager", Core)
-    monkeypatch.setattr(server.serve, "name_process", lambda name: None)
-    monkeypatch.setattr(server.serve, "_set_up_logging", lambda config: None)
-    monkeypatch.setattr(server.serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(server.process, "CoreManager", Core)
+    monkeypatch.setattr(server.process, "name_process", lambda name: None)
+    monkeypatch.setattr(server.process, "_set_up_logging", lambda config: None)
+    monkeypatch.setattr(server.process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(server.http, "serve", serve)
     config = Config.from_fields(port=0)
     if isinstance(outcome, Exception):
         with pytest.raises(type(outcome)):
-            server.serve.run(config)
+            server.process.run(config)
     else:
-        assert server.serve.run(config) == (1 if ends else 0)
+        assert server.process.run(config) == (1 if ends else 0)
     assert Core.last.ends == [*ends, "shut down"]
 
 

@@ -9,20 +9,20 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from engine.config import Config
-from engine.io_processor import InputOutputProcessor
+from engine.config.config import Config
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.generation import Generation
 from server.metrics import Metrics
-from server.protocol.common import StreamOptions
-from server.protocol.completions import CompletionRequest
-from server.rendering.completions import CompletionRenderer, ShownPrompt
-from server.streams import Hub
+from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.schemas.completions import CompletionRequest
+from server.schemas.generation import StreamOptions
+from server.streaming.generation import Generation
+from server.streaming.hub import Hub
 
 
 class Core:

@@ -10,11 +10,11 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from engine.messages import TokenLogprobs
-from engine.request_state import RequestDelta
-from server.consumers import DeltaStream
+from engine.text.request_state import RequestDelta
 from server.errors import EngineError, Overloaded, RequestTimeout
-from server.generation import Generation
-from server.sse import EventStream
+from server.streaming.generation import Generation
+from server.streaming.hub import DeltaStream
+from server.streaming.sse import EventStream
 from tests.unit.generation_support import FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}

@@ -16,18 +16,16 @@ import msgspec
 import pytest
 import zmq
 
-from engine.cluster_key import ClusterKeys
-from engine.cluster_settings import CommonGround
-from engine.config import Config, ParallelConfig
-from engine.rank_host import HostError, RankHost
-from engine.worker import host_socket
-from engine.worker.curve import Doorkeeper, dial, endpoint, listen
-from engine.worker.host_messages import Farewell, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
-from engine.worker.host_router import HostRouter
-from engine.worker.rank_messages import Join, RankLaunch, RankServes, StepAddress
-from engine.worker.rank_proc import RankProc
-from engine.worker.remote_rank import RemoteRank
-from engine.worker.shard import Shard
+from engine.config.config import Config, ParallelConfig
+from engine.distributed import host_router as host_socket
+from engine.distributed.cluster import ClusterKeys, CommonGround
+from engine.distributed.curve import Doorkeeper, dial, endpoint, listen
+from engine.distributed.host_agent import HostError, RankHost
+from engine.distributed.host_messages import Farewell, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.distributed.host_resources import Shard
+from engine.distributed.host_router import HostRouter
+from engine.distributed.rank_link import Join, RankLaunch, RankProc, RankServes, StepAddress
+from engine.distributed.remote_ranks import RemoteRank
 from models.demo import CHECKPOINT_DIR
 from tests.ports import free_ports
 

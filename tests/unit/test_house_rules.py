@@ -38,7 +38,7 @@ def test_the_api_process_and_the_offline_client_import_no_torch() -> None:
     server = [path for path in SOURCES if path.parts[len(ROOT.parts)] == "server" and path.name != "__main__.py"]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in server]
     modules = [module.removesuffix(".__init__") for module in modules]
-    code = f"import sys, {', '.join(modules)}, engine.llm_engine, engine.scheduler\nprint(*sys.modules)"
+    code = f"import sys, {', '.join(modules)}, engine.client.llm_engine, engine.core.scheduler\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & set(done.stdout.split())
 

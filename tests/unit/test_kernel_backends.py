@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.kernels import backends
+from models.ops import registry as backends
 
 
 def choices(*words: str, triton: str | None = None, **reasons: str | None) -> dict[str, str]:

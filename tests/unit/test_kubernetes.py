@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import CLUSTER_KEY_ENV, Config
-from server.settings import load_config
+from engine.config.config import CLUSTER_KEY_ENV, Config
+from engine.config.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from engine.config import Config
+from engine.config.config import Config
+from engine.config.settings import SettingsError, load_config
 from server.app import create_app
 from server.errors import ModelNotFound
 from server.frontend import Frontend
-from server.settings import SettingsError, load_config
 from tests.unit.test_face import LoadingCore, client_of
 
 ADAPTERS = ("one=/a/1", "team/two=/a/2=b")

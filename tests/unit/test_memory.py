@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
-from engine.worker.control_groups import available_host_memory
-from engine.worker.memory import GIB, MemoryBudget, cpu_budget, gpu_budget, kv_cache_size
+from engine.config.config import Config
+from engine.distributed.host_resources import available_host_memory
+from engine.runner.memory_sizing import GIB, MemoryBudget, cpu_budget, gpu_budget, kv_cache_size
 
 BLOCK = 1000
 

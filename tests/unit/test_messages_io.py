@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.core_io import CoreSockets
+from engine.core.sockets import CoreSockets
 from engine.messages import AbortRequests, AddRequest, Outbound, RequestOutput, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -109,7 +109,7 @@ def test_a_request_that_cannot_be_taken_in_is_answered_and_the_next_one_is_taken
             raise Faulty("out of order")
         return Sequence([1], 16, id=id)
 
-    monkeypatch.setattr("engine.core_io.Sequence", fail)
+    monkeypatch.setattr("engine.core.sockets.Sequence", fail)
     wire.send(encode(AddRequest(5, [1], SamplingParams())), encode(AddRequest(6, [1], SamplingParams())))
     (output,) = wire.receive().outputs
     assert (output.request_id, output.finish_reason, output.error) == (5, "error", "out of order")

@@ -8,9 +8,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import AddRequest, RequestOutput, SchedulerStats
-from engine.request_state import RequestState
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.request_state import RequestState
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.metrics import Metrics
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from models.architectures.config import ModelConfig
+from models.architectures.registry import SUPPORTED_ARCHITECTURES
 from models.errors import CheckpointError
-from models.model_config import ModelConfig
-from models.registry import SUPPORTED_ARCHITECTURES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -215,6 +215,6 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: byt
 
 
 def test_reading_a_config_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, models.model_config; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, models.architectures.config; print({'torch', 'transformers'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models import nccl
-from models.process_group import ProcessGroupCollectives
-from models.rendezvous import Rendezvous
+from models.parallel import process_group as nccl
+from models.parallel.process_group import ProcessGroupCollectives, Rendezvous
 
 
 @pytest.mark.parametrize(

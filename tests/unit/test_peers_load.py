@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers.load import Answer, LoadError, Request, Target, run, steady_gaps
-from benchmarks.peers.sse import Piece, ResponseError, events
+from benchmarks.peers.load import Answer, LoadError, Piece, Request, ResponseError, Target, events, run, steady_gaps
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 WAIT_SECONDS = 60

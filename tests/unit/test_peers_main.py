@@ -5,15 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints import Checkpoint
 from benchmarks.peers import __main__ as program
-from benchmarks.peers.checkpoints import Checkpoint
-from benchmarks.peers.contestant import Command, Contestant
-from benchmarks.peers.environments import InstallError
-from benchmarks.peers.kaon import Kaon
-from benchmarks.peers.measure import Measurement
-from benchmarks.peers.results import Results
-from benchmarks.peers.server_process import ServerError
-from benchmarks.peers.workloads import Workload
+from benchmarks.peers.load import Workload
+from benchmarks.peers.measure import Measurement, Results, ServerError
+from benchmarks.peers.servers import Command, Contestant, InstallError, Kaon
 
 
 class Peer(Contestant):

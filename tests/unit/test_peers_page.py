@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.checkpoints import QWEN3_06B, Checkpoint, words
 from benchmarks.peers.__main__ import main
-from benchmarks.peers.checkpoints import QWEN3_06B, Checkpoint, words
-from benchmarks.peers.contestant import Command, Contestant
-from benchmarks.peers.load import Answer
-from benchmarks.peers.measure import Measurement
+from benchmarks.peers.load import WORKLOADS, Answer, Workload
+from benchmarks.peers.measure import Measurement, Results, percentile
 from benchmarks.peers.page import SECTION, put, section
-from benchmarks.peers.results import Results, percentile
-from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.peers.servers import Command, Contestant
 from benchmarks.report import kept_section
 
 

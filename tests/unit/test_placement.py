@@ -1,4 +1,4 @@
-"""Where requests are computed, of several replicas: the rule of `engine.placement`, case by case."""
+"""Where requests are computed, of several replicas: the rule of `engine.client.placement`, case by case."""
 
 import itertools
 import random
@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.client.placement import LIVE_TOKENS, Placement, PrefixChain, PrefixIndex, landmarks
 from engine.messages import AddRequest, RequestOutput
-from engine.placement import LIVE_TOKENS, Placement
-from engine.prefix_index import PrefixChain, PrefixIndex, landmarks
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import compute_hash
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.spec_decode.prompt_lookup import PromptLookup
+from engine.speculative.ngram import PromptLookup
 
 FIRST = [1, 2, 3, 4, 5, 6, 7, 8]
 

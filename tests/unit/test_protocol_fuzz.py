@@ -7,14 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.io_processor import InputOutputProcessor
 from engine.messages import ModelInfo
-from engine.tokenizer import Tokenizer
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
-from server.parsing import parse_object, validate
-from server.protocol.chat import ChatCompletionRequest
-from server.protocol.completions import CompletionRequest
+from server.schemas.body import parse_object, validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.completions import CompletionRequest
 
 _TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 PROCESSOR = InputOutputProcessor(

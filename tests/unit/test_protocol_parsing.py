@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from server.errors import BadRequest, BodyTooLarge
-from server.parsing import parse_object, read_body
+from server.schemas.body import parse_object, read_body
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from engine.generation_config import GenerationDefaults
-from engine.io_processor import InputOutputProcessor
 from engine.sampling_params import SamplingParams
+from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.io_processor import InputOutputProcessor
 from server.errors import BadRequest
-from server.parsing import validate
-from server.protocol.chat import ChatCompletionRequest
-from server.protocol.common import seeded
-from server.protocol.completions import CompletionRequest
+from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.completions import CompletionRequest
+from server.schemas.generation import seeded
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 

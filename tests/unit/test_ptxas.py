@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import models
-from engine.config import Config
-from engine.worker import build
-from models.kernels import ptxas
+from engine.config.config import Config
+from engine.runner import build
+from models.ops.triton import probe as ptxas
 
 GPU = torch.device("cuda", 0)
 

@@ -10,10 +10,10 @@ from threading import Event
 import psutil
 import pytest
 
-from engine.config import Config, ParallelConfig
-from engine.worker import rank_proc
-from engine.worker.async_proc import AsyncIOProcManager
-from engine.worker.rank_places import RankError
+from engine.config.config import Config, ParallelConfig
+from engine.distributed import rank_link as rank_proc
+from engine.distributed.rank_link import RankError
+from engine.distributed.rank_manager import AsyncIOProcManager
 
 WAIT_SECONDS = 60
 

@@ -6,12 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from engine.batch import ScheduledBatch
+from engine.distributed import rank_steps
+from engine.distributed.rank_steps import ABORTED, RankStepError, RankSteps, StepMessage, decode_step, encode_step
+from engine.distributed.step_transport import StepEnds, StepRing
 from engine.sequence import Sequence
-from engine.worker import rank_steps
-from engine.worker.rank_steps import ABORTED, RankStepError, RankSteps
-from engine.worker.step_ends import StepEnds
-from engine.worker.step_message import StepMessage, decode_step, encode_step
-from engine.worker.step_ring import StepRing
 
 
 class Recorded:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine import ray_cores
+from engine.distributed import core_hosts as ray_cores
 
 JOINING = "tcp://10.0.0.1:29500"
 HOUR = 3600.0

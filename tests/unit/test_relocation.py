@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.client.placement import LIVE_TOKENS
+from engine.client.relocation import AWAY_SECONDS
 from engine.messages import AddRequest
-from engine.placement import LIVE_TOKENS
-from engine.relocation import AWAY_SECONDS
 from tests.unit.stub_supervisors import LONGEST_START, Cluster, StubSupervisor
 
 

@@ -10,20 +10,14 @@ import msgspec
 import pytest
 import zmq
 
-from engine import core_call
-from engine.cluster_key import ClusterKeys, CurvePair
-from engine.cluster_settings import CommonGround
-from engine.config import Config, ParallelConfig
-from engine.core_call import CoreCall
-from engine.core_hosts import CoreHosts
-from engine.core_link import CoreLink
-from engine.core_process import LOST_FRONT_END
-from engine.core_wires import RemoteWire, connection_names
-from engine.messages import Failed
-from engine.remote_core import CorePlace, RemoteCore
-from engine.replica_places import deal_out
-from engine.worker.curve import Doorkeeper, dial, endpoint, listen
-from engine.worker.host_messages import (
+from engine.client.core_link import CoreLink
+from engine.config.config import Config, ParallelConfig
+from engine.distributed import remote_core as core_call
+from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, deal_out
+from engine.distributed.core_hosts import CoreHosts
+from engine.distributed.core_process import LOST_FRONT_END, RemoteWire, connection_names
+from engine.distributed.curve import Doorkeeper, dial, endpoint, listen
+from engine.distributed.host_messages import (
     CoreAddress,
     CoreEnded,
     CoreServes,
@@ -36,7 +30,9 @@ from engine.worker.host_messages import (
     StopCore,
     ToHost,
 )
-from engine.worker.shard import HostShare
+from engine.distributed.host_resources import HostShare
+from engine.distributed.remote_core import CoreCall, CorePlace, RemoteCore
+from engine.messages import Failed
 from models.demo import CHECKPOINT_DIR
 from tests.ports import free_ports
 

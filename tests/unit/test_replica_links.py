@@ -12,10 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import replica_links
-from engine.arrivals import Arrivals
-from engine.replica_links import MeetingError, ReplicaLinks
-from engine.seats import Seat, Seats
+from engine.distributed import lockstep as replica_links
+from engine.distributed.lockstep import Arrivals, MeetingError, ReplicaLinks, Seat, Seats
 
 WAIT_SECONDS = 60.0
 

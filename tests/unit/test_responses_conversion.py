@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from server.errors import BadRequest
-from server.protocol.responses_items import Item
-from server.protocol.tools import AllowedToolsChoice, NamedTool
 from server.responses.conversion import _starts, in_responses_terms, to_chat, to_messages
-from server.responses.items import kept_items
+from server.responses.store import kept_items
+from server.schemas.chat import AllowedToolsChoice, NamedTool
+from server.schemas.responses import Item
 from tests.unit.responses_support import request_of
 
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 2}'}

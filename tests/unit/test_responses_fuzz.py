@@ -11,12 +11,10 @@ from pydantic import TypeAdapter
 
 from engine.sampling_params import SamplingParams
 from server.errors import BadRequest
-from server.parsing import validate
-from server.protocol.responses import ResponsesRequest
-from server.protocol.responses_answer import new_response
 from server.responses.conversion import to_chat, to_messages
-from server.responses.items import kept_items
-from server.responses.store import Turn
+from server.responses.store import Turn, kept_items
+from server.schemas.body import validate
+from server.schemas.responses import ResponsesRequest, new_response
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(

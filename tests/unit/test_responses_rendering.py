@@ -8,10 +8,10 @@ import pytest
 from openai.types.responses import Response
 
 from engine.messages import TokenLogprobs
-from engine.request_state import RequestDelta, RequestState
-from server.answers.parts import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from engine.text.request_state import RequestDelta, RequestState
 from server.errors import EngineError
-from server.protocol.responses_answer import ResponseObject
+from server.parsing.parser import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
+from server.schemas.responses import ResponseObject
 from tests.unit.responses_support import USAGE, ScriptedParser, events_of, renderer_of, types_of
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}

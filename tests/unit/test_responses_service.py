@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 from openai.types.responses import Response
 
-from engine.config import ServerConfig
-from engine.request_state import RequestDelta
+from engine.config.config import ServerConfig
+from engine.text.request_state import RequestDelta
 from server.errors import NotReady
-from server.protocol.responses_items import InputText, MessageItem
-from server.responses.event_log import EventLog
 from server.responses.service import ResponsesService
-from server.responses.store import ResponseNotFound, StoredResponse, StoreFull, Turn
+from server.responses.store import EventLog, ResponseNotFound, StoredResponse, StoreFull, Turn
+from server.schemas.responses import InputText, MessageItem
 from tests.unit.responses_support import USAGE, renderer_of, types_of
 
 TURN = Turn(None, [MessageItem(id="msg_1", role="user", content=[InputText("Hi")])])

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from server.errors import BadRequest
-from server.protocol.responses_items import InputText, MessageItem
 from server.responses.store import (
     PreviousResponseNotFound,
     ResponseNotFound,
@@ -13,6 +12,7 @@ from server.responses.store import (
     StoreFull,
     Turn,
 )
+from server.schemas.responses import InputText, MessageItem
 
 
 def message(id: str, text: str = "Hi") -> MessageItem:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine import restarts, watchdog
-from engine.restarts import RestartPolicy
-from engine.watchdog import Watchdog
+from engine.client import supervisor as restarts
+from engine.client import supervisor as watchdog
+from engine.client.supervisor import RestartPolicy, Watchdog
 
 
 class Clock:

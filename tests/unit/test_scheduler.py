@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.core.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from engine.messages import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
 from engine.sequence import Sequence, SequenceStatus, SequenceType
 
 BLOCK_SIZE = 4

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.batch import ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput, openai_finish_reason
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 EOS = 2

@@ -3,8 +3,8 @@
 import pytest
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput, TokenLogprobs
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from tests.unit.test_scheduler import EOS, Queue, make_scheduler, make_seq, run_step, schedule
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.core.scheduler import ScheduledBatchOutput, Scheduler
 from engine.sampling_params import SamplingParams
-from engine.scheduler import ScheduledBatchOutput, Scheduler
 from engine.sequence import Sequence
 
 BLOCK_SIZE = 4

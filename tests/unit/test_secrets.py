@@ -6,10 +6,11 @@ import sys
 import pytest
 from pydantic import SecretStr
 
-from engine.config import Config, ParallelConfig, ServerConfig
-from server import host, serve
+from engine.config.config import Config, ParallelConfig, ServerConfig
+from server import process as host
+from server import process as serve
 
-SHOW = "from pathlib import Path; from server.command_line import hide; hide(['sk-one', 'clé']); "
+SHOW = "from pathlib import Path; from server.process import hide; hide(['sk-one', 'clé']); "
 SHOW += "print(Path('/proc/self/cmdline').read_text())"
 
 

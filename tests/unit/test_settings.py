@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config, SpeculativeConfig
-from server.other_flags import _INSTEAD, _OTHER_NAMES, instead_of
-from server.settings import SettingsError, load_config
-from server.settings_table import SETTINGS, Setting
+from engine.config.config import Config, SpeculativeConfig
+from engine.config.settings import _INSTEAD, _OTHER_NAMES, SETTINGS, Setting, SettingsError, instead_of, load_config
 
 
 @pytest.fixture(autouse=True)

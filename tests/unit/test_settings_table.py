@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from engine.config import Config, Section
-from server.settings_table import SETTINGS, derive_settings
+from engine.config.config import Config, Section
+from engine.config.settings import SETTINGS, derive_settings
 
 
 def test_every_leaf_of_config_and_its_sections_is_a_setting_once() -> None:

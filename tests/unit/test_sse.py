@@ -7,12 +7,12 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from server.protocol.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from server.protocol.common import AnswerHead, PromptTokensDetails, Usage
-from server.protocol.completions import CompletionLogprobs
-from server.rendering.chat_frames import ChatFrames
-from server.rendering.completion_frames import CompletionFrames
-from server.sse import DONE, error_event
+from server.routes.chat import ChatFrames
+from server.routes.completions import CompletionFrames
+from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from server.schemas.completions import CompletionLogprobs
+from server.schemas.generation import AnswerHead, PromptTokensDetails, Usage
+from server.streaming.sse import DONE, error_event
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
 HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from engine import step_limits
-from engine.batch import ScheduledBatch
-from engine.step_limits import StepLimits, StepOutOfMemory
+from engine import batch as step_limits
+from engine.batch import ScheduledBatch, StepLimits, StepOutOfMemory
 from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends, outputs_of
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.step_ends import StepEnds
-from engine.worker.step_ring import SLOT_BYTES, SLOTS, StepRing
+from engine.distributed.step_transport import SLOT_BYTES, SLOTS, StepEnds, StepRing
 
 ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 60
@@ -77,8 +76,8 @@ def test_a_rank_in_another_process_sleeps_until_it_is_told() -> None:
     ends_descriptor, ends = StepEnds.create(1)
     code = f"""
 import resource
-from engine.worker.step_ends import StepEnds
-from engine.worker.step_ring import StepRing
+from engine.distributed.step_transport import StepEnds
+from engine.distributed.step_transport import StepRing
 ring, ends = StepRing({descriptor}, 1), StepEnds({ends_descriptor}, 1)
 ends.tell(0, ring.read(0).decode())
 before = resource.getrusage(resource.RUSAGE_SELF)

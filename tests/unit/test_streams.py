@@ -5,16 +5,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core_manager import EngineDeadError
+from engine.client.core_manager import EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
-from engine.request_state import RequestDelta, RequestState
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.request_state import RequestDelta, RequestState
+from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.consumers import DeltaStream, Results
 from server.errors import EngineError, NotReady
 from server.metrics import Metrics
-from server.streams import Hub
+from server.streaming.hub import DeltaStream, Hub, Results
 
 
 class FakeCore:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.structured.gbnf import is_gbnf, lark_of_gbnf
+from engine.text.structured.checker import is_gbnf, lark_of_gbnf
 
 
 @pytest.mark.parametrize(

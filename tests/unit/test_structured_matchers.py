@@ -6,12 +6,11 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from engine.core.sockets import GrammarAdmission
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.structured.admission import GrammarAdmission
-from engine.structured.masks import MaskedRow, TokenMasks, packed
-from engine.structured.matchers import MaskComputer, Matcher, Matchers
-from engine.structured.spec import GrammarSpec, InvalidGrammar, lark_of
+from engine.text.structured.matcher import MaskComputer, MaskedRow, Matcher, Matchers, TokenMasks, packed
+from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 
 EOS, OTHER_EOS, PAD, STOP = 256, 257, 258, 300
 VOCAB_SIZE = 320

@@ -4,8 +4,14 @@ import json
 
 import pytest
 
-from engine.structured.reasons import reason_in_words
-from engine.structured.spec import MAX_CHOICES, GrammarSpec, InvalidGrammar, lark_of, without_forcing
+from engine.text.structured.spec import (
+    MAX_CHOICES,
+    GrammarSpec,
+    InvalidGrammar,
+    lark_of,
+    reason_in_words,
+    without_forcing,
+)
 
 
 def nested(levels: int) -> dict:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
 BLOCK = 4

@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine import watchdog
-from engine.config import Config
+from engine.client import supervisor as watchdog
+from engine.client.supervisor import Supervisor
+from engine.config.config import Config
 from engine.messages import Failed
-from engine.supervisor import Supervisor
 from tests.unit.test_restarts import Clock
 
 
@@ -58,7 +58,7 @@ class Keeper:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr("engine.supervisor._STACKS_SECONDS", 0.0)
+    monkeypatch.setattr("engine.client.supervisor._STACKS_SECONDS", 0.0)
     return clock
 
 

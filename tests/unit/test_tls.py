@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import ServerConfig
-from server.tls import tls_context
+from engine.config.config import ServerConfig
+from server.process import tls_context
 
 
 def make_certificate(directory: Path, name: str = "server", passphrase: str | None = None) -> tuple[str, str]:

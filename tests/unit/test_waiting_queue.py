@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from engine.core.waiting_queue import MAX_PRIORITY, WaitingQueue
 from engine.sequence import Sequence
-from engine.waiting_queue import MAX_PRIORITY, WaitingQueue
 
 
 def seq(arrive_time: float, priority: int = 0) -> Sequence:

@@ -1,1 +1,1 @@
-"""Scripts that run inside a peer's own environment, where Kaon is not installed: they import nothing of this tree."""
+"""Scripts that run as files inside a peer's own environment; they import nothing of this repository."""

@@ -3,8 +3,8 @@
 import json
 from typing import Any, NamedTuple
 
-from server.answers.parts import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
-from server.protocol.tools import Tool, ToolUse
+from server.parsing.parser import AnswerParser, ArgumentsPart, Part, ReasoningPart, TextPart, ToolCallPart
+from server.schemas.chat import Tool, ToolUse
 
 WEATHER = {
     "type": "object",

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from server.answers.parts import AnswerParser
+from server.parsing.parser import AnswerParser
 
 SEGMENTS = 16
 MOST = 3.0

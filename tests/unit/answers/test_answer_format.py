@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat_template import ChatTemplate
-from engine.checkpoint import resolve_checkpoint
-from engine.tokenizer import Tokenizer
-from server.answers.answer_format import AnswerFormat
-from server.answers.reasoning import registry as reasoning_registry
-from server.answers.tools import registry as tool_registry
-from server.protocol.tools import ToolUse
+from engine.config.paths import resolve_checkpoint
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from server.parsing import registry as reasoning_registry
+from server.parsing import registry as tool_registry
+from server.parsing.answer_format import AnswerFormat
+from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import USE
 
 TOOLS = "{% if tools %}{{ tools }}{% endif %}"
@@ -107,13 +107,13 @@ def test_a_dialect_that_is_not_known_is_refused_with_those_that_are(flags: dict[
 
 
 def test_every_dialect_and_auto_and_none_pass_the_check_of_names() -> None:
-    for name in ("auto", "none", *tool_registry.NAMES):
+    for name in ("auto", "none", *tool_registry.TOOL_NAMES):
         AnswerFormat.check_names(name, "auto")
-    for name in ("auto", "none", *reasoning_registry.NAMES):
+    for name in ("auto", "none", *reasoning_registry.REASONING_NAMES):
         AnswerFormat.check_names("auto", name)
 
 
 def test_the_documentation_lists_every_name() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
-    for name in (*tool_registry.NAMES, *reasoning_registry.NAMES):
+    for name in (*tool_registry.TOOL_NAMES, *reasoning_registry.REASONING_NAMES):
         assert f"`{name}`" in page

@@ -2,9 +2,9 @@
 
 import pytest
 
-from server.answers.answer_format import AnswerFormat
-from server.answers.parts import AnswerParser, ReasoningPart, TextPart
-from server.protocol.tools import ToolUse
+from server.parsing.answer_format import AnswerFormat
+from server.parsing.parser import AnswerParser, ReasoningPart, TextPart
+from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import USE, WHOLE, Answer, parsed
 from tests.unit.answers.linear_time import assert_linear
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from engine.checkpoint import resolve_checkpoint
-from engine.structured.compile import GrammarCompiler
-from engine.structured.vocabulary import token_trie
-from engine.tokenizer import Tokenizer
-from server.answers.answer_format import AnswerFormat
-from server.answers.lark import LarkWriter
-from server.answers.tool_grammar import tool_grammar
-from server.protocol.tools import NamedTool, Tool, ToolUse
+from engine.config.paths import resolve_checkpoint
+from engine.text.structured.compiler import GrammarCompiler
+from engine.text.structured.parser_setup import token_trie
+from engine.text.tokenizer import Tokenizer
+from server.parsing.answer_format import AnswerFormat, tool_grammar
+from server.parsing.grammar import LarkWriter
+from server.schemas.chat import NamedTool, Tool, ToolUse
 from tests.unit.answers.dialect_texts import CLOCK, TOOLS, WEATHER, WHOLE, Written, parsed, tool
 from tests.unit.answers.grammars import ByteVocabulary
 
@@ -168,7 +167,7 @@ def check(tools: list[Tool], name: str, arguments: str, text: str) -> None:
 def compiler() -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.structured.check_process._WALL_SECONDS", 300.0)
+        patch.setattr("engine.text.structured.compiler._WALL_SECONDS", 300.0)
         yield compiler
     compiler.close()
 
@@ -184,7 +183,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
     schema: dict[str, Any], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.answers.tool_grammar._BLAME_SECONDS", 60.0)
+    monkeypatch.setattr("server.parsing.answer_format._BLAME_SECONDS", 60.0)
     use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
         asyncio.run(tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler))

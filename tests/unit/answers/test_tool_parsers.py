@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from server.answers.answer_format import AnswerFormat
-from server.answers.parts import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
-from server.protocol.tools import ToolUse
+from server.parsing.answer_format import AnswerFormat
+from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
+from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import BROKEN, CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
 from tests.unit.answers.linear_time import assert_linear
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from server.protocol.tools import Tool, ToolChoice, Tools, ToolUse
+from server.schemas.chat import Tool, ToolChoice, Tools, ToolUse
 
 CHOICE: TypeAdapter[Any] = TypeAdapter(ToolChoice)
 TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(Tools)

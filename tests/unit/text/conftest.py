@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.messages import ModelInfo
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "Grüße aus Köln, 日本語の文", "naïve café 👩‍👩‍👧 🙂"] * 3
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import chat_template
-from engine.chat_template import ChatTemplate
+from engine.text import chat_template
+from engine.text.chat_template import ChatTemplate
 from models.errors import CheckpointError
 
 HELLO = [{"role": "user", "content": "Hello <b>&'\"</b> 日本"}]

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-from engine.checkpoint import resolve_checkpoint
+from engine.config.paths import resolve_checkpoint
 from models.demo import CHECKPOINT_DIR
 from models.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
 
 
 def test_no_model_is_the_embedded_one(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    monkeypatch.setattr("engine.checkpoint.CHECKPOINT_DIR", checkpoint)
+    monkeypatch.setattr("engine.config.paths.CHECKPOINT_DIR", checkpoint)
     assert resolve_checkpoint(None) == checkpoint
     assert CHECKPOINT_DIR.name == "checkpoint"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import IncrementalDetokenizer
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
 
 TEXTS = ["the lazy dog 日本語 stop here", "👩‍👩‍👧 family, ééé", "Grüße\n\naus Köln", "aaab aab ab b", "bananabcd"]
 STOPS = [

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from engine.fill_in import FillIn
-from engine.tokenizer import Tokenizer
+from engine.text.io_processor import FillIn
+from engine.text.tokenizer import Tokenizer
 
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 DEEPSEEK = ["<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.generation_config import GenerationDefaults
 from engine.sampling_params import SamplingParams
+from engine.text.checkpoint_settings import GenerationDefaults
 from models.errors import CheckpointError
 
 

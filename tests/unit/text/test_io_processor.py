@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine.chat_template import ChatTemplate
-from engine.io_processor import InputOutputProcessor, InvalidRequest
 from engine.messages import ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.text.tokenizer import Tokenizer
 
 ModelInfos = Callable[..., ModelInfo]
 

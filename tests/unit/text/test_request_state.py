@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from engine.messages import AddRequest, RequestOutput, TokenLogprobs
-from engine.request_state import RequestState
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.request_state import RequestState
+from engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time, told by the test: each reading takes the first value, which stays when it is the last."""
     times = [0.0]
     clock = SimpleNamespace(monotonic=lambda: times.pop(0) if len(times) > 1 else times[0])
-    monkeypatch.setattr("engine.request_state.time", clock)
+    monkeypatch.setattr("engine.text.request_state.time", clock)
     return times
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine import template_sandbox
-from engine.template_sandbox import render_untrusted
+from engine.text import template_sandbox
+from engine.text.template_sandbox import render_untrusted
 
 HELLO = [{"role": "user", "content": "hello"}]
 

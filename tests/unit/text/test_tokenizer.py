@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 
 TEXTS = ["the quick brown fox", "Köln 日本語 👩‍👩‍👧", " two  leading and trailing ", "a\ufffdb", "tab\tnew\nline", ""]
@@ -169,7 +169,7 @@ def test_a_broken_tokenizer_config_is_named(checkpoint: Path, content: str, word
 
 def test_the_front_ends_text_modules_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, engine.io_processor, engine.checkpoint\n"
+        "import sys, engine.text.io_processor, engine.config.paths\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

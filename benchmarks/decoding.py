@@ -1,0 +1,461 @@
+"""Weights rounded to 8 and 4 bits, against bfloat16: `python -m benchmarks.decoding`.
+
+Perplexity is the embedded model's on text that it was not trained on; speed and memory are those of random weights in
+the shape of a 0.6B model, larger than caches. Both through `LLMEngine`, as users run it.
+"""
+
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from benchmarks.checkpoints import QWEN3_06B
+from benchmarks.report import Table
+from engine.client.llm_engine import LLMEngine
+from engine.config.config import QuantizationConfig, SpeculativeConfig
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence as EngineSequence
+from engine.speculative.drafts import Drafts
+
+if TYPE_CHECKING:
+    from models.ops.cpu.runtime import Library
+
+
+ROUNDINGS = ("auto", "int8", "int4")
+QUANTIZATION_ROUNDS = 3
+TEXTS_A_CATEGORY = 20
+QUANTIZATION_STREAMS = (1, 8, 32)
+_CONTEXT, _NEW_TOKENS = 128, 32
+_FIELDS = {
+    "architectures": ["Qwen3ForCausalLM"],
+    **QWEN3_06B.sizes,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+class Perplexity(NamedTuple):
+    """Of held-out text, and of the assistant's part of it alone, which is what the model was taught."""
+
+    text: float
+    answers: float
+
+
+def perplexities(roundings: Sequence[str] = ROUNDINGS, each: int = TEXTS_A_CATEGORY) -> dict[str, Perplexity]:
+    """The embedded model's, by how its weights are stored, over `each` texts a category."""
+    from tools.demo.examples import render_prompt
+    from tools.demo.generate import as_text, held_out_texts
+
+    texts = [text for found in held_out_texts(0, each).values() for text in found]
+    asked = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+    found = {}
+    for rounding in roundings:
+        with _engine(None, rounding) as engine:
+            tokenize = engine.io_processor.tokenize
+            prompts = [tokenize(as_text(text).removesuffix("\n")) for text in texts]
+            starts = [len(tokenize(render_prompt(text))) for text in texts]
+            results = engine.generate(prompts, asked, use_tqdm=False)
+        # Of every token but the first.
+        losses = [[-entry.logprob for entry in result["prompt_logprobs"] or ()] for result in results]
+        answers = [loss[max(0, start - 1) :] for loss, start in zip(losses, starts, strict=True)]
+        found[rounding] = Perplexity(*(math.exp(statistics.fmean(chain(*each))) for each in (losses, answers)))
+    return found
+
+
+def quantization_table(repeats: int = QUANTIZATION_ROUNDS) -> Table:
+    """Medians over `repeats` rounds, in which the three take turns."""
+    perplexity, speed = perplexities(), speeds(repeats)
+    rows = []
+    for rounding in ROUNDINGS:
+        found, base = speed[rounding], speed["auto"]
+        losses = zip(perplexity[rounding], perplexity["auto"], strict=True)
+        rates = zip((*found.decode, found.prefill), (*base.decode, base.prefill), strict=True)
+        rows.append(
+            (
+                "bfloat16" if rounding == "auto" else rounding,
+                *(f"{one:.4g}" + ("" if found is base else f" ({one / other - 1:+.2%})") for one, other in losses),
+                *(f"{one:.4g}" + ("" if found is base else f" ({one / other:.2f} x)") for one, other in rates),
+                f"{found.num_bytes / 1e6:.0f} MB",
+            )
+        )
+    decode = (f"decode tok/s, {streams} stream{'s' if streams > 1 else ''}" for streams in QUANTIZATION_STREAMS)
+    return Table(
+        "Quantisation",
+        f"Perplexity of the embedded model on held-out text ({TEXTS_A_CATEGORY} texts a category), and on the answers "
+        f"in it; speed of random weights in the shape of a 0.6B model after {_CONTEXT} tokens, medians of {repeats} "
+        "rounds in turn; its process's own memory after loading.",
+        "perplexity within 1 % (int8) and 4 % (int4); 1 stream at least 1.6 x (int8) and 2.3 x (int4).",
+        ("", "perplexity", "of answers", *decode, "prefill tok/s", "memory"),
+        rows,
+    )
+
+
+class Speed(NamedTuple):
+    """Tokens a second, by `STREAMS`, and of prompts; and the memory of the process that has just loaded."""
+
+    decode: tuple[float, ...]
+    prefill: float
+    num_bytes: int
+
+
+def speeds(repeats: int) -> dict[str, Speed]:
+    """By how the weights are stored."""
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    num_bytes = {}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        write_checkpoint(Path(name))
+        engines = {}
+        for rounding in ROUNDINGS:
+            before = _children_bytes()
+            engines[rounding] = stack.enter_context(_engine(name, rounding))
+            num_bytes[rounding] = _children_bytes() - before
+            _times(engines[rounding], 1)
+        for _ in range(repeats):
+            for streams in QUANTIZATION_STREAMS:
+                for rounding, engine in engines.items():
+                    taken.setdefault((rounding, streams), []).append(_times(engine, streams))
+    found = {}
+    for rounding in ROUNDINGS:
+        medians = [
+            [statistics.median(times) for times in zip(*taken[rounding, of], strict=True)]
+            for of in QUANTIZATION_STREAMS
+        ]
+        decode = tuple(streams / step for streams, (_, step) in zip(QUANTIZATION_STREAMS, medians, strict=True))
+        found[rounding] = Speed(decode, QUANTIZATION_STREAMS[-1] * _CONTEXT / medians[-1][0], num_bytes[rounding])
+    return found
+
+
+def write_checkpoint(directory: Path) -> None:
+    """Random weights, and the embedded model's tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+
+    from models.demo import CHECKPOINT_DIR
+
+    sizes = QWEN3_06B.sizes
+    hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, kv_heads = dim * sizes["num_attention_heads"], dim * sizes["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    whole = {
+        f"model.layers.{index}.{name}.weight": shape
+        for index in range(sizes["num_hidden_layers"])
+        for name, shape in shapes.items()
+    }
+    whole["model.norm.weight"] = (hidden,)
+    whole["model.embed_tokens.weight"] = (sizes["vocab_size"], hidden)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=draw)
+        for name, shape in whole.items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(_FIELDS))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / file).write_bytes((CHECKPOINT_DIR / file).read_bytes())
+
+
+def _engine(model: str | None, rounding: str) -> LLMEngine:
+    quantization = QuantizationConfig.model_validate({"quantization": rounding})
+    return LLMEngine(
+        model,
+        dtype="bfloat16",
+        max_model_len=1024,
+        num_kvcache_blocks=1024,
+        enable_prefix_caching=False,
+        quantization_config=quantization,
+    )
+
+
+def _times(engine: LLMEngine, streams: int) -> tuple[float, float]:
+    """Seconds to the first token of so many prompts at once, which one step takes, and for each further token."""
+    prompts = [[3 + (7 * stream + 11 * place) % 1500 for place in range(_CONTEXT)] for stream in range(streams)]
+    asked = SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, ignore_eos=True)
+    results = engine.generate(prompts, asked, use_tqdm=False)
+    return statistics.median(each["ttft"] for each in results), statistics.median(each["tpot"] for each in results)
+
+
+def _children_bytes() -> int:
+    """Memory that this process's children share with nobody; files that they map are shared."""
+    return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(quantization_table().markdown())
+
+
+# [speculative] Steps that verify drafts, against plain ones: `python -m benchmarks.decoding`.
+#
+# Random weights in the shape of a 0.6B model through `LLMEngine`. Their greedy answers come to repeat themselves,
+# and are drafted well from then on; answers drawn at temperature 1 never do.
+
+SPECULATION_ROUNDS = 3
+SPECULATION_STREAMS = (1, 4)
+NUM_DRAFTS = 4
+_SPECULATIVE_CONTEXT, _SPECULATIVE_NEW_TOKENS = 128, 96
+_ANSWERS = {"greedy, which comes to repeat itself": 0.0, "drawn at temperature 1": 1.0}
+_ROWS, _LENGTH = 64, 4096
+
+
+def speculation_table(repeats: int = SPECULATION_ROUNDS, new_tokens: int = _SPECULATIVE_NEW_TOKENS) -> Table:
+    """Medians over `repeats` rounds, in which both take turns."""
+    taken: dict[tuple[str, int, bool], list[float]] = {}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        write_checkpoint(Path(name))
+        engines = {
+            has_drafts: stack.enter_context(_speculative_engine(name, has_drafts)) for has_drafts in (False, True)
+        }
+        for engine in engines.values():
+            _rate(engine, 1, 0.0, 4)
+        for _ in range(repeats):
+            for answers, temperature in _ANSWERS.items():
+                for streams in SPECULATION_STREAMS:
+                    for has_drafts, engine in engines.items():
+                        rate = _rate(engine, streams, temperature, new_tokens)
+                        taken.setdefault((answers, streams, has_drafts), []).append(rate)
+    rows = []
+    for answers in _ANSWERS:
+        for streams in SPECULATION_STREAMS:
+            plain, drafted = (taken[answers, streams, has_drafts] for has_drafts in (False, True))
+            ratio = statistics.median(one / other for one, other in zip(drafted, plain, strict=True))
+            medians = (f"{statistics.median(rates):.1f}" for rates in (plain, drafted))
+            rows.append((answers, str(streams), *medians, f"{ratio:.2f} x"))
+    return Table(
+        "Speculative decoding",
+        f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after {_SPECULATIVE_CONTEXT}, up to "
+        f"{NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their ratios. "
+        f"The lookup for {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
+        "faster where answers repeat themselves; at least 0.95 x where they never do.",
+        ("answers", "streams", "tok/s", "with drafts", ""),
+        rows,
+    )
+
+
+def _speculative_engine(model: str, has_drafts: bool) -> LLMEngine:
+    return LLMEngine(
+        model,
+        dtype="bfloat16",
+        max_model_len=1024,
+        num_kvcache_blocks=512,
+        enable_prefix_caching=False,
+        speculative_config={"num_speculative_tokens": NUM_DRAFTS} if has_drafts else None,
+    )
+
+
+def _rate(engine: LLMEngine, streams: int, temperature: float, new_tokens: int) -> float:
+    """Tokens a second, of so many at once, their first ones left out."""
+    prompts = [
+        [3 + (7 * stream + 11 * place) % 1500 for place in range(_SPECULATIVE_CONTEXT)] for stream in range(streams)
+    ]
+    asked = SamplingParams(temperature=temperature, seed=5, max_tokens=new_tokens, ignore_eos=True)
+    results = engine.generate(prompts, asked, use_tqdm=False)
+    return sum(1 / each["tpot"] for each in results)
+
+
+def _lookup_seconds() -> float:
+    """Of one step of many long sequences, that have grown by a token each."""
+    config = SimpleNamespace(speculative_config=SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS))
+    # As many rows as may draft all that they are asked for.
+    drafts, draw = Drafts(config, _ROWS * (1 + NUM_DRAFTS)), random.Random(0)
+    seqs = [EngineSequence([draw.randrange(50) for _ in range(_LENGTH)], 16, id=row) for row in range(_ROWS)]
+    for seq in seqs:
+        seq.token_limit = 2 * _LENGTH
+    found = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        drafts.propose(seqs, 1 << 20)
+        found.append(time.perf_counter() - begin)
+        for seq in seqs:
+            seq.append_token(draw.randrange(50))
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(speculation_table().markdown())
+
+
+# [experts] A decode step of a mixture of experts, against reading its weights: `python -m benchmarks.decoding`.
+#
+# Weights that a step does not use are not read, so the bound is the experts that this step's tokens chose, once
+# each.
+
+EXPERT_STEPS = 15
+BATCH = 8
+_LAYERS = 3
+_HIDDEN, _EXPERT = 2048, 768
+_EXPERTS_FIELDS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": _HIDDEN,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": _EXPERT,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+_EXPERTS_CONTEXT = 64
+
+
+def experts_table(repeats: int = EXPERT_STEPS) -> Table:
+    """Medians over `repeats` steps of each kind, in turn."""
+    import torch
+    from torch import nn
+
+    from models.ops.cpu import runtime
+
+    operators = runtime.start(torch.get_num_threads())
+    model = _model()
+    whole = [layer.mlp for layer in model.model.layers]
+    chosen: list[torch.Tensor] = []
+    hooks = [mlp.gate.register_forward_hook(lambda _module, _args, output: chosen.append(output[1])) for mlp in whole]
+    _step(model, None)()
+    for hook in hooks:
+        hook.remove()
+    expert_bytes = 3 * 2 * _HIDDEN * _EXPERT
+    active_bytes = sum(len(set(ids.flatten().tolist())) for ids in chosen) * expert_bytes
+    memory = torch.zeros(active_bytes // 8, dtype=torch.int64)
+    seconds: dict[str, list[float]] = {"whole": [], "dense": [], "read": []}
+    steps = {"whole": _step(model, operators)}
+    for layer in model.model.layers:
+        layer.mlp = nn.Identity()
+    steps["dense"] = _step(model, operators)
+    for _ in range(repeats):
+        for what, step in steps.items():
+            for layer, mlp in zip(model.model.layers, whole, strict=True):
+                layer.mlp = mlp if what == "whole" else nn.Identity()
+            seconds[what].append(_time(step))
+        seconds["read"].append(_time(memory.sum))
+    medians = {what: statistics.median(found) for what, found in seconds.items()}
+    bound = medians["read"] + medians["dense"]
+    how = "torch" if operators is None else "the compiled operators"
+    return Table(
+        "Mixture of experts",
+        f"A decode step of {BATCH} sequences, {_LAYERS} layers of {_EXPERTS_FIELDS['num_experts']} experts of which a token "
+        f"takes {_EXPERTS_FIELDS['num_experts_per_tok']}, bfloat16, by {how}; medians of {repeats}.",
+        "at most 1.3 times reading the chosen experts' weights once, plus the dense part.",
+        ("", "ms", ""),
+        [
+            ("the step", f"{medians['whole'] * 1e3:.1f}", f"{medians['whole'] / bound:.2f} x the bound"),
+            ("its dense part, experts left out", f"{medians['dense'] * 1e3:.1f}", ""),
+            (
+                f"reading {active_bytes / 1e6:.0f} MB of chosen experts",
+                f"{medians['read'] * 1e3:.1f}",
+                f"{active_bytes / medians['read'] / 1e9:.1f} GB/s",
+            ),
+        ],
+    )
+
+
+def _model() -> Any:
+    """Random weights; the routers choose as for real."""
+    import torch
+
+    from models.architectures.config import ModelConfig
+    from models.architectures.qwen3_moe import Qwen3MoeForCausalLM
+    from models.layers.parameter import fill_rows, pack_products
+    from models.ops.cpu import runtime
+
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(_EXPERTS_FIELDS))
+        config = ModelConfig.from_checkpoint(Path(name))
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if runtime.active():
+        pack_products(model)
+    for parameter in model.parameters():
+        for place in range(len(parameter)) if parameter.dim() > 2 else (None,):
+            fill_rows(parameter, 0, torch.empty(parameter.shape[-2:]).normal_(std=0.05), place)
+    return model.eval()
+
+
+def _step(model: Any, operators: "Library | None") -> Callable[[], object]:
+    """A decode of `BATCH` sequences with some context each, as one call of the operators where there are any."""
+    import numpy as np
+    import torch
+
+    from engine.runner.kv_cache import LayerCaches
+    from models.attention.backend import select_backend
+    from models.attention.context import Context, forward_context, set_kv_cache_data
+    from models.attention.cpu_native import NativeMetaData
+    from models.ops.cpu.program import record
+
+    cpu, block_size = torch.device("cpu"), 16
+    backend, blocks = select_backend(cpu), -(-(_EXPERTS_CONTEXT + 1) // 16)
+    caches = LayerCaches(
+        model.kv_cache_layers(),
+        backend,
+        block_size=block_size,
+        num_slots=BATCH,
+        dtype=torch.bfloat16,
+        device=cpu,
+        kv_dtype=None,
+    )
+    set_kv_cache_data(caches.allocate(BATCH * blocks))
+    tables = np.arange(BATCH * blocks, dtype=np.int32).reshape(BATCH, blocks)
+    slots = tables[:, _EXPERTS_CONTEXT // block_size].astype(np.int64) * block_size + _EXPERTS_CONTEXT % block_size
+    ids, positions = torch.arange(BATCH), torch.full((BATCH,), _EXPERTS_CONTEXT)
+
+    metadata = backend.build_metadata(
+        query_lens=[1] * BATCH,
+        seq_lens=[_EXPERTS_CONTEXT + 1] * BATCH,
+        block_tables=tables,
+        slot_mapping=slots,
+        num_decodes=BATCH,
+    )
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context = Context(positions=positions, is_prefill=False, batch_size=BATCH)
+        with torch.inference_mode(), forward_context(metadata, context):
+            return model(input_ids, positions)  # type: ignore[no-any-return]
+
+    if operators is None:
+        return lambda: forward(ids, positions)
+    assert isinstance(metadata, NativeMetaData)
+    program, native = record(operators, forward, BATCH), metadata.step
+    return lambda: program.run(ids, positions, native)
+
+
+def _time(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.stdout.write(experts_table().markdown())

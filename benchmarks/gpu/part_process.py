@@ -1,0 +1,166 @@
+"""One part of the benchmark in a process of its own, whose findings its parent reads as they come.
+
+`python -m benchmarks.gpu.part_process PART` is called by `benchmarks.gpu.part_process`: each line of its output that begins with
+`MARK` is JSON. It ends with `BROKEN` where the device answers no more, and another goes on behind the guilty case.
+"""
+
+import argparse
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from typing import IO
+
+import torch
+
+from benchmarks.gpu.bench import Bench, first_line
+from benchmarks.gpu.parts import BY_NAME, Finding, Part
+
+MARK = "@finding "
+BROKEN = 3
+
+
+def run_part(
+    part: Part, bench: Bench, begin: Callable[[str], None], tell: Callable[[Finding], None], *, skip: int = 0
+) -> bool:
+    """Run a part's cases but the first `skip`; whether the device still answers. `begin` hears of each case first."""
+    for number, case in enumerate(part.cases(bench)):
+        if number < skip:
+            continue
+        begin(case.name)
+        try:
+            finding = Finding(part.name, case.name, case.run())
+        # A case may fail by anything: the compiler, the device, a library's refusal. Its words are its row.
+        except Exception as error:  # noqa: BLE001
+            finding = Finding(part.name, case.name, error=first_line(error))
+        tell(finding)
+        if finding.error is not None and bench.is_broken():
+            return False
+    return True
+
+
+def main() -> int:
+    """See the file's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.part_process")
+    parser.add_argument("part", choices=list(BY_NAME))
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--skip", type=int, default=0)
+    options = parser.parse_args()
+    lines = sys.stdout
+
+    def say(**told: object) -> None:
+        lines.write(f"{MARK}{json.dumps(told)}\n")
+        lines.flush()
+
+    # What libraries print is no finding.
+    with redirect_stdout(sys.stderr):
+        bench = Bench(torch.device(options.device), is_quick=options.quick)
+        answers = run_part(
+            BY_NAME[options.part],
+            bench,
+            lambda case: say(begins=case),
+            lambda finding: say(**finding.as_json()),
+            skip=options.skip,
+        )
+    return 0 if answers else BROKEN
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+# [supervise] `findings_of`: a part's findings, measured by a process that may crash, hang or run out of its time.
+
+_START = "start"
+"""Names the process's own start, before its first case."""
+
+
+def command_of(part: Part, device: str, *, is_quick: bool, skip: int) -> list[str]:
+    """That measures a part but its first `skip` cases."""
+    quick = ["--quick"] if is_quick else []
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.part_process",
+        part.name,
+        "--device",
+        device,
+        *quick,
+        "--skip",
+        str(skip),
+    ]
+
+
+def findings_of(
+    part: Part, command: Callable[[int], Sequence[str]], seconds: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Finding]:
+    """As they come, for `seconds` at most. `command` is given how many cases are done.
+
+    A process that ends within a case is told of as that case's failure, and another one goes on behind it.
+    """
+    deadline, done, case = clock() + seconds, 0, _START
+    while True:
+        process = subprocess.Popen(command(done), stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert process.stdout is not None
+        lines = _lines(process.stdout)
+        began_with, patience = done, 0.0
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=max(0.0, deadline - clock()))
+                except queue.Empty:
+                    yield Finding(part.name, case, error=f"not done within the part's {seconds:.0f} s")
+                    return
+                if line is None:
+                    # The end of its output comes just before its exit code.
+                    patience = 10.0
+                    break
+                told = json.loads(line)
+                if "begins" in told:
+                    case = told["begins"]
+                    continue
+                done, case = done + 1, _START
+                yield Finding(**told)
+        finally:
+            _end(process, patience)
+        if process.returncode == 0:
+            return
+        if process.returncode != BROKEN or case != _START:
+            yield Finding(part.name, case, error=f"its process ended with {_ending(process.returncode)}")
+            done += case != _START
+        if done == began_with:
+            return
+
+
+def _lines(stream: IO[str]) -> "queue.SimpleQueue[str | None]":
+    """The findings' lines of a stream, and None at its end."""
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in stream:
+            if line.startswith(MARK):
+                found.put(line.removeprefix(MARK))
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return found
+
+
+def _end(process: "subprocess.Popen[str]", patience: float) -> None:
+    """With all that it started, where it has not ended by itself by then."""
+    try:
+        process.wait(timeout=patience)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -1,0 +1,383 @@
+"""`CoreManager`: the front end's handle on the engine cores: sends requests, receives outputs, loses none of them.
+
+Used by the server on its event loop and by `LLMEngine` with blocking calls. Starts no thread. One core, or with
+`data_parallel_size` several, each with its own supervisor and journal: see `Replica`.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+import zmq
+
+from engine.client.core_link import CoreLink
+from engine.client.placement import Placement
+from engine.client.relocation import Relocation
+from engine.client.replica import Replica
+from engine.client.supervisor import Supervisor
+from engine.config.config import Config
+from engine.distributed.cluster import deal_out
+from engine.distributed.host_resources import HostShare, available_host_memory
+from engine.distributed.lockstep import Seats
+from engine.messages import AddRequest, Failed, Ready, StepOutputs
+
+if TYPE_CHECKING:
+    from engine.distributed.core_hosts import CoreHosts
+
+
+# [core_wait] `CoreWait`: blocks until something happens to one of several engine cores. For callers without an event
+# loop.
+
+
+class CoreWait:
+    """Over the supervisors of all replicas; their cores come and go."""
+
+    def __init__(self, supervisors: Sequence[Supervisor]) -> None:
+        self._supervisors = supervisors
+        self._links: list[CoreLink] = []
+        self._poller = zmq.Poller()
+        """Of `_links`: those that there were last time."""
+
+    def wait(self, deadline: float | None) -> bool:
+        """Block until something happened and take it in; False when `deadline` came first, on the monotonic clock."""
+        due = min(each.next_look for each in self._supervisors)
+        if deadline is not None:
+            due = min(due, deadline)
+        # Without a time to look, something will be heard.
+        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
+        links = [each.link for each in self._supervisors if each.link is not None]
+        if links != self._links:
+            self._links, self._poller = links, zmq.Poller()
+            for link in links:
+                link.register(self._poller)
+        if links:
+            self._poller.poll(None if timeout is None else round(timeout * 1e3))
+        else:
+            assert timeout is not None
+            time.sleep(timeout)
+        for supervisor in self._supervisors:
+            supervisor.look()
+        return deadline is None or time.monotonic() < deadline
+
+
+class EngineDeadError(RuntimeError):
+    """The engine core is not there to serve; one sentence says why. `usage` marks the user's mistake."""
+
+    def __init__(self, error: str, usage: bool = False) -> None:
+        super().__init__(error)
+        self.usage = usage
+
+
+class CoreManager:
+    """The engine cores, through all of their lives. All calls come from one thread.
+
+    Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies
+    or stalls, another is started, and the live requests go on in it where they were: nothing of them is lost or told
+    twice; the other replicas' are not held up. Those of a replica that stays away go on in the others: see
+    `Relocation`. Where none of that helps, all end with an error, and `failure` says why. Outputs go to the callback
+    given to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is ended when it is
+    collected, or at the interpreter's exit.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Start the cores and return at once: they load while the caller does other things."""
+        self.ready: Ready | None = None
+        """What the cores said when they were ready to serve, all of them; None before."""
+        self.failure: Failed | None = None
+        """Why there is a replica without a core, and will be; None while there is none."""
+        self._config = config
+        self._inbox: deque[StepOutputs] = deque()
+        self._on_restart: Callable[[int, int], object] = lambda resumed, replica: None
+        self._on_move: Callable[[int, int], object] = lambda resumed, replica: None
+        self._settled = asyncio.Event()
+        self._placement: Placement | None = None
+        """Where there are several replicas, from when they are ready."""
+        self._relocation: Relocation | None = None
+        """The same, unless they end together."""
+        self._closing = False
+        size = config.parallel_config.data_parallel_size
+        self._hosts = _other_hosts(config)
+        places = deal_out(size, 1) if self._hosts is None else self._hosts.places
+        available = available_host_memory() // places[0].places if size > 1 else None
+        self._seats = _seats(config)
+        self._replicas: list[Replica] = []
+        try:
+            for number in range(size):
+                share = HostShare(number, places[number].place, places[number].places, available)
+                self._replicas.append(
+                    Replica(config, self, self._inbox.append, share, seats=self._seats, hosts=self._hosts)
+                )
+        except BaseException:
+            self._end(Failed("not all engine cores could be started"))
+            raise
+        if config.parallel_config.in_lockstep:
+            for replica in self._replicas:
+                replica.in_lockstep = self._replicas
+        self._wait = CoreWait([replica.supervisor for replica in self._replicas]).wait
+
+    @property
+    def live(self) -> Collection[int]:
+        """Ids of the requests that still owe their terminal output."""
+        if len(self._replicas) == 1:
+            return self._replicas[0].live
+        return {request_id for replica in self._replicas for request_id in replica.live}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken: the cores were ready once, and are there or will be again."""
+        return self.ready is not None and self.failure is None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is a core now that is ready, after all were."""
+        return self.ready is not None and any(replica.is_serving for replica in self._replicas)
+
+    @property
+    def serving(self) -> list[int]:
+        """The replicas whose cores are ready now."""
+        return [replica.number for replica in self._replicas if replica.is_serving]
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the cores by replica, or of the last ones."""
+        return [replica.supervisor.pid for replica in self._replicas]
+
+    @property
+    def pid(self) -> int:
+        """The process id of the first replica's core, or of the last one."""
+        return self._replicas[0].supervisor.pid
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    def wait_ready(self, timeout: float | None = None) -> Ready:
+        """Block until all cores serve. Raises `EngineDeadError` if one cannot, `TimeoutError` after `timeout` s."""
+        deadline = _deadline(timeout)
+        while self.ready is None and self.failure is None:
+            if not self._wait(deadline):
+                raise TimeoutError(f"the engine core was not ready within {timeout:g} s")
+        return self._ready_or_raise()
+
+    async def wait_ready_async(self, timeout: float | None = None) -> Ready:
+        """As `wait_ready`, for an attached event loop."""
+        await asyncio.wait_for(self._settled.wait(), timeout)
+        return self._ready_or_raise()
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Abort what runs and end the cores, within `timeout` seconds and by force after; the second time, nothing.
+
+        The aborted requests' outputs are delivered before this returns.
+        """
+        self._closing = True
+        for replica in self._replicas:
+            replica.shutdown()
+        deadline = _deadline(timeout)
+        while any(replica.is_serving for replica in self._replicas) and self._wait(deadline):
+            pass
+        for replica in self._replicas:
+            how = f"did not stop within {timeout:g} s" if replica.is_serving else "was stopped before it was ready"
+            replica.supervisor.end(Failed(f"{replica.supervisor.name} {how}"))
+        self._close_places("")
+
+    def fail(self, why: str) -> None:
+        """End the cores at once, since their front end cannot go on; other hosts hear `why`, a sentence."""
+        # It may quote a file's name, or JSON, in which half a surrogate pair can be.
+        self._end(Failed(why.encode(errors="replace").decode(), usage=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def add_requests(self, requests: Sequence[AddRequest]) -> None:
+        """Send requests, with ids never used before. Raises `EngineDeadError` when there is no core to serve them.
+
+        Of several replicas those that serve take them, each where `Placement` says. While none does, they wait.
+        """
+        if not self.is_alive:
+            raise EngineDeadError(self.failure.error if self.failure else "the engine core is not ready yet")
+        placement = self._placement
+        if placement is None:
+            self._replicas[0].add(requests)
+            return
+        for replica in self._replicas:
+            replica.journal.check_new(requests)
+        among = self.serving or range(len(self._replicas))
+        for number, placed in placement.place(requests, among).items():
+            for entry in self._replicas[number].add(placed):
+                placement.follow(entry.request.request_id, entry.token_ids)
+
+    def abort(self, request_ids: Collection[int]) -> None:
+        """Ask the cores to end requests; their terminal outputs follow. Ids that are not live are ignored."""
+        for replica in self._replicas:
+            replica.abort(request_ids)
+
+    def pause(self, request_ids: Collection[int]) -> None:
+        """Have the cores give up requests until `resume`; a few outputs of theirs may follow."""
+        if self._placement is not None:
+            self._placement.pause(request_ids)
+        for replica in self._replicas:
+            replica.pause(request_ids)
+
+    def resume(self, request_ids: Collection[int]) -> None:
+        """Have the cores go on with paused requests where they were."""
+        if self._placement is not None:
+            self._placement.resume(request_ids)
+        for replica in self._replicas:
+            replica.resume(request_ids)
+
+    # -- outputs ------------------------------------------------------------------------------------------------
+
+    def get_outputs(self, timeout: float | None = None) -> StepOutputs | None:
+        """The next step's outputs; None after `timeout` seconds. Raises `EngineDeadError` when no more can come."""
+        deadline = _deadline(timeout)
+        while not self._inbox:
+            if self.failure is not None:
+                raise EngineDeadError(self.failure.error, self.failure.usage)
+            if not self._wait(deadline):
+                return None
+        return self._inbox.popleft()
+
+    def attach(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_outputs: Callable[[StepOutputs], object],
+        on_restart: Callable[[int, int], object] = lambda resumed, replica: None,
+        on_move: Callable[[int, int], object] = lambda resumed, replica: None,
+    ) -> None:
+        """From now on, call `on_outputs` from `loop` with the outputs of every step. Call from the loop's thread.
+
+        `on_restart` is called when another core is ready to serve, before its first outputs, with the number of
+        requests that go on in it behind tokens that they had, and with its replica. `on_move` is called with the same
+        when a replica takes over requests of another that is away.
+        """
+        self._on_restart, self._on_move = on_restart, on_move
+        for replica in self._replicas:
+            replica.deliver = on_outputs
+            replica.supervisor.attach(loop)
+
+    def _ready_or_raise(self) -> Ready:
+        if self.ready is None or self.failure is not None:
+            assert self.failure is not None
+            raise EngineDeadError(self.failure.error, self.failure.usage)
+        return self.ready
+
+    # -- what the replicas tell ---------------------------------------------------------------------------------
+
+    def on_core_ready(self, replica: Replica, *, again: bool, resumed: int) -> None:
+        """A core serves; the server does when all do."""
+        if again:
+            if self._placement is not None:
+                self._placement.begin_again(replica.number)
+            self._on_restart(resumed, replica.number)
+        ready = [each.ready for each in self._replicas if each.ready is not None]
+        if len(ready) < len(self._replicas):
+            return
+        self.ready = _merged(ready)
+        if len(ready) > 1 and self._placement is None:
+            self._placement = self._place_among(ready)
+            if not self._config.parallel_config.in_lockstep:
+                self._relocation = Relocation(self._replicas, self._placement, self._tell_of_move)
+        self._settled.set()
+
+    def on_step(self) -> None:
+        """What came of a suspect may be known by it."""
+        if self._relocation is not None and not self._closing:
+            self._relocation.note_step()
+
+    def on_away(self, replica: Replica) -> None:
+        """Its requests need not wait for it."""
+        if self._relocation is not None and not self._closing:
+            self._relocation.look_after(replica)
+
+    def _tell_of_move(self, resumed: int, replica: int) -> None:
+        self._on_move(resumed, replica)
+
+    def on_end(self, replica: Replica, failure: Failed) -> None:
+        """One that can be started no more ends all: nobody may count on the rest to be enough."""
+        if failure.collateral:
+            # The one that it followed says why.
+            for other in self._replicas:
+                if other is not replica:
+                    other.supervisor.look()
+        if self.failure is None:
+            self.failure = failure
+        self._settled.set()
+        if not self._closing:
+            self._end(failure)
+
+    def _end(self, failure: Failed) -> None:
+        self._closing = True
+        for replica in self._replicas:
+            replica.supervisor.end(failure)
+        self._close_places(failure.error)
+
+    def _close_places(self, why: str) -> None:
+        """No other core will be started; `why` is "" at an orderly end."""
+        if self._seats is not None:
+            self._seats.close()
+        if self._hosts is not None:
+            self._hosts.part(why)
+            self._hosts.close()
+
+    def _place_among(self, ready: Sequence[Ready]) -> Placement:
+        models = [each.model for each in ready]
+        placement = Placement(
+            [model.num_kvcache_blocks * model.block_size for model in models],
+            models[0].block_size,
+            max(model.max_model_len for model in models),
+            by_prefix=all(model.shares_prefixes for model in models),
+            in_turn=self._config.parallel_config.data_parallel_placement == "round_robin",
+        )
+        for replica in self._replicas:
+            replica.note_outputs = placement.note
+        return placement
+
+
+def _other_hosts(config: Config) -> "CoreHosts | None":
+    """Those that have replicas; None where all are on this one. Raises `ValueError`, a sentence."""
+    parallel = config.parallel_config
+    if not parallel.has_remote_replicas:
+        return None
+    # Not above: nobody else needs any of it.
+    if parallel.distributed_executor_backend == "ray":
+        from engine.distributed.core_hosts import RayCores
+
+        return RayCores.of(config)
+    from engine.distributed.core_hosts import CoreHosts
+
+    return CoreHosts.of(config)
+
+
+def _seats(config: Config) -> Seats | None:
+    """Where the replicas compute in lockstep."""
+    parallel = config.parallel_config
+    return Seats(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
+
+
+def _merged(ready: Sequence[Ready]) -> Ready:
+    """What holds for every replica, and the time that the slowest took."""
+    if len(ready) == 1:
+        return ready[0]
+    models = [each.model for each in ready]
+    model = msgspec.structs.replace(
+        models[0],
+        max_model_len=min(each.max_model_len for each in models),
+        num_kvcache_blocks=min(each.num_kvcache_blocks for each in models),
+        own_cpus=sorted({cpu for each in models for cpu in each.own_cpus}),
+    )
+    phases = ready[0].startup_seconds
+    return Ready(model, {phase: max(each.startup_seconds.get(phase, 0.0) for each in ready) for phase in phases})
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout

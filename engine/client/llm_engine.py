@@ -1,0 +1,193 @@
+"""`LLMEngine`: the offline API. Generates for a list of prompts in a core process of its own, with blocking calls."""
+
+import itertools
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import msgspec
+from tqdm import tqdm
+
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
+from engine.messages import StepOutputs
+from engine.sampling_params import SamplingParams
+from engine.text.chat_template import ChatTemplate
+from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.io_processor import InputOutputProcessor
+from engine.text.request_state import RequestResult, RequestState
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["EngineDeadError", "InputOutputProcessor", "LLMEngine", "Prompts"]
+
+Prompts: TypeAlias = str | list[str] | list[list[int]]
+"""One text, texts, or lists of token ids."""
+
+
+class LLMEngine:
+    """A model that answers lists of prompts. All calls come from one thread.
+
+    Use it in a `with`, or `close` it; one that is dropped ends its core when collected or at the interpreter's exit.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
+        """Load `model` (a checkpoint directory or hub id; none: the embedded one) and wait until it serves.
+
+        Takes `Config`'s fields and those of its sections by name, or a whole `config`. Raises `ValueError` for a
+        field or a checkpoint that is wrong, and `EngineDeadError` when the core cannot start.
+        """
+        if config is None:
+            config = Config.from_fields(model=model, **config_fields)
+        elif model is not None or config_fields:
+            raise ValueError("give LLMEngine either a config or single fields, not both")
+        checkpoint = resolve_checkpoint(config.model)
+        self._core = CoreManager(config)
+        try:
+            # While the core imports and loads.
+            tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
+            defaults = GenerationDefaults.load(config.generation_config, checkpoint)
+            self.model_info = self._core.wait_ready().model
+        except BaseException as error:
+            try:
+                if isinstance(error, Exception):
+                    self._core.fail(str(error) or type(error).__name__)
+            finally:
+                self.close()
+            raise
+        self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)
+        self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
+        self._ids = itertools.count()
+        self._states: dict[int, RequestState] = {}
+        """Requests added and not collected yet."""
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation config recommends, as `Config.generation_config` has it read."""
+        return self.io_processor.defaults.sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora: str | None = None,
+    ) -> list[RequestResult]:
+        """Complete every prompt; the results in their order.
+
+        `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. `lora`
+        is the name of one of `Config.lora`'s adapters. Raises `InvalidRequest`, a `ValueError`, before anything is
+        sent when one prompt cannot run, and `EngineDeadError` when the core dies. A request that fails by itself has
+        `finish_reason` "error" and a sentence in `error`. Interrupted, for instance by Ctrl-C, it aborts what it sent
+        and the engine stays usable.
+        """
+        return self.collect(self.add_request(prompts, sampling_params, lora=lora), use_tqdm)
+
+    def add_request(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        lora: str | None = None,
+    ) -> list[int]:
+        """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order."""
+        if not isinstance(prompts, str | Iterable):
+            raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
+        texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        adapter = self._adapter(lora)
+        if isinstance(sampling_params, list | tuple):
+            if len(sampling_params) != len(texts_or_ids):
+                raise ValueError(
+                    f"sampling_params has {len(sampling_params)} entries for {len(texts_or_ids)} prompts; "
+                    "give one for each prompt, or one for all"
+                )
+            params = [_checked(each) for each in sampling_params]
+        else:
+            common = self.default_sampling_params if sampling_params is None else _checked(sampling_params)
+            params = [common] * len(texts_or_ids)
+        requests = [
+            self.io_processor.preprocess(
+                prompt,
+                each,
+                request_id=next(self._ids),
+                clip_max_tokens=sampling_params is None,
+                adapter=adapter,
+            )
+            for prompt, each in zip(texts_or_ids, params, strict=True)
+        ]
+        states = {request.request_id: self.io_processor.start(request) for request in requests}
+        self._core.add_requests(requests)
+        self._states |= states
+        return list(states)
+
+    def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
+        """Wait until these requests are complete; their results in this order. Each can be collected once."""
+        unknown = [request_id for request_id in request_ids if request_id not in self._states]
+        if unknown:
+            raise ValueError(f"request {unknown[0]} cannot be collected: it was collected already, or never added")
+        states = [self._states[request_id] for request_id in request_ids]
+        unfinished = {state.request_id for state in states if state.finish_reason is None}
+        try:
+            with tqdm(total=len(states), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
+                progress.update(len(states) - len(unfinished))
+                while unfinished:
+                    step = self._core.get_outputs()
+                    assert step is not None
+                    finished = self._push(step)
+                    progress.update(len(unfinished & finished))
+                    unfinished -= finished
+        except BaseException:
+            self._core.abort(unfinished)
+            raise
+        finally:
+            for request_id in request_ids:
+                self._states.pop(request_id, None)
+        if self._core.failure is not None and any(state.error is not None for state in states):
+            raise EngineDeadError(self._core.failure.error)
+        results = self.io_processor.postprocess(states)
+        return [results[request_id] for request_id in request_ids]
+
+    def close(self) -> None:
+        """End the core. What runs is aborted."""
+        self._core.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _adapter(self, name: str | None) -> int:
+        """Number of the adapter of that name. Raises `ValueError` for an unknown one."""
+        if name is None:
+            return 0
+        if name not in self._adapters:
+            loaded = ", ".join(self._adapters) or "none"
+            raise ValueError(f"lora is {name!r}, but the engine's adapters are: {loaded}; name it in Config.lora")
+        return self._adapters[name]
+
+    def _push(self, step: StepOutputs) -> set[int]:
+        """Give each request what the step brought it; the ids of those that are complete now."""
+        finished = set()
+        for output in step.outputs:
+            state = self._states.get(output.request_id)
+            # A request that was interrupted, or that met its stop string, may still hear from the core.
+            if state is None or state.finish_reason is not None:
+                continue
+            if state.push(output).finished:
+                finished.add(output.request_id)
+        stopped = [request_id for request_id in finished if self._states[request_id].stopped_early]
+        self._core.abort(stopped)
+        return finished
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """`params`, if its fields are of their types; the core would refuse others. Raises `TypeError`, `ValueError`."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(
+            f"sampling_params holds a {type(params).__name__}; it must be SamplingParams, or a list of them"
+        )
+    return msgspec.convert(msgspec.structs.asdict(params), SamplingParams)

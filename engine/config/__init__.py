@@ -1,0 +1,1 @@
+"""Settings: `Config` and its sections, the checkpoint that they name, the release."""

@@ -1,0 +1,79 @@
+"""`resolve_checkpoint`: from the MODEL argument to a local checkpoint directory.
+
+Called by the server, by `LLMEngine` and by the engine core.
+"""
+
+from pathlib import Path
+
+from models.demo import CHECKPOINT_DIR
+from models.errors import CheckpointError, first_line
+
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken")
+"""Files of a hub repository that serving needs: weights, configuration, tokenizer and chat templates."""
+
+
+def resolve_checkpoint(model: str | None, revision: str | None = None) -> Path:
+    """The directory of `model`: None is the embedded one, a path itself, anything else a hub id, downloaded or cached.
+
+    Raises `CheckpointError` when there is no such directory, it holds no config.json, or the hub does not give it.
+    """
+    if model is None:
+        return _checked(CHECKPOINT_DIR, "the embedded model's directory")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path, "model")
+    if path.exists():
+        raise CheckpointError(f"model is {model}, which is a file; give the directory that holds its config.json")
+    if not _is_hub_id(model):
+        raise CheckpointError(f"model is {model}, but there is no such directory; check the path")
+    return _checked(_download(model, revision), f"hub repository {model}, cached at")
+
+
+def _checked(path: Path, what: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{what} {path} holds no config.json; give the directory of a Hugging Face checkpoint")
+    return path
+
+
+def _is_hub_id(model: str) -> bool:
+    """Whether `model` has the form `name` or `owner/name`, which no absolute or relative path has."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(HUB_PATTERNS)))
+    except RevisionNotFoundError:
+        reason = f"it has no revision {revision}; check the revision"
+    except RepositoryNotFoundError:
+        reason = "the hub has no such repository, or it is private; check the id, or set HF_TOKEN"
+    except LocalEntryNotFoundError:
+        reason = (
+            "the hub cannot be reached and the local cache does not hold it; check the network, or give a directory"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        reason = f"the download failed ({first_line(error)}); try again, or give a directory"
+    raise CheckpointError(f"model is {model}: no such directory, and as a hub id {reason}")
+
+
+# [unreadable] `why_unreadable`: the end of a sentence on a file that cannot be read. Used where a setting names the
+# file.
+
+
+def why_unreadable(error: OSError | ValueError) -> str:
+    """What went wrong, without the number and the path that an `OSError` puts around it."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,379 @@
+"""`SETTINGS`: every leaf of `Config` once, with the names it has outside Python. Read by `settings` and `config_docs`.
+
+Found by walking `Config` and its sections: flag, `KAON_*` variable and YAML key follow from the leaf's name.
+"""
+
+import argparse
+import os
+import re
+import types
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
+
+from pydantic import SecretStr, ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from engine.config.config import CLUSTER_KEY_ENV, Config, Section
+from engine.config.spelling import nearest
+
+ENV_PREFIX = "KAON_"
+POSITIONAL = "model"
+"""The one setting that the command line takes without a flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One leaf of `Config`, under all of its names."""
+
+    name: str
+    """The leaf's name, which is its YAML key."""
+    section: type[Section]
+    path: tuple[str, ...]
+    """Field names from `Config` down to the section; empty for `Config`'s own leaves."""
+    optional: bool
+    """Whether the section is there only when one of its leaves is set."""
+    field: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        """As the command line spells it."""
+        return "MODEL" if self.name == POSITIONAL else "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """As the environment spells it."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def kind(self) -> Any:
+        """The bare type: without constraints, without None."""
+        return _bare(self.field.annotation)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """All values, where they can be listed."""
+        return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def type_name(self) -> str:
+        """The type in a word or two, for help and docs."""
+        if self.choices:
+            return " | ".join(self.choices)
+        if get_origin(self.kind) is tuple:
+            return f"{_word(get_args(self.kind)[0])},..."
+        return _word(self.kind)
+
+    @property
+    def default(self) -> str | None:
+        """The default as YAML would spell it; None where the meaning tells it.
+
+        Of an optional section the first setting's is `off`, and the others' what they are once the section is there.
+        """
+        if self.optional and self.name == next(iter(self.section.model_fields)):
+            return "off"
+        value = self.field.default
+        if value is None or value in ((), ""):
+            return None
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    @property
+    def secret(self) -> bool:
+        """Whether its values must not be shown."""
+        return SecretStr in map(_bare, get_args(self.kind))
+
+    @property
+    def meaning(self) -> str:
+        """What it does, on one line."""
+        return " ".join((self.field.description or "").split())
+
+
+def derive_settings(root: type[Section]) -> tuple[Setting, ...]:
+    """Every leaf of `root` and its sections. Raises `TypeError` when two share a name, since all are spelled flat."""
+    settings: dict[str, Setting] = {}
+    for setting in _leaves(root, (), optional=False):
+        if (other := settings.setdefault(setting.name, setting)) is not setting:
+            raise TypeError(
+                f"{setting.name} is a field of both {other.section.__name__} and {setting.section.__name__}; "
+                "settings are spelled flat, so rename one"
+            )
+    return tuple(settings.values())
+
+
+def _leaves(section: type[Section], path: tuple[str, ...], *, optional: bool) -> Iterator[Setting]:
+    for name, field in section.model_fields.items():
+        kind = _bare(field.annotation)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _leaves(kind, (*path, name), optional=optional or field.default is None)
+        else:
+            yield Setting(name, section, path, optional, field)
+
+
+def _word(kind: Any) -> str:
+    bare: type = _bare(kind)
+    return "text" if bare in (str, SecretStr) else bare.__name__
+
+
+def _bare(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _bare(next(arg for arg in get_args(annotation) if arg is not types.NoneType))
+    return annotation
+
+
+SETTINGS = derive_settings(Config)
+
+
+# [other_flags] `instead_of`: what to write in place of flags that other servers have and `kaon serve` has not.
+#
+# Called by `engine.config.settings` for a flag that is not there: what is nearest to it in spelling may mean something
+# else.
+
+_OTHER_NAMES = {
+    "--tp": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--dp": "--data-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "--block-size": "--kv-cache-block-size",
+    "--num-gpu-blocks-override": "--num-kvcache-blocks",
+    "--lora-modules": "--lora",
+    "--max-running-requests": "--max-num-seqs",
+    "--speculative-num-draft-tokens": "--num-speculative-tokens",
+    "--uvicorn-log-level": "--log-level",
+}
+
+_INSTEAD = {
+    "--model": "MODEL stands by itself: kaon serve MODEL",
+    "--model-path": "MODEL stands by itself: kaon serve MODEL",
+    "--enable-auto-tool-choice": "tool calls need no flag (docs/tool-calling.md)",
+    "--enable-lora": "adapters need no flag but --lora NAME=DIRECTORY",
+    "--trust-remote-code": "code that checkpoints bring is never run (docs/models.md)",
+    "--disable-log-requests": "--access-log none logs no requests",
+    "--no-enable-log-requests": "--access-log none logs no requests",
+    "--pipeline-parallel-size": "layers are not shared out; --tensor-parallel-size shares out each of them",
+    "-pp": "layers are not shared out; --tensor-parallel-size shares out each of them",
+    "--compilation-config": "--compilation-level and --cudagraph-capture-sizes take its place",
+    "--enable-reasoning": "reasoning is told apart without a flag (docs/tool-calling.md)",
+    "--speculative-model": "drafts are looked up, by no second model (docs/speculative.md)",
+    "--speculative-config": "--num-speculative-tokens and its like take its place",
+}
+
+
+def instead_of(flag: str) -> str:
+    """The end of a sentence that says that there is no `flag`; nothing where it is not one of other servers'."""
+    name = _OTHER_NAMES.get(flag)
+    words = _INSTEAD.get(flag) if name is None else f"it is {name} here"
+    return f"; {words}" if words else ""
+
+
+# [settings] From flags, `KAON_*`, YAML and defaults to one `Config`. Called by `kaon serve`.
+#
+# pydantic-settings reads the environment and the YAML file; argparse, fed from the same table of settings, reads the
+# command line, because its help groups by section and its errors can be put in one sentence. No source converts a
+# value: all of them meet `Config`'s own validation, so a value means the same wherever it comes from.
+
+CONFIG_FLAG = "--config"
+CONFIG_ENV = ENV_PREFIX + "CONFIG"
+
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+class SettingsError(ValueError):
+    """What the user set cannot be served; the message is one sentence."""
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """The configuration that command line, environment and YAML file give together, in that priority.
+
+    Raises `SettingsError` for the first thing that is wrong. `--help` prints the settings and exits.
+    """
+    flags = _read_flags(argv)
+    file_named_by = CONFIG_FLAG if "config" in flags else CONFIG_ENV
+    file = flags.pop("config", os.environ.get(CONFIG_ENV))
+    environment = _read_environment()
+    yaml = {} if not file else _read_yaml(Path(file), file_named_by)
+    given = ChainMap(flags, environment, yaml)
+    try:
+        return Config.model_validate(_nested(given))
+    except ValidationError as error:
+        # A value is told by the name under which it was given.
+        spelled = {name: f"{name} in {file}" for name in yaml}
+        spelled |= {name: _BY_NAME[name].env for name in environment}
+        spelled |= {name: _BY_NAME[name].flag for name in flags}
+        raise SettingsError(_sentence(error, given, spelled)) from None
+
+
+# -- sources ----------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
+    parser = _build_parser()
+    try:
+        known, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name).partition("/")[0]
+        takes = "takes no value" if "explicit" in error.message else "needs a value"
+        raise SettingsError(f"{flag} {takes}") from None
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        if word.startswith("-"):
+            flags = [CONFIG_FLAG, *(setting.flag for setting in SETTINGS)]
+            hint = instead_of(word) or nearest(word, flags, prefix="--") or "; kaon serve --help lists them"
+            raise SettingsError(f"{word} is not a flag{hint}")
+        raise SettingsError(f"one MODEL can be served, and {word} is a second one")
+    _refuse_truth_as_model(known, argv)
+    # A list may be given in pieces: each may be a list itself, as everywhere else.
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(known).items()}
+
+
+def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Refuse the `false` of `--enable-prefix-caching false`, which would be taken for the MODEL."""
+    model = getattr(known, POSITIONAL, "")
+    if model.lower() not in _TRUTH_VALUES:
+        return
+    switches = {setting.flag for setting in SETTINGS if setting.kind is bool}
+    for flag, value in pairwise(argv):
+        if value == model and flag in switches:
+            raise SettingsError(f"{flag} takes no value; write {flag}, or --no-{flag[2:]} for the contrary")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kaon serve",
+        usage="kaon serve [MODEL] [--config FILE] [flags]",
+        description="Serve a model over OpenAI's HTTP interface.",
+        epilog=f"A flag --some-name is also {ENV_PREFIX}SOME_NAME in the environment and some_name in the YAML file. "
+        "The command line wins over the environment, the environment over the file.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(CONFIG_FLAG, metavar="FILE", help=f"YAML file with settings; also {CONFIG_ENV}")
+    groups: dict[type[Section], argparse._ArgumentGroup] = {Config: parser.add_argument_group("model and engine")}
+    for setting in SETTINGS:
+        if setting.section not in groups:
+            title = setting.path[-1].removesuffix("_config")
+            groups[setting.section] = parser.add_argument_group(title, setting.section.__doc__)
+        _add_argument(groups[setting.section], setting)
+    return parser
+
+
+def _add_argument(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    help = setting.meaning.replace("%", "%%")
+    if setting.default is not None:
+        help += f" (default: {setting.default})"
+    if setting.name == POSITIONAL:
+        group.add_argument(setting.name, metavar=setting.flag, nargs="?", help=help)
+    elif setting.kind is bool:
+        group.add_argument(setting.flag, action=argparse.BooleanOptionalAction, help=help)
+    else:
+        metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type_name.upper()
+        action = "append" if get_origin(setting.kind) is tuple else "store"
+        group.add_argument(setting.flag, metavar=metavar, action=action, help=help)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+class _Flat(BaseSettings):
+    """What pydantic-settings is told of the leaves: their names."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+
+def _flat_model() -> type[_Flat]:
+    fields: dict[str, Any] = {setting.name: (Any, None) for setting in SETTINGS}
+    return create_model("_FlatConfig", __base__=_Flat, **fields)
+
+
+def _read_environment() -> dict[str, Any]:
+    known = {CONFIG_ENV, CLUSTER_KEY_ENV, *(setting.env for setting in SETTINGS)}
+    if "KAON_SERVICE_HOST" in os.environ:
+        raise SettingsError(
+            "KAON_SERVICE_HOST and its like come from a Kubernetes Service named kaon, not from you; "
+            "set enableServiceLinks: false in the pod, or rename the Service"
+        )
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            hint = nearest(name, known, prefix=ENV_PREFIX) or "; `kaon serve --help` lists them"
+            raise SettingsError(f"{name} in the environment is not a setting{hint}")
+    return EnvSettingsSource(_flat_model())()
+
+
+def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise SettingsError(f"{named_by} is {path}, but there is no such file")
+    try:
+        values = YamlConfigSettingsSource(_flat_model(), yaml_file=path).yaml_data
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"{path} is not YAML: {error.problem}{line}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    except (TypeError, ValueError, AttributeError):
+        raise SettingsError(f"{path} is YAML, but not lines of the form `setting: value`") from None
+    for key in values:
+        if key not in _BY_NAME:
+            raise SettingsError(f"{key} in {path} is not a setting{nearest(str(key), _BY_NAME)}")
+    return values
+
+
+# -- validation -------------------------------------------------------------------------------------------------
+
+
+def _nested(given: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for name, value in given.items():
+        setting = _BY_NAME[name]
+        section = config
+        for field in setting.path:
+            section = section.setdefault(field, {})
+        section[name] = _parsed(value, setting) if isinstance(value, str) else value
+    return config
+
+
+def _parsed(text: str, setting: Setting) -> object:
+    """What pydantic does not read from text by itself: lists and numbered choices."""
+    if get_origin(setting.kind) is tuple:
+        return [item.strip() for item in text.split(",")]
+    return next((choice for choice in get_args(setting.kind) if str(choice) == text), text)
+
+
+def _sentence(error: ValidationError, given: Mapping[str, Any], spelled: Mapping[str, str]) -> str:
+    """The first failure, with the value as it was given."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        # Written for a person by `Config`; its first word is the field's name.
+        name, _, rest = first["msg"].removeprefix("Value error, ").partition(" ")
+        return f"{spelled.get(name, name)} {rest}"
+    name = next(str(part) for part in first["loc"] if part in given)
+    subject = "each item" if isinstance(first["loc"][-1], int) else "it"
+    message = re.sub(r"^\w+ should", f"{subject} must", first["msg"].partition(", unable to")[0]).replace(
+        "tuple", "list"
+    )
+    value = "a secret" if _BY_NAME[name].secret else _shown(given[name])
+    return f"{spelled[name]} is {value}; {message}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if text and text.isprintable() else repr(value)

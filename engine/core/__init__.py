@@ -1,0 +1,1 @@
+"""The engine-core process: scheduler, busy loop, sockets, start-up. Torch only inside the start-up's functions."""

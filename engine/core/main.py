@@ -1,0 +1,195 @@
+"""The process of an engine core, `python -m engine.core.main`: it loads the model, and serves it until told to stop.
+
+Started by `engine.distributed.core_process`. What it serves with is `EngineCore`'s busy loop.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from engine.config.config import Config
+from engine.core.engine_core import EngineCore
+from engine.core.sockets import CoreSockets, Wake
+from engine.core.startup import LoadedModel, PhaseClock, load_model
+from engine.distributed.core_process import LOST_FRONT_END, Launch
+from engine.distributed.flight_record import FlightRecord
+from engine.distributed.host_resources import HostShare
+from engine.distributed.lockstep import PEER_END_SECONDS, MeetingError, PeerGoneError, ReplicaLinks, Seat
+from engine.distributed.processes import begin_child, end_with_parent, log_lines, name_process
+from engine.distributed.rank_link import RankError
+from engine.distributed.rank_manager import AsyncIOProcManager
+from engine.messages import Failed, Ready
+from engine.text.structured.matcher import Matchers
+
+logger = logging.getLogger("engine.core.main")
+
+
+def main() -> NoReturn:
+    """Run one engine core for the parent that holds the other end of standard input, and end the process."""
+    lifeline = begin_child()
+    launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
+    name_process(launch.name)
+    with contextlib.suppress(OSError):  # The system may have taken them from all of us.
+        os.sched_setaffinity(0, launch.cpus)
+    threading.excepthook = _end_process
+    ranks: list[AsyncIOProcManager] = []
+
+    def part(why: str) -> None:
+        for each in ranks:
+            each.part(why)
+
+    meeting_place = [] if launch.seat is None else [launch.seat.directory]
+    end_with_parent(lifeline, launch.directory, *meeting_place, on_ended=part)
+    config = Config.model_validate_json(launch.config)
+    log_lines(launch.name, config.server_config.log_level)
+    sockets = _open_sockets(config, launch)
+    failure = _run(config, launch, sockets, ranks)
+    if failure is not None:
+        sockets.output_queue.put(failure)
+    sockets.close()
+    logging.shutdown()
+    # The interpreter would take apart what native threads may still look at, and give gigabytes back one by one.
+    os._exit(0 if failure is None else 1)
+
+
+def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
+    """The way to the front end. Ends this process where there is none to one on another host, now or later."""
+
+    def end(sentence: str) -> NoReturn:
+        logger.critical("the engine core ends: %s", sentence)
+        os._exit(LOST_FRONT_END)
+
+    addresses = launch.input_address, launch.output_address
+    timeout = config.parallel_config.rank_start_timeout
+    try:
+        sockets = CoreSockets(*addresses, config.kv_cache_block_size, launch.front_end, timeout)
+    except ConnectionError as error:
+        end(str(error))
+    sockets.watch(end)
+    return sockets
+
+
+def _end_process(end: threading.ExceptHookArgs) -> None:
+    """End this process with a thread that raised: without one of them, requests would wait for ever."""
+    name = end.thread.name if end.thread is not None else "?"
+    logger.critical("the engine core ends, as its thread %s did", name, exc_info=end.exc_value)
+    os._exit(1)
+
+
+def _fail(
+    sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False, usage: bool = False
+) -> None:
+    """End this process from any thread, whatever the others do, and say why."""
+    logger.critical("the engine core ends: %s", sentence)
+    sockets.output_queue.put(Failed(sentence, usage, killed=killed, collateral=collateral))
+    sockets.close()
+    os._exit(1)
+
+
+def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: list[AsyncIOProcManager]) -> Failed | None:
+    """Load the model and serve it until told to stop; what went wrong, if anything did.
+
+    `ranks` is given the manager of the ranks behind the first, once they are started.
+    """
+    phases = PhaseClock(launch.started)
+    record = FlightRecord(launch.flight_record)
+    os.close(launch.flight_record)
+    with ExitStack() as ends:
+
+        def start_ranks(path: Path) -> AsyncIOProcManager:
+            fail = partial(_fail, sockets)
+            manager = AsyncIOProcManager(config, launch.directory, fail, path, seat=launch.seat, share=launch.share)
+            ends.callback(manager.close)
+            ranks.append(manager)
+            return manager
+
+        failure = _load_and_serve(config, launch.seat, launch.share, sockets, phases, record, start_ranks)
+        if failure is None or failure.usage:
+            for each in ranks:
+                each.part("" if failure is None else failure.error)
+        return failure
+
+
+def _load_and_serve(
+    config: Config,
+    seat: Seat | None,
+    share: HostShare,
+    sockets: CoreSockets,
+    phases: PhaseClock,
+    record: FlightRecord,
+    start_ranks: Callable[[Path], AsyncIOProcManager],
+) -> Failed | None:
+    """See `_run`."""
+    links = None if seat is None else _links(seat, sockets)
+    try:
+        has_ranks = config.parallel_config.tensor_parallel_size > 1
+        loaded = load_model(config, phases, start_ranks if has_ranks else None, links, share)
+        core = _core(loaded, sockets, record, links)
+        core.produce_token()
+        if links is not None:
+            links.forget_place()
+    except MeetingError as error:
+        return Failed(str(error), usage=not error.is_over, collateral=error.is_over)
+    except (ValueError, MemoryError, RankError) as error:
+        logger.debug("start-up failed", exc_info=True)
+        return Failed(str(error) or "memory ran out while the model was loaded; use a smaller one", usage=True)
+    except PeerGoneError as error:
+        return Failed(str(error), collateral=True)
+    except Exception as error:
+        logger.exception("start-up failed")
+        gone = None if links is None else links.wait_gone(PEER_END_SECONDS)
+        if gone is not None:
+            return Failed(str(PeerGoneError(gone)), collateral=True)
+        return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
+    # What is loaded stays: a full collection would walk all of torch's objects, and hold a step up, to find nothing.
+    gc.freeze()
+    phases.end("warm-up")
+    sockets.serve_grammars(Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids))
+    sockets.output_queue.put(Ready(loaded.info, phases.seconds))
+    try:
+        core.busy_loop()
+    except PeerGoneError as error:
+        return Failed(str(error), collateral=True)
+    except BaseException as error:
+        logger.exception("the busy loop ended")
+        return Failed(f"the engine core failed: {type(error).__name__}: {error}")
+    return None
+
+
+def _links(seat: Seat, sockets: CoreSockets) -> ReplicaLinks:
+    """Between this core and those of the other replicas in lockstep."""
+
+    def end(replica: int) -> None:
+        _fail(sockets, str(PeerGoneError(replica)), collateral=True)
+
+    return ReplicaLinks(seat, lambda number: sockets.input_queue.put(Wake(number)), end)
+
+
+def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None) -> EngineCore:
+    """The loop over a loaded model."""
+    runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
+    options: dict[str, Any] = {
+        "window": loaded.window,
+        "blocks_at_first": loaded.blocks_at_first,
+        "prepare_ahead": runner.prepare_ahead,
+        "record": record,
+    }
+    if links is None:
+        return EngineCore(loaded.config, runner, *queues, **options)
+    from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
+
+    assert loaded.world is not None
+    return DPEngineCoreProc(loaded.config, runner, *queues, Lockstep(loaded.world, links), **options)
+
+
+if __name__ == "__main__":
+    main()

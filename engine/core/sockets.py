@@ -1,0 +1,284 @@
+"""The engine core's ends of its two sockets: a thread that reads the one, and a queue that writes to the other.
+
+Made by `engine.core.main`; the busy loop knows their queues only.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+import zmq
+
+from engine.messages import AbortRequests, AddRequest, Inbound, Outbound, Shutdown, StepOutputs, terminal_output
+from engine.sequence import Sequence
+from engine.text.structured.matcher import Matchers
+from engine.text.structured.spec import InvalidGrammar
+
+if TYPE_CHECKING:
+    from engine.distributed.host_messages import CoreAddress
+    from engine.distributed.remote_core import CoreCall
+
+
+logger = logging.getLogger(__name__)
+
+
+class Wake(NamedTuple):
+    """Another replica has work, and waits for this one in that round; see `engine.core.dp_engine_core`."""
+
+    round: int
+
+
+Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake
+InputQueue: TypeAlias = SimpleQueue[Incoming]
+
+
+class OutputQueue(Protocol):
+    """Where the core puts what it has to tell."""
+
+    def put(self, message: Outbound, /) -> None: ...
+
+
+_LINGER_MS = 2000
+"""How long the last messages may take to leave for a parent that does not read."""
+
+
+class _OutputSocket:
+    """Sends what any thread puts, at once: handing it to a thread costs more, and wakes that while a step computes."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+        self._turn = threading.Lock()
+
+    def put(self, message: Outbound) -> None:
+        """Send a message. Never blocks: the socket has no high-water mark. After `close`, nobody would read it."""
+        with self._turn:
+            if not self._socket.closed:
+                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Let what was sent leave, and take no more."""
+        with self._turn:
+            self._socket.close()
+
+
+class CoreSockets:
+    """The core's ends of the two sockets, between the addresses and the queues."""
+
+    def __init__(
+        self,
+        input_address: str,
+        output_address: str,
+        block_size: int,
+        front_end: "CoreAddress | None" = None,
+        timeout: float = 0.0,
+    ) -> None:
+        """`front_end`: on another host, to be reached in `timeout` seconds; the other addresses are not used then.
+
+        Raises `ConnectionError`, a sentence, where it is not.
+        """
+        self.input_queue: InputQueue = SimpleQueue()
+        self._block_size = block_size
+        self._grammars: GrammarAdmission | None = None
+        self._context = zmq.Context()
+        self._call: CoreCall | None = None
+        if front_end is None:
+            self._input = self._context.socket(zmq.DEALER)
+            output = self._context.socket(zmq.PUSH)
+            for socket, address in ((self._input, input_address), (output, output_address)):
+                # No high-water mark: at one a DEALER or PUSH blocks or drops, and no message of ours may be lost.
+                socket.set_hwm(0)
+                socket.connect(address)
+        else:
+            # Not above: cores of the front end's own host need none of it.
+            from engine.distributed import remote_core as core_call
+
+            self._call = core_call.CoreCall(self._context, front_end, timeout)
+            self._input, output = self._call.input, self._call.output
+        for socket in (self._input, output):
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.output_queue = _OutputSocket(output)
+        # A ROUTER can address a peer once it has heard from it.
+        self._input.send(b"")
+        threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """From now on, `on_lost` is called, by another thread, when a front end on another host is gone."""
+        if self._call is not None:
+            self._call.watch(on_lost)
+
+    def serve_grammars(self, matchers: "Matchers") -> None:
+        """From now on, take requests with a grammar. To be called before the first request can arrive."""
+        # Not above: the front end, which imports this module too, needs none of it.
+
+        self._grammars = GrammarAdmission(matchers, self.input_queue.put, self._refuse_sequence)
+
+    def process_input_sockets(self) -> None:
+        """Decode what arrives into the input queue, until the context ends."""
+        decoder = msgspec.msgpack.Decoder(Inbound)
+        while True:
+            try:
+                frames = self._input.recv_multipart()
+            except zmq.ContextTerminated:
+                self._input.close()
+                return
+            for frame in frames:
+                try:
+                    self._accept(decoder.decode(frame))
+                except BaseException as error:  # noqa: BLE001 - logged, and told; a native panic is no `Exception`
+                    self._refuse(frame, error)
+
+    def close(self) -> None:
+        """Close both sockets, once what was put has left."""
+        if self._call is not None:
+            self._call.close()
+        self.output_queue.close()
+        self._context.term()
+
+    def _accept(self, message: Inbound) -> None:
+        if isinstance(message, AddRequest):
+            # Made here, so that its arrival time does not wait for the step that is running.
+            seq = Sequence(
+                message.prompt_token_ids,
+                self._block_size,
+                message.sampling_params,
+                message.stop_token_sequences,
+                id=message.request_id,
+                cache_salt=message.cache_salt,
+                priority=message.priority,
+                adapter=message.adapter,
+                resumed_token_ids=message.resumed_token_ids,
+            )
+            seq.is_suspect = message.suspect
+            if seq.sampling_params.grammar is None:
+                self.input_queue.put(seq)
+            elif self._grammars is None:
+                self._refuse_sequence(seq, "this engine takes no grammars", False)
+            else:
+                self._grammars.add(seq)
+            return
+        if isinstance(message, AbortRequests) and self._grammars is not None:
+            taken_back = self._grammars.take_back(message.request_ids)
+            if taken_back:
+                outputs = [terminal_output(id, "abort") for id in taken_back]
+                self.output_queue.put(StepOutputs(outputs))
+                # Told of their end, whoever sent them may send them again, before the loop reads this.
+                message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
+        self.input_queue.put(message)
+
+    def _refuse_sequence(self, seq: Sequence, error: str, bad_request: bool) -> None:
+        """Answer a sequence that cannot be queued."""
+        self.output_queue.put(StepOutputs([terminal_output(seq.id, "error", error, bad_request=bad_request)]))
+
+    def _refuse(self, frame: bytes, error: BaseException) -> None:
+        """Log a message that cannot be taken in; answer it where it names the request that it was to add."""
+        fault = not isinstance(error, ValueError)
+        logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
+        request_id = _request_id(frame)
+        if request_id is not None:
+            self.output_queue.put(
+                StepOutputs([terminal_output(request_id, "error", str(error) or type(error).__name__)])
+            )
+
+
+def _request_id(frame: bytes) -> int | None:
+    """The id of the request that an undecodable message was to add, if that much can be read."""
+    try:
+        message = msgspec.msgpack.decode(frame)
+    except msgspec.DecodeError:
+        return None
+    request_id = message.get("request_id") if isinstance(message, dict) else None
+    return request_id if isinstance(request_id, int) else None
+
+
+# [admission] `GrammarAdmission`: gives sequences their matchers before they are queued. Owned by the engine core's
+# input thread.
+#
+# Compiling happens in a thread of its own, so that neither the busy loop nor any other request waits for it.
+
+_STACK_BYTES = 64 * 2**20
+"""Far more than the process has that checks grammars for the front end: what passed there cannot overflow here."""
+
+
+class GrammarAdmission:
+    """Between the input thread and the input queue, for the sequences that have a grammar."""
+
+    def __init__(
+        self,
+        matchers: Matchers,
+        admit: Callable[[Sequence], object],
+        refuse: Callable[[Sequence, str, bool], object],
+    ) -> None:
+        """`admit` takes sequences that can run; `refuse` the others: why, and whether the request is at fault."""
+        self._matchers = matchers
+        self._admit = admit
+        self._refuse = refuse
+        self._jobs: SimpleQueue[Sequence] = SimpleQueue()
+        self._pending: dict[int, Sequence] = {}
+        self._lock = threading.Lock()
+        previous = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        finally:
+            threading.stack_size(previous)
+
+    def add(self, seq: Sequence) -> None:
+        """Admit a sequence with a grammar: at once if that is compiled, else as soon as it is."""
+        assert seq.sampling_params.grammar is not None
+        seq.matcher = self._matchers.cached(seq.sampling_params.grammar)
+        if seq.matcher is not None:
+            refusal = _catch_up(seq)
+            if refusal is None:
+                self._admit(seq)
+            else:
+                self._refuse(seq, refusal, False)
+            return
+        with self._lock:
+            self._pending[seq.id] = seq
+        self._jobs.put(seq)
+
+    def take_back(self, seq_ids: Collection[int]) -> list[int]:
+        """Give up those of these sequences that are not admitted yet; their ids."""
+        with self._lock:
+            return [seq_id for seq_id in seq_ids if self._pending.pop(seq_id, None) is not None]
+
+    def _work(self) -> None:
+        self._matchers.load()
+        while True:
+            seq = self._jobs.get()
+            if seq.id not in self._pending:
+                continue
+            refusal = self._prepare(seq)
+            # Under the lock, so that an abort either finds the sequence here or follows it into the queue.
+            with self._lock:
+                if self._pending.pop(seq.id, None) is None:
+                    continue
+                if refusal is None:
+                    self._admit(seq)
+                else:
+                    self._refuse(seq, *refusal)
+
+    def _prepare(self, seq: Sequence) -> tuple[str, bool] | None:
+        """Give `seq` its matcher; or why it can have none, and whether the request is at fault."""
+        assert seq.sampling_params.grammar is not None
+        try:
+            seq.matcher = self._matchers.matcher(seq.sampling_params.grammar)
+        except InvalidGrammar as error:
+            return str(error), True
+        except BaseException as error:  # a panic of the native library is no `Exception`, and must end no thread
+            logger.exception("a grammar cannot be compiled")
+            return f"the grammar of this request cannot be compiled: {error}", False
+        refusal = _catch_up(seq)
+        return None if refusal is None else (refusal, False)
+
+
+def _catch_up(seq: Sequence) -> str | None:
+    """Follow the grammar along what a resumed sequence has generated; why that cannot be, if it cannot."""
+    assert seq.matcher is not None
+    for token_id in seq.completion_token_ids:
+        if not seq.matcher.accept(token_id):
+            return seq.matcher.error
+    return None

@@ -1,0 +1,222 @@
+"""From a `Config` to a loaded `ModelRunner`: the engine core's start-up, phase by phase.
+
+Imports torch inside `load_model`, so that the core's loop and its tests do without.
+"""
+
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from engine.config.config import Config
+from engine.config.paths import resolve_checkpoint
+from engine.distributed.host_resources import HostShare
+from engine.distributed.lockstep import ReplicaLinks
+from engine.messages import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from engine.distributed.rank_manager import AsyncIOProcManager
+    from engine.runner.build import World
+    from engine.runner.memory_sizing import KVCacheSize
+    from engine.runner.model_runner import ModelRunner
+    from engine.text.tokenizer import Tokenizer
+    from models.architectures.config import CheckpointConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseClock:
+    """Seconds by phase of something that began at `start` on `time.monotonic`'s clock."""
+
+    def __init__(self, start: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = start
+
+    def end(self, phase: str) -> None:
+        """The time since the last call went into `phase`."""
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+class LoadedModel(NamedTuple):
+    """A model with its KV cache. `config` has everything filled in that the checkpoint and the memory decide."""
+
+    runner: "ModelRunner"
+    config: Config
+    info: ModelInfo
+    load_tokenizer: "Callable[[], Tokenizer]"
+    window: int | None = None
+    """Tokens that a query sees in the widest layer, its own included; None: all before it."""
+    blocks_at_first: int | None = None
+    """Of a KV cache that grows with its use; None: all."""
+    world: "World | None" = None
+    """Of the replicas that compute in lockstep."""
+
+
+def load_model(
+    config: Config,
+    phases: PhaseClock,
+    start_ranks: "Callable[[Path], AsyncIOProcManager] | None" = None,
+    links: ReplicaLinks | None = None,
+    share: HostShare = HostShare(),  # noqa: B008, immutable
+) -> LoadedModel:
+    """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served.
+
+    `start_ranks` starts the processes that hold the other shards of the checkpoint at that path; None: there are none.
+    `links`: with the cores of other replicas, where they compute in lockstep; raises `MeetingError` where they do not
+    meet. `share`: what of the host is this replica's.
+    """
+    _refuse_unsupported(config)
+    path = resolve_checkpoint(config.model)
+    ranks = None if start_ranks is None else start_ranks(path)
+    from engine.runner.build import build_runner
+    from engine.runner.shard_runner import ShardRunner
+
+    phases.end("import")
+    shard, seat = None if ranks is None else ranks.shard, None if links is None else links.seat
+    asked = config
+    runner, config, model_config, own_cpus, group, world = build_runner(config, path, shard, seat, share)
+    _check_token_ids(asked, model_config.vocab_size)
+    if ranks is not None:
+        others_cpus, others_parameters = ranks.wait_loaded()
+    if links is not None:
+        links.meet(config.parallel_config.rank_start_timeout)
+    if ranks is not None:
+        assert group is not None
+        ranks.join(group, None if world is None else world.join)
+    elif world is not None:
+        world.join()
+    phases.end("load")
+    size = runner.kv_cache_size()
+    if ranks is not None:
+        size = ranks.agree(size)
+    logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
+    if size.num_slots < config.max_num_seqs:
+        logger.warning(
+            "%d sequences run at a time, not max_num_seqs %d: %s keeps a state for each, and those of more would fill "
+            "over half of the KV cache's memory",
+            size.num_slots,
+            config.max_num_seqs,
+            model_config.architecture,
+        )
+    if config.speculative_config is not None:
+        drafts = config.speculative_config
+        how = drafts.num_speculative_tokens, drafts.speculative_method
+        logger.info("Steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
+    config = _with_async_scheduling(_with_cache(config, size), runner.device.type)
+    runner.allocate_kv_cache(size.num_blocks, size.num_slots)
+    phases.end("kv-cache")
+    runner.warm_up()
+    info = _model_info(config, model_config, runner, own_cpus)
+    if ranks is not None:
+        assert isinstance(runner, ShardRunner)
+        assert group is not None
+        runner.other_ranks = ranks.open_steps(group)
+        info = msgspec.structs.replace(
+            info,
+            own_cpus=sorted(own_cpus | others_cpus),
+            num_parameters=info.num_parameters + others_parameters,
+        )
+    return LoadedModel(
+        runner,
+        config,
+        info,
+        lambda: _load_tokenizer(path),
+        window=runner.window,
+        blocks_at_first=runner.blocks_at_first,
+        world=world,
+    )
+
+
+def _load_tokenizer(path: "Path") -> "Tokenizer":
+    from engine.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_checkpoint(path)
+
+
+def _refuse_unsupported(config: Config) -> None:
+    parallel = config.parallel_config
+    if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks hear "
+            "of each token from the host; leave it at auto"
+        )
+    if config.async_scheduling == "on" and parallel.in_lockstep:
+        raise ValueError(
+            "async_scheduling is on, but with enable_expert_parallel the "
+            f"{parallel.data_parallel_size} replicas take each step together, so that none can be ahead; leave it at "
+            "auto"
+        )
+
+
+def _check_token_ids(asked: Config, vocab_size: int) -> None:
+    """Raise `ValueError` for a token id of the settings beyond the vocabulary.
+
+    It would end no answer, or begin one with a row that the embedding does not have.
+    """
+    for name, token_ids in (
+        ("bos_token_id", (asked.bos_token_id,)),
+        ("eos_token_id", (asked.eos_token_id,)),
+        ("stop_token_ids", asked.stop_token_ids),
+    ):
+        for token_id in token_ids:
+            if token_id is not None and token_id >= vocab_size:
+                raise ValueError(
+                    f"{name} holds token id {token_id}; this model's token ids are between 0 and {vocab_size - 1}"
+                )
+
+
+def _with_cache(config: Config, size: "KVCacheSize") -> Config:
+    """`config` with the KV cache's size, and a context that fits it."""
+    assert config.max_model_len is not None
+    capacity = size.num_blocks * config.kv_cache_block_size
+    if capacity < config.max_model_len:
+        logger.warning(
+            "a sequence may have %d tokens, not max_model_len %d: the KV cache holds no more",
+            capacity,
+            config.max_model_len,
+        )
+    return config.model_copy(
+        update={
+            "num_kvcache_blocks": size.num_blocks,
+            "max_num_seqs": size.num_slots,
+            "max_model_len": min(config.max_model_len, capacity),
+        }
+    )
+
+
+def _with_async_scheduling(config: Config, device_type: str) -> Config:
+    """`config` with `async_scheduling` decided: a step of the CPU's is over when it is launched, so being ahead of it
+    would only hold its tokens back.
+    """
+    if config.async_scheduling != "auto":
+        return config
+    parallel = config.parallel_config
+    pays = device_type != "cpu" and parallel.tensor_parallel_size == 1 and not parallel.in_lockstep
+    return config.model_copy(update={"async_scheduling": "on" if pays else "off"})
+
+
+def _model_info(
+    config: Config, model: "CheckpointConfig", runner: "ModelRunner", own_cpus: "Collection[int]"
+) -> ModelInfo:
+    assert config.max_model_len is not None
+    assert config.num_kvcache_blocks is not None
+    return ModelInfo(
+        architecture=model.architecture,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        attention_backend=runner.backend.name,
+        num_parameters=sum(weight.numel() for weight in runner.model.parameters()),
+        vocab_size=model.vocab_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=[token for token in (config.eos_token_id, *config.stop_token_ids) if token is not None],
+        block_size=config.kv_cache_block_size,
+        num_kvcache_blocks=config.num_kvcache_blocks,
+        own_cpus=sorted(own_cpus),
+        shares_prefixes=config.enable_prefix_caching,
+    )

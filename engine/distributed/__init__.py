@@ -1,0 +1,3 @@
+"""Several ranks, hosts and replicas: processes, rendezvous, step transport, encrypted sockets between hosts, Ray.
+No torch.
+"""

@@ -1,0 +1,342 @@
+"""`RankHost`: runs the ranks or the engine cores of a host that is not the first, for one server after the other.
+
+Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: what it runs are processes. It is
+joined to an engine core, which has ranks here, or to the front end, which has cores here.
+"""
+
+import logging
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.config.config import Config
+from engine.distributed.cluster import ClusterKeys, CommonGround, read_cluster_key
+from engine.distributed.core_process import CoreProcess
+from engine.distributed.curve import AGAIN_SECONDS, CONNECT_SECONDS, dial, endpoint, warn_no_address
+from engine.distributed.host_messages import (
+    CoreEnded,
+    CoreServes,
+    CoreStarted,
+    DumpStacks,
+    Farewell,
+    FromHost,
+    Hello,
+    KillCore,
+    LaunchCore,
+    RankGone,
+    RankSaid,
+    Refused,
+    StopCore,
+    TellCore,
+    TellRank,
+    ToHost,
+)
+from engine.distributed.host_resources import available_host_memory
+from engine.distributed.rank_link import RankFailed, RankLaunch, RankProc, RankServes, ToRank
+
+# [hosted_cores] `HostedCores`: the engine cores that a host runs for the front end of another. Owned by `RankHost`.
+#
+# Each is the process that it would be on the first host; only its sockets lead elsewhere.
+
+"""For a core to end by itself; one that never served has nothing to end."""
+_FAILED = 1
+
+
+class HostedCores:
+    """By the numbers that the front end gives them. All calls come from one thread, with which the cores end."""
+
+    def __init__(self, config: Config) -> None:
+        """`config`: this host's."""
+        self._config = config
+        self._cores: dict[int, CoreProcess] = {}
+        self._serving: set[int] = set()
+
+    @property
+    def lifelines(self) -> Collection[int]:
+        """Descriptors, one of which is readable when a core is gone."""
+        return [core.lifeline.fileno() for core in self._cores.values()]
+
+    def do(self, message: TellCore) -> CoreStarted | CoreEnded | None:
+        """What the front end says; an answer, if there is one. Of a core that is gone nothing is done."""
+        if isinstance(message, LaunchCore):
+            return self._start(message)
+        core = self._cores.get(message.core)
+        if core is None:
+            return None
+        match message:
+            case CoreServes():
+                self._serving.add(message.core)
+                core.connected()
+            case DumpStacks():
+                core.dump_stacks()
+            case KillCore():
+                core.kill()
+            case StopCore():
+                self._stop(message.core)
+        return None
+
+    def reap(self, readable: Collection[object]) -> Iterable[CoreEnded]:
+        """How those ended whose lifelines are among the readable descriptors."""
+        for number, core in list(self._cores.items()):
+            if core.lifeline.fileno() in readable:
+                code = core.wait()
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                _log.log(logging.ERROR if code else logging.INFO, "%s %s", core.launch.name, how)
+                ended = CoreEnded(number, code, core.running_step())
+                self._stop(number)
+                yield ended
+
+    def close(self) -> None:
+        """End all, at the same time."""
+        for core in self._cores.values():
+            core.lifeline.close()
+        for number in list(self._cores):
+            self._stop(number)
+
+    def _start(self, launch: LaunchCore) -> CoreStarted | CoreEnded:
+        # What requests are checked against holds on every host; the rest is as this one has it.
+        config = self._config.model_copy(update={"num_kvcache_blocks": launch.num_kvcache_blocks})
+        share = launch.share
+        if launch.is_first:
+            share = share._replace(available_bytes=available_host_memory() // share.places)
+        try:
+            core = CoreProcess(config, share, front_end=launch.front_end)
+            self._cores[launch.core] = core
+            core.start()
+        except (OSError, ValueError) as error:
+            if launch.core in self._cores:
+                self._stop(launch.core)
+            return CoreEnded(launch.core, _FAILED, [], f"it cannot be started: {error}")
+        return CoreStarted(launch.core, core.pid)
+
+    def _stop(self, number: int) -> None:
+        self._cores.pop(number).stop(_END_SECONDS if number in self._serving else 0.0)
+        self._serving.discard(number)
+
+
+_log = logging.getLogger(__name__)
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_EVENTS = sum(_HANDSHAKE_FAILED) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_REFUSALS = 5
+"""Handshakes that fail in a row before the key is blamed: a core that ends breaks one off, too."""
+_END_SECONDS = 2.0
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ToHost)
+
+
+def host_of(config: Config, path: Path) -> "RankHost":
+    """This host, as `config` numbers it. Raises `ValueError`, a sentence, where it cannot join; `OSError`."""
+    parallel = config.parallel_config
+    keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
+    address = endpoint(parallel.master_addr, parallel.master_port)
+    return RankHost(config, path, node=parallel.node_rank, address=address, keys=keys)
+
+
+class HostError(RuntimeError):
+    """This host cannot join, or must not; one sentence for the user."""
+
+
+class RankHost:
+    """The ranks or cores of one host. All calls come from one thread, with which these end."""
+
+    def __init__(self, config: Config, path: Path, *, node: int, address: str, keys: ClusterKeys) -> None:
+        """`config`: this host's, by which cores compute, and how many threads each rank has. `path`: of the checkpoint
+        here. `address`: `tcp://` where this host, of that number, joins. Raises `OSError` for a checkpoint that cannot
+        be read.
+        """
+        self.address = address
+        self._config, self._path = config, path
+        self._node, self._keys = node, keys
+        self._ground = CommonGround.of(config, path)
+        self._timeout = config.parallel_config.rank_start_timeout
+        self._has_served = False
+        """Whether a core was ready once, here or with these ranks."""
+
+    def serve(self, *, rejoins: bool) -> None:
+        """Serve one core, or one after the other, until one says farewell.
+
+        Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
+        """
+        while True:
+            deadline = time.monotonic() + self._timeout
+            address = _reach(self.address, self._timeout, deadline)
+            with _Joined(self._node, address, self._keys, HostedCores(self._config)) as core:
+                core.join(self._timeout, deadline, self._ground)
+                _log.info("joined the engine core at %s", self.address)
+                farewell = self._follow(core)
+            if farewell is not None and not (farewell.why and self._has_served):
+                if farewell.why:
+                    raise HostError(farewell.why)
+                return
+            if not rejoins:
+                return
+            _log.warning("the engine core at %s is gone; this host waits for the next", self.address)
+
+    def _follow(self, core: "_Joined") -> Farewell | None:
+        """Do as the core says until it is gone, or says farewell."""
+        failure: RankFailed | None = None
+        while True:
+            lost, frames, procs = core.wait()
+            for proc in procs:
+                message = proc.receive()
+                if message is None:
+                    core.forget(proc)
+                    continue
+                if isinstance(message, RankServes):
+                    self._has_served = True
+                elif isinstance(message, RankFailed) and message.usage:
+                    failure = message
+                core.send(RankSaid(proc.rank, message))
+            for frame in frames:
+                try:
+                    told = _decoder.decode(frame)
+                except msgspec.DecodeError as error:
+                    raise HostError(
+                        f"the first host says what this version of Kaon cannot read ({error}); install the same on all"
+                    ) from error
+                match told:
+                    case TellRank():
+                        self._tell(core, told.rank, told.message)
+                    case Refused():
+                        raise HostError(told.why)
+                    case Farewell():
+                        return told
+                    case _:
+                        self._has_served |= isinstance(told, CoreServes)
+                        core.tell_cores(told)
+            if lost:
+                return None if failure is None else Farewell(failure.error)
+
+    def _tell(self, core: "_Joined", rank: int, message: ToRank) -> None:
+        if isinstance(message, RankLaunch):
+            # As this host has it.
+            shard = message.shard._replace(available_bytes=available_host_memory() // message.shard.local_size)
+            threads = {"cpu_threads": self._config.cpu_threads}
+            config = Config.model_validate_json(message.config).model_copy(update=threads).model_dump_json()
+            core.start(msgspec.structs.replace(message, path=str(self._path), shard=shard, config=config))
+        elif rank in core.procs:
+            core.procs[rank].send(message)
+
+
+def _reach(address: str, timeout: float, deadline: float) -> str:
+    """Wait until something listens at `address`, whose name may have no address before, or another one each time.
+
+    The address by which it was reached. Raises `HostError` after `deadline`, which was `timeout` seconds away.
+    """
+    where = urlsplit(address)
+    assert where.hostname is not None
+    while True:
+        missing = ""
+        try:
+            seconds = max(0.01, min(CONNECT_SECONDS, deadline - time.monotonic()))
+            with socket.create_connection((where.hostname, where.port), seconds) as found:
+                return endpoint(found.getpeername()[0], found.getpeername()[1])
+        except socket.gaierror as error:
+            missing = f": {where.hostname} has no address ({error.strerror})"
+            warn_no_address(where.hostname, error)
+        except OSError:
+            pass  # Nobody listens there yet, or nothing leads there.
+        if time.monotonic() + AGAIN_SECONDS >= deadline:
+            raise HostError(f"no engine core came to {address} within rank_start_timeout {timeout:g} s{missing}")
+        time.sleep(AGAIN_SECONDS)
+
+
+class _Joined:
+    """One connection to a core, and the processes that were started for it, which end with it."""
+
+    def __init__(self, node: int, address: str, keys: ClusterKeys, cores: HostedCores) -> None:
+        self._node, self._address = node, address
+        # Another name each time: a core that lost this host must not take the next connection for the same.
+        self._socket = dial(zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode())
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(address)
+        self.procs: dict[int, RankProc] = {}
+        self._cores = cores
+
+    def __enter__(self) -> "_Joined":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # First, as its end tells that a farewell was heard.
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        for proc in self.procs.values():
+            proc.close(_END_SECONDS)
+        self._cores.close()
+
+    def join(self, timeout: float, deadline: float, ground: CommonGround) -> None:
+        """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
+        refusals = 0
+        while True:
+            if not self._monitor.poll(max(0, round(1e3 * (deadline - time.monotonic())))):
+                raise HostError(f"no engine core came to {self._address} within rank_start_timeout {timeout:g} s")
+            match recv_monitor_message(self._monitor)["event"]:
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    break
+                case event if event in _HANDSHAKE_FAILED:
+                    refusals += 1
+            if refusals == _REFUSALS:
+                raise HostError(
+                    f"{self._address} turns this host away; the cluster key must be the same on all hosts, and "
+                    "master_port the first host's"
+                )
+        self.send(Hello(self._node, socket.gethostname(), ground))
+
+    def wait(self) -> tuple[bool, list[bytes], list[RankProc]]:
+        """Block until something happens: whether the core is gone, its messages, processes to be heard."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        for proc in self.procs.values():
+            poller.register(proc.descriptor, zmq.POLLIN)
+        for lifeline in self._cores.lifelines:
+            poller.register(lifeline, zmq.POLLIN)
+        readable = dict(poller.poll())
+        for ended in self._cores.reap(readable):
+            self.send(ended)
+        frames = [self._socket.recv()] if self._socket in readable else []
+        lost = False
+        while self._monitor in readable and self._monitor.poll(0):
+            lost |= recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        while lost and self._socket.poll(0):
+            frames.append(self._socket.recv())
+        if b"" in frames:
+            # Which only asks whether this host is still there.
+            self._socket.send(b"")
+        return lost, [frame for frame in frames if frame], [p for p in self.procs.values() if p.descriptor in readable]
+
+    def send(self, message: FromHost) -> None:
+        """Tell the core something."""
+        self._socket.send(_encoder.encode(message))
+
+    def tell_cores(self, message: TellCore) -> None:
+        """Do as the front end says with a core."""
+        answer = self._cores.do(message)
+        if answer is not None:
+            self.send(answer)
+
+    def start(self, launch: RankLaunch) -> None:
+        """Run a rank."""
+        self.procs[launch.shard.rank] = RankProc(launch, ())
+
+    def forget(self, proc: RankProc) -> None:
+        """A process is gone: tell the core how."""
+        how, killed = proc.how_gone()
+        self.procs.pop(proc.rank).close(_END_SECONDS)
+        _log.error("tensor-parallel rank %d %s", proc.rank, how)
+        self.send(RankGone(proc.rank, how, killed))

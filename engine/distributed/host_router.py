@@ -1,0 +1,447 @@
+"""`Member`: what `HostRouter` needs of a rank or a core on another host. `RemoteRank` and `RemoteCore` are such."""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple, Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.config.release import release
+from engine.distributed.cluster import CommonGround, CurvePair
+from engine.distributed.curve import listen
+from engine.distributed.host_messages import (
+    CoreEnded,
+    CoreStarted,
+    Farewell,
+    FromHost,
+    Hello,
+    RankGone,
+    RankSaid,
+    Refused,
+    ToHost,
+)
+
+
+class Member(Protocol):
+    """Its methods are the router's thread's."""
+
+    @property
+    def number(self) -> int:
+        """By which its host speaks of it."""
+
+    @property
+    def node(self) -> int:
+        """Its host's number."""
+
+    @property
+    def join_by(self) -> float:
+        """Until when its host must have joined, on the monotonic clock."""
+
+    @property
+    def far_descriptor(self) -> int:
+        """Readable when there is something to pass on, or who made it has closed it; -1 once it is lost."""
+
+    def joined(self, host: str) -> None:
+        """Its host, of that name, is there."""
+
+    def take(self) -> ToHost | None:
+        """What is to be passed on next; None when it is closed."""
+
+    def hear(self, message: FromHost) -> None:
+        """What its host says of it."""
+
+    def differ(self, host: str, difference: str) -> None:
+        """Its host, of that name, has come, and cannot join."""
+
+    def be_late(self, timeout: float) -> None:
+        """Its host has not come in so many seconds."""
+
+    def lose(self, how: str, killed: bool) -> None:
+        """It is gone, `how` as the end of a sentence; `killed` by something outside."""
+
+
+# [waiting_hosts] `WaitingHosts`: hosts that have said hello and cannot join yet. Owned by `HostRouter`.
+
+
+class WaitingHosts:
+    """What they said, by the names of their connections. They may have gone meanwhile."""
+
+    def __init__(self) -> None:
+        self._for_ground: dict[bytes, Hello] = {}
+        self._for_place: dict[bytes, Hello] = {}
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All names."""
+        return iter([*self._for_ground, *self._for_place])
+
+    def wait_for_ground(self, name: bytes, hello: Hello) -> None:
+        """Until the first host knows what others must have in common with it."""
+        self._for_ground[name] = hello
+
+    def wait_for_place(self, name: bytes, hello: Hello) -> None:
+        """Until it is known whether the host that has joined under that number is there."""
+        self._for_place[name] = hello
+
+    def take_for_ground(self) -> Mapping[bytes, Hello]:
+        """Those that wait for the ground; they wait no more."""
+        taken, self._for_ground = self._for_ground, {}
+        return taken
+
+    def take_for_place(self, node: int | None) -> Mapping[bytes, Hello]:
+        """Those that wait for the place of that number; they wait no more."""
+        taken = {name: hello for name, hello in self._for_place.items() if hello.node == node}
+        for name in taken:
+            del self._for_place[name]
+        return taken
+
+
+# [host_socket] `HostSocket`: where other hosts call, and who of them is gone. Made by `HostRouter`, whose thread
+# makes all calls.
+#
+# Hosts go by the names of their connections, another one each time that they call.
+
+_log = logging.getLogger(__name__)
+
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_ASK_SECONDS = (0.0, 0.02, 1.0)
+"""After the end of some connection: the socket does not say whose, and knows it a moment later itself."""
+_LINGER_MS = 2000
+"""For a last message to leave."""
+_FAREWELL_SECONDS = 2.0
+"""For a farewell to be heard."""
+_ASK_AGAIN_SECONDS = 0.02
+ALIVE = b""
+"""Whether a host is there, and its answer."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class HostSocket:
+    """A ROUTER, and what its monitor tells."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: CurvePair) -> None:
+        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had."""
+        self._socket = listen(context, zmq.ROUTER, address, keys)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
+        self._asks: list[float] = []
+        """When to ask who is still there, on the monotonic clock, the last first."""
+        self._has_warned = False
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have `poller` wake when something has happened."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+
+    @property
+    def next_ask(self) -> float:
+        """When `is_time_to_ask` next, though nothing happens, on the monotonic clock; infinite: not before."""
+        return self._asks[-1] if self._asks else math.inf
+
+    def is_time_to_ask(self) -> bool:
+        """Whether a connection has ended, so that all hosts are to be asked whether they are there."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                now = time.monotonic()
+                self._asks = sorted((now + seconds for seconds in _ASK_SECONDS), reverse=True)
+            elif not self._has_warned:
+                self._has_warned = True
+                _log.warning("somebody who does not know this server's cluster key was turned away")
+        if time.monotonic() < self.next_ask:
+            return False
+        self._asks.pop()
+        return True
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The frames of the next message, and whose it is; None where none has come."""
+        try:
+            name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return name, frames
+
+    def send(self, name: bytes, message: ToHost) -> bool:
+        """Tell a host something; False where it is gone."""
+        return self._send(name, _encoder.encode(message))
+
+    def ask(self, name: bytes) -> bool:
+        """Ask a host whether it is there; False where its connection has ended. One that is there answers `ALIVE`."""
+        return self._send(name, ALIVE)
+
+    def part(self, farewell: Farewell, names: Collection[bytes]) -> None:
+        """Tell these hosts, wait until they have heard it, which ends their connections, and close."""
+        left = [name for name in names if self.send(name, farewell)]
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while left and time.monotonic() < deadline:
+            time.sleep(_ASK_AGAIN_SECONDS)
+            left = [name for name in left if self.ask(name)]
+        self._close(linger=0)
+
+    def close(self) -> None:
+        """End all connections, once what was said has left."""
+        self._close(_LINGER_MS)
+
+    def _close(self, linger: int) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger)
+
+    def _send(self, name: bytes, frame: bytes) -> bool:
+        try:
+            self._socket.send_multipart([name, frame])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+# [host_router] `HostRouter`: the thread that other hosts join at, and that passes on what is said to and by those
+# who run there.
+#
+# Made by the engine core's `RemoteRanks`, and by the front end's `CoreHosts`. A host that is gone is noticed at once
+# where its system closes the connection, else by its silence.
+
+_decoder = msgspec.msgpack.Decoder(FromHost)
+
+
+class _TurnedAway(NamedTuple):
+    node: int
+    why: str
+
+
+class HostRouter:
+    """Talks to the hosts of `nodes`, which are numbered from 1, until `close`."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        keys: CurvePair,
+        *,
+        ground: CommonGround | None,
+        nodes: Mapping[int, Sequence[Member]],
+        timeout: float,
+    ) -> None:
+        """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had.
+
+        Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows, and from
+        `compare_with` on.
+        """
+        self._socket = HostSocket(context, address, keys)
+        self._ground = ground
+        self._timeout = timeout
+        self._compares_since = math.inf if ground is None else -math.inf
+        """When the ground was known, on the monotonic clock: no host is late before the first has its checkpoint."""
+        self._nodes = {node: list(members) for node, members in nodes.items()}
+        self._waiting = WaitingHosts()
+        self._new: SimpleQueue[Member | CommonGround | _TurnedAway] = SimpleQueue()
+        self._joined: dict[bytes, int] = {}
+        """Node by the name of its connection."""
+        self._hosts: dict[int, str] = {}
+        """Name of the host by node, of those that have joined."""
+        self._farewell: Farewell | None = None
+        self._closing, self._wake = os.pipe()
+        self._wake_lock = Lock()
+        self._is_closed = False
+        self._thread = Thread(target=self._run, name="hosts", daemon=True)
+        self._thread.start()
+
+    def add(self, member: Member) -> None:
+        """From now on, talk of another one too."""
+        self._tell_thread(member)
+
+    def compare_with(self, ground: CommonGround) -> None:
+        """What hosts must have in common with the first. Called by any thread."""
+        self._tell_thread(ground)
+
+    def part(self, why: str) -> None:
+        """As `close`, once the hosts have heard that no other core will come; `why` as in `Farewell`."""
+        self._farewell = Farewell(why)
+        self.close()
+
+    def close(self) -> None:
+        """End all connections; the second time, nothing. Called by any thread."""
+        with self._wake_lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._wake)
+        self._thread.join()
+
+    def turn_away(self, node: int, why: str) -> None:
+        """A host will not come, for that reason; nothing where it has joined. Called by any thread."""
+        self._tell_thread(_TurnedAway(node, why))
+
+    def _tell_thread(self, news: "Member | CommonGround | _TurnedAway") -> None:
+        with self._wake_lock:
+            if not self._is_closed:
+                self._new.put(news)
+                os.write(self._wake, b"\0")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        self._socket.register(poller)
+        poller.register(self._closing, zmq.POLLIN)
+        while True:
+            reachable = {link.far_descriptor: link for link in self._reachable()}
+            for descriptor in reachable:
+                poller.register(descriptor, zmq.POLLIN)
+            due = min([self._socket.next_ask, *map(self._late_at, self._awaited())])
+            timeout = None if due == math.inf else math.ceil(1e3 * max(0.0, due - time.monotonic()))
+            readable = dict(poller.poll(timeout))
+            for descriptor in reachable:
+                poller.unregister(descriptor)
+            if self._closing in readable:
+                if not os.read(self._closing, 1):
+                    return self._end()
+                self._hear_news(self._new.get())
+            for member in self._awaited():
+                if time.monotonic() >= self._late_at(member):
+                    member.be_late(self._timeout)
+            if self._socket.is_time_to_ask():
+                self._ask(list(self._joined))
+            if (heard := self._socket.receive()) is not None:
+                self._hear(*heard)
+            for descriptor, link in reachable.items():
+                # A rank that was lost in this round has closed it.
+                if descriptor in readable and link.far_descriptor == descriptor:
+                    self._pass_on(link)
+
+    def _reachable(self) -> list[Member]:
+        """Those that can be told something."""
+        joined = (link for node in self._joined.values() for link in self._nodes[node])
+        return [link for link in joined if link.far_descriptor >= 0]
+
+    def _hear(self, name: bytes, frames: list[bytes]) -> None:
+        """One message of somebody who knows the key; that does not make it one of this version's."""
+        if frames == [ALIVE]:
+            self._refuse_doubles(name)
+            return
+        try:
+            message = _decoder.decode(b"".join(frames))
+        except msgspec.DecodeError as error:
+            _log.error("a host says what this version of Kaon cannot read: %s", error)
+            self._send(name, Refused(f"the first host runs Kaon {release()} and cannot read this; install the same"))
+            self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
+        else:
+            self._take_in(name, message)
+
+    def _awaited(self) -> Iterator[Member]:
+        """Those whose hosts have yet to come."""
+        absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
+        return (link for link in absent if link.far_descriptor >= 0)
+
+    def _late_at(self, member: Member) -> float:
+        return max(member.join_by, self._compares_since + self._timeout)
+
+    def _hear_news(self, news: "Member | CommonGround | _TurnedAway") -> None:
+        if isinstance(news, CommonGround):
+            self._ground, self._compares_since = news, time.monotonic()
+            self._welcome_again(self._waiting.take_for_ground())
+        elif isinstance(news, _TurnedAway):
+            for member in list(self._awaited()):
+                if member.node == news.node:
+                    member.differ("", f"cannot join: {news.why}")
+        else:
+            self._admit(news)
+
+    def _admit(self, member: Member) -> None:
+        there = self._nodes[member.node]
+        # Those that were lost before are of no more use.
+        there[:] = [other for other in there if other.far_descriptor >= 0]
+        there.append(member)
+        if member.node in self._joined.values():
+            member.joined(self._hosts[member.node])
+        elif member.join_by == math.inf:
+            _log.warning("node %d has to join again before it runs what it did", member.node)
+
+    def _take_in(self, name: bytes, message: FromHost) -> None:
+        match message:
+            case Hello():
+                self._welcome(name, message)
+            case RankSaid() | RankGone():
+                self._pass_back(name, message.rank, message)
+            case CoreStarted() | CoreEnded():
+                self._pass_back(name, message.core, message)
+
+    def _pass_back(self, name: bytes, number: int, message: FromHost) -> None:
+        """What a host says of one of its members, which may be lost by now, as the host may be."""
+        for member in self._nodes.get(self._joined.get(name, -1), ()):
+            if member.number == number and member.far_descriptor >= 0:
+                member.hear(message)
+
+    def _welcome(self, name: bytes, hello: Hello) -> None:
+        if self._ground is None:
+            self._waiting.wait_for_ground(name, hello)
+        elif hello.node not in self._nodes:
+            self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
+        elif hello.node in self._joined.values():
+            # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
+            # as gone in a while, and this one takes its place.
+            self._waiting.wait_for_place(name, hello)
+            self._ask([each for each, node in self._joined.items() if node == hello.node])
+        elif (difference := self._ground.difference(hello.ground)) is not None:
+            _log.warning("node %d (%s) was turned away: it %s", hello.node, hello.host, difference)
+            self._send(name, Refused(f"this host {difference}"))
+            for link in self._nodes[hello.node]:
+                link.differ(hello.host, difference)
+        else:
+            self._joined[name], self._hosts[hello.node] = hello.node, hello.host
+            _log.info("node %d has joined: %s", hello.node, hello.host)
+            for link in self._nodes[hello.node]:
+                link.joined(hello.host)
+
+    def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
+        """Those that had to wait, and may have gone since."""
+        for name, hello in hellos.items():
+            if self._socket.ask(name):
+                self._welcome(name, hello)
+
+    def _refuse_doubles(self, name: bytes) -> None:
+        """A host that has joined is still there: no other can be of its number."""
+        node = self._joined.get(name)
+        for double in self._waiting.take_for_place(node):
+            self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
+
+    def _pass_on(self, link: Member) -> None:
+        message = link.take()
+        if message is None:
+            link.lose("was closed", False)
+            return
+        self._send(next(name for name, node in self._joined.items() if node == link.node), message)
+
+    def _ask(self, names: Iterable[bytes]) -> None:
+        """Ask hosts that have joined whether they are there."""
+        for name in names:
+            if not self._socket.ask(name):
+                self._lose_connection(name)
+
+    def _send(self, name: bytes, message: ToHost) -> None:
+        if not self._socket.send(name, message):
+            self._lose_connection(name)
+
+    def _lose_connection(self, name: bytes) -> None:
+        self._lose(name, "is gone: the connection to its host has ended", True)
+
+    def _lose(self, name: bytes, how: str, killed: bool) -> None:
+        """A host that may have joined is as good as gone; another may wait for its place."""
+        node = self._joined.pop(name, None)
+        if node is not None:
+            for link in self._nodes[node]:
+                link.lose(how, killed)
+            self._welcome_again(self._waiting.take_for_place(node))
+
+    def _end(self) -> None:
+        os.close(self._closing)
+        if self._farewell is None:
+            self._socket.close()
+        else:
+            self._socket.part(self._farewell, [*self._joined, *self._waiting])

@@ -1,0 +1,177 @@
+"""How a child process is named, outlives Ctrl-C, and ends with its parent, or by it; which ones there are."""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def name_process(name: str) -> None:
+    """Show this process as `name` in `ps`, `top` and `/proc`; the kernel keeps the first 15 bytes."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def begin_child() -> socket.socket:
+    """Leave it to the parent when this process ends; the lifeline. Stacks go to its log at a fault, and at SIGUSR2."""
+    # Signals to a whole group or container reach this process too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)
+    return take_lifeline()
+
+
+def take_lifeline() -> socket.socket:
+    """The socket that the parent passed as standard input, which is /dev/null from now on.
+
+    Moved off descriptor 0 so that no grandchild inherits it: the parent takes its end of file for this process' death.
+    """
+    lifeline = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+REMOVED = b"\n"
+"""On a lifeline: the parent has removed the directories itself."""
+ENDED = b"."
+"""On a lifeline: the parent lives, and ends this process for good. The rest is why; nothing at an orderly end."""
+
+
+def end_with_parent(
+    lifeline: socket.socket, *directories: str, on_ended: Callable[[str], object] = lambda why: None
+) -> None:
+    """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it, and remove `directories`.
+
+    Runs in a thread of its own: the main one may be computing a long step. Once the parent has `REMOVED` them itself
+    the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`,
+    with why.
+    """
+
+    def watch() -> None:
+        while word := lifeline.recv(1):
+            if word == ENDED:
+                on_ended(lifeline.makefile("rb").read().decode())
+            else:
+                end_with_parent_even_if_stuck()
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def end_with_parent_even_if_stuck() -> None:
+    """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:
+    """Wait for a child to end; after `timeout` seconds end it by SIGKILL."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def family(pid: int) -> list[int]:
+    """That process and those that it started and that are there, itself first."""
+    children: list[str] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread may end while they are read.
+        with contextlib.suppress(OSError):
+            children += listing.read_text().split()
+    return [pid, *map(int, children)]
+
+
+def stopped_process(pid: int) -> int | None:
+    """Which of that process and those that it started a signal has stopped, if any. Takes a millisecond."""
+    return next((each for each in family(pid) if _is_stopped(each)), None)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped that process; False for one that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # The name, in parentheses, may hold anything.
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
+def _prctl(option: int, argument: bytes | int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
+
+
+# [affinity] Which CPUs the threads of this process run on. Used by the engine core and the API process.
+
+_THREADS = "/proc/self/task"
+
+
+def keep_threads_on(cpus: Collection[int], *, but: Collection[int] = ()) -> None:
+    """Let the threads of this process, and those that they start later, run on these CPUs only.
+
+    Threads whose native ids are in `but` are left as they are. Raises `OSError` where the system refuses.
+    """
+    for name in os.listdir(_THREADS):
+        if int(name) in but:
+            continue
+        try:
+            os.sched_setaffinity(int(name), cpus)
+        except ProcessLookupError:
+            continue  # It has ended since.
+
+
+def keep_off(cpus: Collection[int]) -> None:
+    """Leave these CPUs to others, as far as there are more. Raises `OSError` where the system refuses."""
+    rest = os.sched_getaffinity(0).difference(cpus)
+    if cpus and rest:
+        keep_threads_on(rest)
+
+
+# [log_lines] `log_lines`: how all of Kaon's processes log: a line each, with the time, the process, the level and
+# the module.
+
+
+def log_lines(process: str, level: str, more: str = "") -> logging.Handler:
+    """Have this process log to standard error from `level` on, and name itself so; what writes the lines.
+
+    `more`: of the record, for the end of each line.
+    """
+    form = logging.Formatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s{more}")
+    form.default_msec_format = "%s.%03d"
+    handler = logging.StreamHandler()
+    handler.setFormatter(form)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    return handler
+
+
+# [anonymous_file] `anonymous_file`: memory that processes share by inheriting its descriptor. No torch here.
+
+
+def anonymous_file(name: str, num_bytes: int) -> int:
+    """A descriptor of a new file of zeros, which is the caller's to close.
+
+    No directory names it, and nothing is left of it when its processes are gone; `name` is for people who look at
+    what a process has open.
+    """
+    descriptor = os.memfd_create(name)
+    os.truncate(descriptor, num_bytes)
+    return descriptor

@@ -1,0 +1,264 @@
+"""What the engine core and the process of a further rank say to each other while it starts, and when it fails."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from engine.distributed.host_resources import HostShare, Shard
+from engine.distributed.lockstep import Seat
+from engine.distributed.processes import wait_or_kill
+from models.child_environment import own_code
+
+
+class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
+    """Descriptors of what the ranks of one host are told of steps by."""
+
+    ring: int
+    ends: int
+
+
+class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
+    """Where rank 0 tells a rank of steps that cannot share its memory; keys are of CURVE, made for this one start."""
+
+    address: str
+    core_public: bytes
+    public: bytes
+    secret: bytes
+
+
+class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
+    """What the process is to be. `config` is `Config.model_dump_json()`."""
+
+    name: str
+    shard: Shard
+    config: str
+    path: str
+    """Of the checkpoint."""
+    steps: SharedMemory | StepAddress
+    share: HostShare = HostShare()
+    """Its replica's."""
+    seat: Seat | None = None
+    """Of its replica, where several compute in lockstep."""
+
+
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """All ranks have loaded: meet them."""
+
+
+class Allocate(msgspec.Struct, tag="allocate", frozen=True):
+    """Make a KV cache of so many blocks, for so many sequences; then follow the steps."""
+
+    num_blocks: int
+    num_slots: int
+
+
+class RankLoaded(msgspec.Struct, tag="loaded", frozen=True):
+    """The shard is in memory."""
+
+    own_cpus: list[int]
+    """CPUs that other processes keep off."""
+    num_parameters: int
+
+
+class RankSized(msgspec.Struct, tag="sized", frozen=True):
+    """The largest KV cache that this rank has room for."""
+
+    num_blocks: int
+    num_slots: int
+
+
+class RankServes(msgspec.Struct, tag="serves", frozen=True):
+    """The rank has warmed up, and waits for steps."""
+
+
+class RankFailed(msgspec.Struct, tag="failed", frozen=True):
+    """The rank ends, as `error` says in a sentence. `usage` marks the user's mistake, not a fault."""
+
+    error: str
+    usage: bool
+
+
+class RankRaised(msgspec.Struct, tag="raised", frozen=True):
+    """The rank could not compute this step, and may have left the others in it."""
+
+    number: int
+    error: str
+
+
+ToRank: TypeAlias = RankLaunch | Join | Allocate
+FromRank: TypeAlias = RankLoaded | RankSized | RankServes | RankFailed | RankRaised
+
+MAX_BYTES = 1 << 20
+"""Of a message, which is one packet of a socket."""
+
+_to_rank = msgspec.msgpack.Encoder()
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+
+
+def tell_rank(connection: socket.socket, message: ToRank) -> None:
+    """Send a rank something. One that is gone is told of by the socket's end."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(_to_rank.encode(message))
+
+
+def hear_rank(connection: socket.socket) -> FromRank | None:
+    """What a rank says next; None when it is gone."""
+    try:
+        packet = connection.recv(MAX_BYTES)
+    except ConnectionResetError:
+        return None
+    return _from_rank.decode(packet) if packet else None
+
+
+# [rank_places] Where the ranks behind the first run, and how they are told of steps: what `AsyncIOProcManager` needs
+# of either.
+#
+# `LocalRanks`: processes of this host, by shared memory. `RemoteRanks`: processes of several hosts, over TCP.
+
+
+class RankLink(Protocol):
+    """The connection to one rank."""
+
+    rank: int
+
+    @property
+    def title(self) -> str:
+        """As sentences call it."""
+
+    @property
+    def absence(self) -> str | None:
+        """What the rank still has to do before it can be told anything, as `did not` goes on; None for nothing."""
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when the rank has said something, or is gone."""
+
+    def send(self, message: ToRank) -> None:
+        """Tell the rank something. One that is gone is told of by the connection's end."""
+
+    def receive(self) -> FromRank | None:
+        """What it says next; None when it is gone."""
+
+    def how_gone(self) -> tuple[str, bool]:
+        """How the rank, which is gone, ended, as the end of a sentence; whether something outside ended it."""
+
+    def close(self, timeout: float) -> None:
+        """End the rank, after `timeout` seconds by force."""
+
+
+class StepWriter(Protocol):
+    """Tells all ranks of steps."""
+
+    def write(self, message: bytes) -> None:
+        """Raises `ConnectionError`, a sentence, where one of them cannot be told."""
+
+
+class EndTaker(Protocol):
+    """Hears of the ends of steps; ranks behind the first are numbered from 0."""
+
+    def take(self, rank: int) -> str:
+        """Wait until a rank has ended the step; its failure, "" for none."""
+
+    def take_within(self, rank: int, seconds: float) -> str | None:
+        """As `take`; None where the rank has not ended the step after so many seconds."""
+
+
+class RankPlaces(Protocol):
+    """The ranks behind the first, started."""
+
+    shard: Shard
+    """What the caller itself is."""
+
+    @property
+    def links(self) -> Sequence[RankLink]:
+        """By rank."""
+
+    def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
+        """The way to all ranks, which wait for steps. Raises `RankError` where one cannot be reached in time."""
+
+    def part(self, why: str) -> None:
+        """Have hosts that would wait for another core end as well; returns once they have heard, or in a while.
+
+        `why` is "" at an orderly end. Called by any thread, `close` may follow.
+        """
+
+    def close(self) -> None:
+        """Free what the ranks, which are closed, were told by."""
+
+
+class RankError(RuntimeError):
+    """A rank cannot start, or the ranks cannot meet; one sentence for the user."""
+
+
+# [rank_proc] `RankProc`: the process of one rank behind the first, as who started it sees it.
+#
+# Made on the engine core's own host by `LocalRanks` and `RemoteRanks`, on others by `RankHost`.
+
+RANK_MODULE = "engine.runner.rank_process"
+"""What the process runs."""
+
+
+class RankProc:
+    """A process, and the socket by which it hears and is heard; the socket's end tells either side of the other's."""
+
+    def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
+        """Start it; it inherits `descriptors`. Raises `OSError` when it cannot be started."""
+        self.rank = launch.shard.rank
+        self.name = launch.name
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # As the engine core itself is started: a name for `ps`, the parent's own code, and no Ctrl-C.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
+                stdin=theirs.fileno(),
+                pass_fds=descriptors,
+                env=own_code(),
+                process_group=0,
+            )
+        self.send(launch)
+
+    @property
+    def title(self) -> str:
+        """As sentences call it."""
+        return f"tensor-parallel rank {self.rank}"
+
+    @property
+    def absence(self) -> str | None:
+        """Nothing: the process was started here."""
+        return None
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when the process has said something, or is gone."""
+        return self._socket.fileno()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: ToRank) -> None:
+        """Tell the process something. One that is gone is told of by the socket's end."""
+        tell_rank(self._socket, message)
+
+    def receive(self) -> FromRank | None:
+        """What it says next; None when it is gone."""
+        return hear_rank(self._socket)
+
+    def how_gone(self) -> tuple[str, bool]:
+        """How the process, which is gone, ended, as the end of a sentence; whether another process killed it."""
+        code = self._process.wait()
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}", code == -signal.SIGKILL
+        return f"exited with code {code}; its log says why", False
+
+    def close(self, timeout: float) -> None:
+        """End the process, by its socket and after `timeout` seconds by SIGKILL."""
+        self._socket.close()
+        wait_or_kill(self._process, timeout)

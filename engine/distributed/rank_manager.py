@@ -1,0 +1,298 @@
+"""`AsyncIOProcManager`: the processes of the ranks behind the first, from their start to their end.
+
+Owned by the engine core, in which rank 0 runs. A thread of its own hears what they say, and notices at once when one
+is gone: there is no step without it, so that the core ends, in a sentence that names the rank.
+"""
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple, TypeVar
+
+from engine.config.config import Config
+from engine.distributed.host_resources import HostShare, Shard, available_host_memory
+from engine.distributed.lockstep import Seat
+from engine.distributed.rank_link import (
+    Allocate,
+    EndTaker,
+    FromRank,
+    Join,
+    RankError,
+    RankFailed,
+    RankLaunch,
+    RankLink,
+    RankLoaded,
+    RankPlaces,
+    RankProc,
+    RankRaised,
+    RankServes,
+    RankSized,
+    SharedMemory,
+    StepWriter,
+)
+from engine.distributed.rank_steps import RankGroup, RankSteps
+from engine.distributed.step_transport import StepEnds, StepRing
+from engine.runner.memory_sizing import KVCacheSize
+from models.errors import first_line
+
+# [local_ranks] `LocalRanks`: the ranks behind the first as processes of this host, told of steps through shared
+# memory.
+
+
+class LocalRanks:
+    """See `RankPlaces`."""
+
+    def __init__(self, config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> None:
+        """Start the processes and return at once: they load the checkpoint `path`.
+
+        `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
+        `share` its part of the host. Raises `OSError` where a process cannot be started.
+        """
+        size = config.parallel_config.tensor_parallel_size
+        ring_descriptor, self._ring = StepRing.create(size - 1)
+        ends_descriptor, self._ends = StepEnds.create(size - 1)
+        self._memory = os.memfd_create("kaon-collectives")
+        store = (Path(directory) / "ranks").as_uri()
+        available = available_host_memory() if share.available_bytes is None else share.available_bytes
+        self.shard = Shard(
+            rank=0,
+            size=size,
+            local_rank=0,
+            local_size=size,
+            store=store,
+            memory=self._memory,
+            available_bytes=available // size,
+        )
+        seat_memory = () if seat is None else seat.memory
+        self.links: list[RankProc] = []
+        with ExitStack() as stack:
+            stack.callback(os.close, ring_descriptor)
+            stack.callback(os.close, ends_descriptor)
+            for rank in range(1, size):
+                launch = RankLaunch(
+                    name=f"kaon-worker-{share.replica}.{rank}",
+                    shard=self.shard._replace(rank=rank, local_rank=rank),
+                    config=config.model_dump_json(),
+                    path=str(path),
+                    steps=SharedMemory(ring_descriptor, ends_descriptor),
+                    share=share,
+                    seat=seat,
+                )
+                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory, *seat_memory)))
+
+    def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
+        """See `RankPlaces`."""
+        return self._ring, self._ends
+
+    def part(self, why: str) -> None:
+        """Nothing: processes of this host end with it."""
+
+    def close(self) -> None:
+        """See `RankPlaces`."""
+        os.close(self._memory)
+
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 2.0
+_LEAVE_SECONDS = 2.0
+"""For rank 0 to leave a step or a start that another rank failed in, before the core ends."""
+_Message = TypeVar("_Message", bound=FromRank)
+
+
+class AsyncIOProcManager:
+    """Ranks 1 to N - 1. All methods but `part` are called by the thread that runs the steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: str,
+        fail: Callable[..., object],
+        path: Path,
+        seat: Seat | None = None,
+        share: HostShare = HostShare(),  # noqa: B008, immutable
+    ) -> None:
+        """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
+
+        `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
+        `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed or the
+        user is at fault, from any thread. Raises `ValueError`, a sentence, for what the user can mend, and `OSError`
+        where a process cannot be started.
+        """
+        self._timeout = config.parallel_config.rank_start_timeout
+        self._fail = fail
+        self._steps: RankSteps | None = None
+        self._group: RankGroup | None = None
+        self._failed: set[RankLink] = set()
+        self._places = start_ranks(config, directory, path, seat, share)
+        self._links = self._places.links
+        self._said: dict[int, SimpleQueue[FromRank | None]] = {link.rank: SimpleQueue() for link in self._links}
+        self.shard = self._places.shard
+        """What the caller itself is."""
+        self._closing, self._wake = os.pipe()
+        self._thread = Thread(target=self._hear, name="ranks", daemon=True)
+        self._thread.start()
+
+    def wait_loaded(self) -> tuple[frozenset[int], int]:
+        """Wait until every rank has its shard; the CPUs that they keep for themselves, and their parameters.
+
+        Raises `RankError` with a rank's reason, or when it takes too long.
+        """
+        loaded = self._expect_all(RankLoaded, "load its part of the model")
+        cpus = frozenset(cpu for each in loaded for cpu in each.own_cpus)
+        return cpus, sum(each.num_parameters for each in loaded)
+
+    def join(self, group: RankGroup, join_replicas: Callable[[], None] | None = None) -> None:
+        """Have all ranks meet, this one too. Raises `RankError` where they do not.
+
+        `join_replicas`: joins the ranks of all replicas, before the group's own; None: replicas do not meet.
+        """
+        self._group = group
+        self._send_all(Join())
+        try:
+            if join_replicas is not None:
+                join_replicas()
+            group.join()
+        except RuntimeError as error:
+            raise RankError(f"the tensor-parallel ranks did not meet: {first_line(error)}") from error
+
+    def agree(self, size: KVCacheSize) -> KVCacheSize:
+        """The KV cache that every rank has room for, with this rank's own `size`; the others make theirs."""
+        found = self._expect_all(RankSized, "meet the others")
+        num_blocks = min(size.num_blocks, *(each.num_blocks for each in found))
+        num_slots = min(size.num_slots, *(each.num_slots for each in found))
+        self._send_all(Allocate(num_blocks, num_slots))
+        num_bytes = size.num_bytes * self.shard.size
+        reason = f"{size.reason}, on {self.shard.size} ranks"
+        return KVCacheSize(num_blocks, num_slots, num_bytes * num_blocks // max(1, size.num_blocks), reason)
+
+    def open_steps(self, group: RankGroup) -> RankSteps:
+        """Have the other ranks serve; through what is returned, they compute each step that the caller begins."""
+        self._expect_all(RankServes, "warm up")
+        writer, taker = self._places.open_steps(self._timeout)
+        self._steps = RankSteps(
+            writer, taker, len(self._links), group, self._fail, lambda trace: logger.error("%s", trace)
+        )
+        return self._steps
+
+    def part(self, why: str = "") -> None:
+        """No other engine core will come: hosts that would wait for one end as well.
+
+        `why` is a sentence, or "" at an orderly end. Called by any thread.
+        """
+        self._places.part(why)
+
+    def close(self) -> None:
+        """End the processes, within seconds."""
+        os.close(self._wake)
+        self._thread.join()
+        for link in self._links:
+            link.close(_END_SECONDS)
+        self._places.close()
+        if self._group is not None:
+            self._group.close()
+        os.close(self._closing)
+
+    def _send_all(self, message: Join | Allocate) -> None:
+        for link in self._links:
+            link.send(message)
+
+    def _expect_all(self, kind: type[_Message], what: str) -> list[_Message]:
+        """The next message of every rank, each of that kind; `what` they have to do until then."""
+        deadline = time.monotonic() + self._timeout
+        return [self._expect(link, kind, what, deadline) for link in self._links]
+
+    def _expect(self, link: RankLink, kind: type[_Message], what: str, deadline: float) -> _Message:
+        try:
+            message = self._said[link.rank].get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise RankError(
+                f"{link.title} did not {link.absence or what} within rank_start_timeout {self._timeout:g} s of the "
+                "first"
+            ) from None
+        if isinstance(message, RankFailed):
+            raise RankError(f"{link.title}: {message.error}")
+        assert isinstance(message, kind), message
+        return message
+
+    # -- the thread that hears them -----------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Take in what the ranks say, until `close`, or until one is gone."""
+        due: _Due | None = None
+        while True:
+            timeout = None if due is None else due.at - time.monotonic()
+            heard = [link for link in self._links if link not in self._failed]
+            readable = _wait_readable(heard, self._closing, timeout)
+            if self._closing in readable:
+                return
+            if due is not None and time.monotonic() >= due.at:
+                if self._is_stuck(due.step):
+                    self._fail(due.sentence, usage=due.usage)
+                due = None
+            for link in heard:
+                if link.descriptor in readable:
+                    due = self._take_in(link, link.receive()) or due
+
+    def _take_in(self, link: RankLink, message: FromRank | None) -> "_Due | None":
+        """What a rank says, None where it is gone; when the core is to end for it, and why."""
+        if message is None:
+            how, killed = link.how_gone()
+            self._fail(f"{link.title} {how}", killed)
+        elif isinstance(message, RankRaised):
+            sentence = f"{link.title} failed alone in a step: {message.error}"
+            return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, step=message.number)
+        else:
+            self._said[link.rank].put(message)
+            if isinstance(message, RankFailed):
+                self._failed.add(link)
+                # This rank may load for minutes yet; what it finds wrong itself, it says meanwhile in its own words.
+                sentence = f"{link.title}: {message.error}"
+                return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, usage=message.usage)
+        return None
+
+    def _is_stuck(self, step: int | None) -> bool:
+        """Whether this process is still where it waits for a rank that failed in that step; None: before any."""
+        return step is None or (self._steps is not None and self._steps.number == step)
+
+
+class _Due(NamedTuple):
+    """The end of this process, unless it leaves by itself what a rank failed in."""
+
+    at: float
+    """On the monotonic clock."""
+    sentence: str
+    step: int | None = None
+    """That the rank failed in; None: it failed at start."""
+    usage: bool = False
+    """Whether it is the user's mistake."""
+
+
+def start_ranks(config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> RankPlaces:
+    """Start the ranks behind the first where the configuration says. Raises as `AsyncIOProcManager` does.
+
+    Of several replicas each has its ranks on one host: only those have a `seat` or a `share`.
+    """
+    if not config.parallel_config.has_remote_ranks:
+        return LocalRanks(config, directory, path, seat, share)
+    if config.parallel_config.distributed_executor_backend == "ray":
+        from engine.distributed.ray_cluster import RayRanks
+
+        return RayRanks(config, path)
+    from engine.distributed.remote_ranks import RemoteRanks
+
+    return RemoteRanks(config, path)
+
+
+def _wait_readable(links: Sequence[RankLink], wake: int, timeout: float | None) -> list[int]:
+    """Block until some of these descriptors are readable, or for so many seconds; which are."""
+    poller = select.poll()
+    for descriptor in (wake, *(link.descriptor for link in links)):
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if timeout is None else max(0.0, 1e3 * timeout))]

@@ -1,0 +1,225 @@
+"""`StepMessage`: what rank 0 tells the other ranks of a step; `RankBatch`: the step as they compute it."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import AppendedBlocks, PromptSpan, ScheduledBatch
+from engine.distributed.rank_link import EndTaker, StepWriter
+from engine.sampling_params import SamplingParams
+from engine.sequence import Sequence
+
+_GREEDY = SamplingParams(temperature=0.0)
+"""Ranks behind the first never sample: they need nothing of how."""
+
+
+class NewRow(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence that begins in this step, or begins again."""
+
+    slot: int
+    token_ids: list[int]
+    block_table: list[int]
+    adapter: int
+
+
+class StepMessage(msgspec.Struct, array_like=True, frozen=True):
+    """One step. Rows as in `ScheduledBatch`."""
+
+    number: int
+    """Steps are numbered, so that ranks which left one early meet again in the next."""
+    sampled: list[int]
+    """Tokens that were sampled at the last step's places; none where that step failed, or was the first."""
+    slots: list[int]
+    num_scheduled_tokens: list[int]
+    context_lens: list[int]
+    num_decodes: int
+    new_rows: list[NewRow]
+    appended_blocks: Rows[AppendedBlocks]
+    prompt_spans: list[tuple[int, int]]
+    """Of each, the first position and how many."""
+    is_greedy: bool
+    """Whether every row takes its likeliest token, so that no logits move."""
+    tokens_across_dp: tuple[int, ...]
+    """How many tokens each replica computes, where they do so in lockstep."""
+    draft_tokens: list[int]
+    """Of all rows, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """As much of a `ScheduledBatch` as a rank that does not sample needs."""
+
+    slots: npt.NDArray[np.int64]
+    num_scheduled_tokens: list[int]
+    context_lens: list[int]
+    total_tokens_num: int
+    total_seqs_num_decode: int
+    new_seqs: Rows[Sequence]
+    appended_blocks: Rows[AppendedBlocks]
+    prompt_spans: list[PromptSpan]
+    draft_tokens: list[int]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StepMessage)
+
+
+def encode_step(
+    batch: ScheduledBatch,
+    number: int,
+    sampled: list[int],
+    *,
+    is_greedy: bool,
+    tokens_across_dp: tuple[int, ...] = (),
+) -> bytes:
+    """The message of a step."""
+    return _encoder.encode(
+        StepMessage(
+            number=number,
+            sampled=sampled,
+            slots=batch.slot_list,
+            num_scheduled_tokens=batch.num_scheduled_tokens,
+            context_lens=batch.context_lens,
+            num_decodes=batch.total_seqs_num_decode,
+            new_rows=[NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter) for seq in batch.new_seqs],
+            appended_blocks=batch.appended_blocks,
+            prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
+            is_greedy=is_greedy,
+            tokens_across_dp=tokens_across_dp,
+            draft_tokens=batch.draft_tokens,
+        )
+    )
+
+
+def decode_step(message: bytes) -> StepMessage:
+    """What `encode_step` made the bytes of."""
+    return _decoder.decode(message)
+
+
+def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
+    """The step of a message."""
+    return RankBatch(
+        slots=np.array(message.slots, dtype=np.int64),
+        num_scheduled_tokens=message.num_scheduled_tokens,
+        context_lens=message.context_lens,
+        total_tokens_num=sum(message.num_scheduled_tokens),
+        total_seqs_num_decode=message.num_decodes,
+        new_seqs=[_sequence(row, block_size) for row in message.new_rows],
+        appended_blocks=message.appended_blocks,
+        prompt_spans=[PromptSpan(-1, first, [0] * count, 0) for first, count in message.prompt_spans],
+        draft_tokens=message.draft_tokens,
+    )
+
+
+def _sequence(row: NewRow, block_size: int) -> Sequence:
+    seq = Sequence(row.token_ids, block_size, _GREEDY, id=-1, adapter=row.adapter)
+    seq.slot, seq.block_table = row.slot, row.block_table
+    return seq
+
+
+# [rank_steps] `RankSteps`: rank 0's hold on the other ranks while steps run. Used by the model runner around each
+# step.
+
+ABORTED = "aborted"
+"""The failure of a rank that left the step because another had."""
+
+_LEAVE_SECONDS = 5.0
+"""For the other ranks to leave a step that one of them cannot compute."""
+
+
+class RankGroup(Protocol):
+    """A rank's end of its group, as the manager and the steps of the ranks use it."""
+
+    def join(self) -> None:
+        """Meet the other ranks."""
+
+    def begin_step(self, number: int) -> None:
+        """The collectives from here on belong to this step."""
+
+    def abort(self) -> None:
+        """Have every rank leave the step."""
+
+    def close(self) -> None:
+        """Leave the other ranks, before this process ends."""
+
+
+class RankStepError(RuntimeError):
+    """A rank behind the first could not compute its part of a step."""
+
+
+class RankSteps:
+    """Tells the other ranks of steps, and hears of their ends."""
+
+    def __init__(
+        self,
+        writer: StepWriter,
+        ends: EndTaker,
+        num_others: int,
+        group: RankGroup,
+        fail: Callable[[str], object],
+        on_trace: Callable[[str], object],
+    ) -> None:
+        """`fail` ends this process with a sentence; `on_trace` is given the traceback of a rank that raised."""
+        self._writer, self._ends, self._num_others, self._group = writer, ends, num_others, group
+        self._fail, self._on_trace = fail, on_trace
+        self._number = 0
+        self._sampled: list[int] = []
+        self._is_open = False
+
+    @property
+    def number(self) -> int:
+        """Of the last step begun."""
+        return self._number if self._is_open else 0
+
+    def begin(self, batch: ScheduledBatch, *, is_greedy: bool, tokens_across_dp: tuple[int, ...] = ()) -> None:
+        """Have the other ranks compute a step too. Ends this process where one of them cannot be told of it."""
+        self._number += 1
+        message = encode_step(
+            batch, self._number, self._sampled, is_greedy=is_greedy, tokens_across_dp=tokens_across_dp
+        )
+        self._sampled = []
+        try:
+            self._writer.write(message)
+        except ConnectionError as error:
+            self._fail(str(error))
+            raise
+        self._is_open = True
+        self._group.begin_step(self._number)
+
+    def end(self, sampled: list[int]) -> None:
+        """This rank has computed the step and sampled these tokens. Raises `RankStepError` where another has not."""
+        self._is_open = False
+        failures = [self._ends.take(other) for other in range(self._num_others)]
+        self._raise_first(failures)
+        self._sampled = sampled
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave a step that raised here, with all others. Raises `RankStepError` where one of them raised first."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._group.abort()
+        failures: list[str] = []
+        for other in range(self._num_others):
+            failure = self._ends.take_within(other, _LEAVE_SECONDS)
+            if failure is None:
+                self._fail(
+                    f"a step failed on tensor-parallel rank 0 ({str(error) or type(error).__name__}), and rank "
+                    f"{other + 1} did not leave it within {_LEAVE_SECONDS:g} s"
+                )
+                return
+            failures.append(failure)
+        self._raise_first(failures)
+
+    def _raise_first(self, failures: list[str]) -> None:
+        """Raise what the first rank tells that did not merely follow another."""
+        for other, failure in enumerate(failures):
+            if failure and failure != ABORTED:
+                sentence, _, trace = failure.partition("\n")
+                self._on_trace(f"tensor-parallel rank {other + 1} raised in a step:\n{trace}")
+                raise RankStepError(f"tensor-parallel rank {other + 1}: {sentence}") from None

@@ -1,0 +1,272 @@
+"""`RemoteCore`: an engine core on another host as `CoreLink` sees it. Made by `CoreHosts`, served by `HostRouter`.
+
+A pair of sockets: the one end is the front end's, the other the thread's that talks to hosts.
+"""
+
+import contextlib
+import math
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from engine.distributed.cluster import CurvePair
+from engine.distributed.core_process import LOST_FRONT_END, RemoteWire, connection_names
+from engine.distributed.curve import dial
+from engine.distributed.host_messages import (
+    CoreAddress,
+    CoreEnded,
+    CoreServes,
+    CoreStarted,
+    DumpStacks,
+    FromHost,
+    KillCore,
+    LaunchCore,
+    StopCore,
+    TellCore,
+    ToHost,
+)
+from engine.messages import Failed
+
+_MAX_BYTES = 1 << 20
+"""Of what it is told, each one packet of a socket."""
+_KILLED = -signal.SIGKILL
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TellCore)
+
+
+class CorePlace(NamedTuple):
+    """Where the cores of a replica run, one after the other."""
+
+    node: int
+    joining: str
+    """Where its host is to come."""
+    calling: str
+    """Where the core is to call."""
+    socket: "zmq.Socket[bytes]"
+    """Which listens there."""
+
+
+class RemoteCore:
+    """See `CoreHandle` and `Member`."""
+
+    def __init__(self, launch: LaunchCore, place: CorePlace, name: str, join_by: float) -> None:
+        """`name` is what sentences call it. `join_by`: until when its host must have joined, on the monotonic clock;
+        infinite for a core that takes another's place.
+        """
+        self.number = launch.core
+        self.node = place.node
+        self.join_by = join_by
+        self.pid = -1
+        self._launch, self._place, self._name = launch, place, name
+        self._wire = RemoteWire(place.socket, launch.front_end.name)
+        self._host: str | None = None
+        self._end: CoreEnded | None = None
+        self._failure: Failed | None = None
+        self.lifeline, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lifeline_poll = select.poll()
+        self._lifeline_poll.register(self.lifeline, select.POLLIN)
+
+    @property
+    def title(self) -> str:
+        """As sentences call it."""
+        where = f"node {self.node}" if self._host is None else f"node {self.node} ({self._host})"
+        return f"{self._name} on {where}"
+
+    # -- for the front end --------------------------------------------------------------------------------------
+
+    @property
+    def is_awaited(self) -> bool:
+        """See `CoreHandle`."""
+        return self._host is None
+
+    @property
+    def is_gone(self) -> bool:
+        """See `CoreHandle`."""
+        return bool(self._lifeline_poll.poll(0))
+
+    def open_wire(self, context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteWire:
+        """See `CoreHandle`."""
+        return self._wire
+
+    def start(self) -> None:
+        """See `CoreHandle`; it waits until its host has joined."""
+        self._tell(self._launch)
+
+    def connected(self) -> None:
+        """See `CoreHandle`."""
+        self._tell(CoreServes(self.number))
+
+    def wait(self) -> int:
+        """See `CoreHandle`."""
+        return _KILLED if self._end is None else self._end.exit_code
+
+    def why_gone(self) -> Failed | None:
+        """See `CoreHandle`."""
+        if self._failure is not None or self._end is None:
+            return self._failure
+        if self._end.error:
+            return Failed(f"{self.title}: {self._end.error}", usage=True)
+        if self._end.exit_code != LOST_FRONT_END:
+            return None
+        if self._wire.has_called:
+            return Failed(f"{self.title} lost its connection to this server", killed=True)
+        where = self._place.calling.removeprefix("tcp://")
+        return Failed(f"{self.title} does not reach {where}; open that port to the hosts", usage=True)
+
+    def running_step(self) -> list[int] | None:
+        """See `CoreHandle`: what ended with a connection is nobody's fault."""
+        if self._end is None or self._end.exit_code == LOST_FRONT_END:
+            return None
+        return self._end.in_step
+
+    def stopped_process(self) -> int | None:
+        """See `CoreHandle`: what stands still on another host is known by its silence."""
+        return None
+
+    def dump_stacks(self) -> None:
+        """See `CoreHandle`; they go to its host's log."""
+        self._tell(DumpStacks(self.number))
+
+    def kill(self) -> None:
+        """See `CoreHandle`."""
+        self._tell(KillCore(self.number))
+
+    def stop(self, timeout: float, why: str = "") -> None:
+        """See `CoreHandle`: its host ends it, in its own time, and hears `why` when there will be no other."""
+        self.lifeline.close()
+
+    def _tell(self, message: TellCore) -> None:
+        # One that is gone is told of by the lifeline; who was about to kill it may have stopped it since.
+        if self.lifeline.fileno() >= 0:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.lifeline.send(_encoder.encode(message))
+
+    # -- for the thread that talks to hosts ---------------------------------------------------------------------
+
+    @property
+    def far_descriptor(self) -> int:
+        """See `Member`."""
+        return self._far_end.fileno()
+
+    def joined(self, host: str) -> None:
+        """See `Member`."""
+        self._host = host
+        self.join_by = math.inf
+
+    def take(self) -> ToHost | None:
+        """See `Member`."""
+        packet = self._far_end.recv(_MAX_BYTES)
+        if packet:
+            message: TellCore = _decoder.decode(packet)
+            return message
+        self._far_end.close()
+        return StopCore(self.number)
+
+    def hear(self, message: FromHost) -> None:
+        """See `Member`."""
+        if isinstance(message, CoreStarted):
+            self.pid = message.pid
+        elif isinstance(message, CoreEnded):
+            self._end = message
+            self._far_end.close()
+
+    def differ(self, host: str, difference: str) -> None:
+        """See `Member`; one that takes another's place goes on waiting for the right host."""
+        if self.join_by < math.inf:
+            self._host = host or None
+            self._fail(Failed(f"{self.title}: its host {difference}", usage=True))
+
+    def be_late(self, timeout: float) -> None:
+        """See `Member`."""
+        sentence = f"did not join at {self._place.joining} within rank_start_timeout {timeout:g} s"
+        self._fail(Failed(f"{self.title} {sentence}", usage=True))
+
+    def lose(self, how: str, killed: bool) -> None:
+        """See `Member`."""
+        self._fail(Failed(f"{self.title} {how}", killed=killed))
+
+    def _fail(self, failure: Failed) -> None:
+        if self._far_end.fileno() >= 0:
+            self._failure = failure
+            self._far_end.close()
+
+
+# [core_call] `CoreCall`: an engine core's connections to a front end on another host, and the thread that watches
+# them.
+#
+# A connection that breaks is not made again: what was on its way would be lost, and nobody would know. The core
+# ends, and another goes on with its requests.
+
+_NEVER_AGAIN_MS = -1
+_TRY_SECONDS = 3.0
+"""For one attempt to be answered."""
+_BETWEEN_SECONDS = 0.25
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class CoreCall:
+    """Two connections: one that the core hears by, one that it speaks by."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", to: CoreAddress, timeout: float) -> None:
+        """Call the front end. Raises `ConnectionError`, a sentence, where it is not reached in so many seconds."""
+        self._context, self._to = context, to
+        self._is_closing = threading.Event()
+        deadline = time.monotonic() + timeout
+        calls = [self._call(name, timeout, deadline) for name in connection_names(to.name)]
+        (self.input, _), (self.output, _) = calls
+        self._monitors = [monitor for _, monitor in calls]
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """From now on, have a thread call `on_lost` with a sentence when one of the two has ended."""
+        threading.Thread(target=self._watch, args=(on_lost,), name="front-end", daemon=True).start()
+
+    def close(self) -> None:
+        """From now on, the end of a connection is no news."""
+        self._is_closing.set()
+
+    def _watch(self, on_lost: Callable[[str], object]) -> None:
+        poller = zmq.Poller()
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
+        try:
+            while not any(_event(monitor) == zmq.EVENT_DISCONNECTED for monitor, _ in poller.poll()):
+                pass
+        except zmq.ContextTerminated:
+            self.close()
+        finally:
+            # The context ends when all its sockets are closed.
+            for monitor in self._monitors:
+                monitor.close(linger=0)
+        if not self._is_closing.is_set():
+            on_lost(f"the connection to the front end at {self._to.address} has ended")
+
+    def _call(self, name: str, timeout: float, deadline: float) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
+        """A connection, and the socket that tells of its end."""
+        pair = CurvePair(self._to.public, self._to.secret)
+        while True:
+            socket = dial(self._context, pair, self._to.front_end_public, name.encode())
+            socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_AGAIN_MS)
+            monitor = socket.get_monitor_socket(_EVENTS)
+            socket.connect(self._to.address)
+            if monitor.poll(round(1e3 * _TRY_SECONDS)) and _event(monitor) == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return socket, monitor
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            if time.monotonic() >= deadline:
+                raise ConnectionError(f"the front end at {self._to.address} was not reached within {timeout:g} s")
+            time.sleep(_BETWEEN_SECONDS)
+
+
+def _event(monitor: "zmq.Socket[bytes]") -> int:
+    event: int = recv_monitor_message(monitor)["event"]
+    return event

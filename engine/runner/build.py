@@ -1,0 +1,391 @@
+"""`build_runner`: from a configuration and a checkpoint to a loaded `ModelRunner`, on every rank alike.
+
+Called by the engine core's start-up, and by the processes of further ranks.
+"""
+
+import ctypes
+import logging
+import os
+import platform
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from engine.config.config import Config
+from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cpus, plan_cores
+from engine.distributed.lockstep import Arrivals, Seat
+from engine.distributed.processes import keep_threads_on
+from engine.distributed.rank_steps import RankGroup
+from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
+from engine.runner.model_runner import ModelRunner
+from engine.runner.shard_runner import ShardRunner
+from models.architectures.config import CheckpointConfig, ModelConfig
+from models.attention.backend import require_backend
+from models.config.fields import Fields
+from models.loading.checkpoint import read_checkpoint_config
+from models.ops import registry as backends
+from models.ops.aiter.cases import Sizes
+from models.ops.cpu import runtime as library
+from models.ops.cpu.collectives import SharedMemoryCollectives, SharedMemoryExchange
+from models.ops.cpu.runtime import Library
+from models.ops.triton import probe as ptxas
+from models.ops.types import FP8_GROUP
+from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
+from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorParallel
+from models.quantization.methods import parse_quantization
+
+# [threads] Puts an engine's threads and memory where its `CorePlan` says. Called once, by the engine core's
+# start-up.
+#
+# The calling thread is the one that runs the steps.
+
+_log = logging.getLogger(__name__)
+
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The system call's number."""
+_MPOL_BIND = 2
+_LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks: int = 1) -> CorePlan:
+    """`cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` finds. Raises `ValueError` for too many.
+
+    `cpus`: that this rank of `ranks` may use; None: those of the process.
+    """
+    allowed = os.sched_getaffinity(0) if cpus is None else cpus
+    asked = config.cpu_threads
+    if asked is None and os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        asked = max(1, min(int(os.environ["OMP_NUM_THREADS"]), len(allowed)))
+    return plan_cores(asked, allowed, ranks=ranks)
+
+
+def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
+    """Before there are operators or weights: torch's threads, and the NUMA node.
+
+    One of several ranks computes on the CPUs of its plan alone: the system would let two share one for a while.
+    """
+    torch.set_num_threads(plan.threads)
+    caller = threading.get_native_id()
+    try:
+        if plan.pins:
+            keep_threads_on(os.sched_getaffinity(0) - plan.own, but=(caller,))
+            os.sched_setaffinity(caller, plan.cpus)
+        elif plan.node is not None:
+            keep_threads_on(plan.cpus)
+        elif is_rank:
+            os.sched_setaffinity(caller, plan.cpus)
+    except OSError as error:
+        _log.warning("threads run on any core: the system refused to keep them on some (%s)", error)
+    if plan.pins:
+        # Torch makes its threads now: they would stay on whatever its caller is pinned to by then.
+        torch.ones(1 << 20).add_(1)
+
+
+def pin(plan: CorePlan, operators: Library | None) -> frozenset[int]:
+    """Keep the operators' threads on cores of their own, and other threads off them; the CPUs kept.
+
+    Torch's threads sleep while operators run.
+    """
+    if operators is None or not plan.pins:
+        return frozenset()
+    try:
+        # Threads that the caller starts later find room beside it; the caller itself has no reason to move.
+        os.sched_setaffinity(0, {plan.pins[0], *(plan.cpus - plan.own)})
+        if not operators.pin(plan.pins):
+            raise OSError("pthread_setaffinity_np failed")
+    except OSError as error:
+        _log.warning("threads are not pinned: the system refused (%s)", error)
+        return frozenset()
+    return plan.own
+
+
+def bind_memory(node: int, needed: int, root: Path = Path("/")) -> bool:
+    """Have what this process allocates from now on lie on a NUMA node that has `needed` bytes; whether it will.
+
+    Where it will not, memory still comes from the node of the thread that first writes to it, while that has any.
+    """
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None or needed > node_memory(node, root):
+        return False
+    words = (ctypes.c_ulong * (node // _LONG_BITS + 1))()
+    words[node // _LONG_BITS] = 1 << node % _LONG_BITS
+    # The kernel reads one bit less than it is told of.
+    last = ctypes.c_ulong(len(words) * _LONG_BITS + 1)
+    refused: int = ctypes.CDLL(None).syscall(number, _MPOL_BIND, words, last)
+    return not refused
+
+
+def node_memory(node: int, root: Path = Path("/")) -> int:
+    """Bytes of a NUMA node that are free or hold files only; 0 where the system does not tell."""
+    try:
+        lines = (root / f"sys/devices/system/node/node{node}/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = {words[2].rstrip(":"): int(words[3]) for words in map(str.split, lines) if len(words) > 3}
+    return 1024 * (fields.get("MemFree", 0) + fields.get("Active(file)", 0) + fields.get("Inactive(file)", 0))
+
+
+logger = logging.getLogger(__name__)
+
+World: TypeAlias = ReplicaWorld | SharedMemoryExchange
+"""The ranks of all replicas that compute in lockstep, or those of one place."""
+_ROUNDINGS = ("int8", "int4")
+"""Values of `quantization` that say what to do, not what the checkpoint must be."""
+_FP8_BLOCK = FP8_GROUP, FP8_GROUP
+"""Rows and columns that share a scale, in the FP8 experts that aiter computes."""
+
+
+class RankCollectives(Collectives, RankGroup, Protocol):
+    """A rank's end of its group, as the layers use it too."""
+
+
+class BuiltRunner(NamedTuple):
+    """A loaded model, without a KV cache. `config` has filled in what the checkpoint decides."""
+
+    runner: ModelRunner
+    config: Config
+    model_config: CheckpointConfig
+    own_cpus: frozenset[int]
+    """CPUs that other processes keep off."""
+    group: RankCollectives | None
+    """Of the ranks, where there are several; to be joined."""
+    world: World | None
+    """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
+
+
+def build_runner(
+    config: Config,
+    path: Path,
+    shard: Shard | None = None,
+    seat: Seat | None = None,
+    share: HostShare = HostShare(),  # noqa: B008, immutable
+) -> BuiltRunner:
+    """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served.
+
+    `seat`: of this replica among those that compute in lockstep; `share`: what of the host is this replica's.
+    """
+    _require_quantization(config.quantization_config.quantization, path)
+    model_config = read_checkpoint_config(path, config.model_impl)
+    config = _with_checkpoint(config, model_config)
+    device = _resolve_device(config, shard, share)
+    sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
+    _choose_kernels(device, config.kernel_backend, sizes)
+    dtype: torch.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+    type_name = str(dtype).removeprefix("torch.")
+    _require_rounding(config.quantization_config.quantization, model_config, device, dtype)
+    logger.info("%s runs by %s, in %s on %s", model_config.architecture, model_config.runs_by, type_name, device)
+    plan = None
+    if device.type == "cpu":
+        rank, ranks = _place(shard, share)
+        plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
+        settle(plan, is_rank=ranks > 1)
+        if plan.node is not None:
+            _bind_memory(plan.node, path, config, share.places)
+    world = None if seat is None else _world(config, seat, shard, device)
+    experts = None
+    if config.parallel_config.enable_expert_parallel:
+        experts = ExpertParallel() if seat is None else ExpertParallel(seat.replica, seat.num_replicas, world)
+    group = None
+    if shard is None:
+        alone = TensorParallel(experts=experts)
+        runner = ModelRunner(config, path, model_config, device, dtype, alone, share.available_bytes)
+    else:
+        group = _collectives(config, shard, device, world)
+        parallel = TensorParallel(shard.rank, shard.size, group, experts)
+        runner = ShardRunner(config, path, model_config, device, dtype, parallel, shard.available_bytes)
+    runner.replicas_here = share.places
+    pinned: frozenset[int] = frozenset()
+    if plan is not None:
+        pinned = pin(plan, runner.operators)
+        by = "torch" if runner.operators is None else f"the {library.INSTRUCTION_SETS[runner.operators.isa]} operators"
+        logger.info("%s, by %s", plan, by)
+    runner.load(progress=sys.stderr.isatty() and (shard is None or shard.rank == 0))
+    if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
+        logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
+    if runner.caches.have_states and (caution := ptxas.caution(device)) is not None:
+        logger.info("%s", caution)
+    return BuiltRunner(runner, runner.config, model_config, pinned, group, world)
+
+
+def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
+    """This rank among those of this host, and how many they are: a device or a part of the cores for each."""
+    rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
+    return share.place * size + rank, share.places * size
+
+
+def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> World:
+    """What joins the replicas that compute in lockstep: memory that they share, or torch.distributed."""
+    rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
+    operators = library.load_library()
+    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and bool(seat.memory)
+    if device.type == "cpu" and operators is not None and shares_memory:
+        most_tokens = config.max_num_batched_tokens
+        return SharedMemoryExchange(operators, seat.replica, seat.num_replicas, seat.memory[rank], most_tokens)
+    # A replica that hangs is found by who watches it, not by those that wait for it.
+    timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
+    arrivals = Arrivals(seat.memory[rank], seat.num_replicas) if seat.memory else None
+    note_arrival = partial(arrivals.note, seat.replica) if arrivals is not None else None
+    return ReplicaWorld(
+        replica=seat.replica,
+        num_replicas=seat.num_replicas,
+        rank=rank,
+        size=size,
+        device=device,
+        store=Path(seat.directory) / "ranks",
+        timeout=timeout,
+        note_arrival=note_arrival,
+    )
+
+
+def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankCollectives:
+    """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
+    operators = library.load_library()
+    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and shard.memory is not None
+    if device.type == "cpu" and operators is not None and shares_memory:
+        assert shard.memory is not None
+        return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
+    assert not isinstance(world, SharedMemoryExchange), "ranks share memory where replicas do"
+    rendezvous = Rendezvous(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
+    return ProcessGroupCollectives(shard.rank, shard.size, device, rendezvous, world)
+
+
+def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
+    """Keep a rank's weights and cache on a NUMA node that has room for those of all replicas here, and to spare."""
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
+    # Weights may be widened; several replicas may be on one node.
+    needed = (2 * weights * replicas + cache) // config.parallel_config.tensor_parallel_size
+    bound = config.num_kvcache_blocks is None and bind_memory(node, needed)
+    logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
+
+
+def _require_quantization(wanted: str, path: Path) -> None:
+    """Raise `ValueError` where the checkpoint is not quantised as the user says."""
+    if wanted in ("auto", *_ROUNDINGS):
+        return
+    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
+    found = "none" if quantization is None else quantization.quant_method
+    if wanted != found:
+        raise ValueError(
+            f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"
+        )
+
+
+def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `ValueError` where weights cannot be rounded as they are read."""
+    if wanted not in _ROUNDINGS:
+        return
+    type_name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        found = f"the device is {device.type}; set device to cpu"
+    elif type_name != "bfloat16":
+        found = f"dtype is {type_name}; set it to bfloat16"
+    elif not isinstance(model_config, ModelConfig):
+        found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
+    elif library.load_library() is None:
+        found = "Kaon was installed without a C compiler; install one, then Kaon again"
+    else:
+        return
+    raise ValueError(f"quantization is {wanted}, which rounds weights for the CPU's compiled operators, but {found}")
+
+
+def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> torch.device:
+    """The device to run on; its attention backend must exist. Raises `ValueError` where one of the two does not."""
+    wanted = config.device
+    rank, ranks = _place(shard, share)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cpu" and Path("/dev/kfd").exists():
+            logger.warning("Models run on the CPU, though there is an AMD GPU (/dev/kfd): `kaon doctor` says why")
+    device = torch.device(wanted)
+    require_backend(device)
+    if device.type == "cpu" or (shard is None and ranks == 1):
+        return device
+    count = torch.cuda.device_count()
+    if ranks > count:
+        parallel = config.parallel_config
+        sizes = {
+            "data_parallel_size": parallel.data_parallel_size,
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+        }
+        given = [f"{field} is {size}" for field, size in sizes.items() if size > 1]
+        hosts = parallel.data_parallel_size // share.places
+        if shard is not None:
+            hosts *= shard.size // shard.local_size
+        raise ValueError(
+            f"{' and '.join(given)}, which takes {ranks} GPUs{' on each host' if hosts > 1 else ''}, but this machine "
+            f"has {count}; set {'it to' if len(given) == 1 else 'them to a product of'} at most {count * hosts}"
+        )
+    device = torch.device(device.type, rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
+    """Sizes of one rank's part of a model, for the probe of aiter. What the model does not have is as in `Sizes`."""
+    usual = Sizes(block=block)
+    if not isinstance(config, ModelConfig):
+        return usual
+    inner = config.intermediate_size
+    known = usual._replace(
+        hidden=config.hidden_size,
+        inner=inner // ranks if inner % ranks == 0 else inner,
+        heads=max(1, config.num_attention_heads // ranks),
+        kv_heads=max(1, config.num_key_value_heads // ranks),
+        head_dim=config.head_dim,
+    )
+    experts = _first(config, "num_experts", "n_routed_experts", "num_local_experts")
+    if experts is None:
+        return known
+    quantization = None if config.quantization is None else config.quantization.global_quant_config
+    expert_inner = _first(config, "moe_intermediate_size") or inner
+    return known._replace(
+        experts=experts,
+        top_k=min(_first(config, "num_experts_per_tok", "num_experts_per_token") or usual.top_k, experts),
+        expert_inner=expert_inner // ranks if expert_inner % ranks == 0 else expert_inner,
+        has_fp8_experts=quantization is not None
+        and (quantization.quant_dtype, quantization.block_shape) == ("fp8", _FP8_BLOCK),
+    )
+
+
+def _first(config: ModelConfig, *names: str) -> int | None:
+    """A field by any of its names. It is checked where the model is built."""
+    found = (config.fields.values.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -> None:
+    """Say what computes each operator, and have it do so. Raises `ValueError` for a backend that there is not.
+
+    `sizes`: of the model's problems.
+    """
+    if device.type == "cpu":
+        backends.parse(wanted)
+        return
+    for choice in backends.start(device, wanted, sizes):
+        logger.log(logging.WARNING if choice.reason else logging.INFO, "%s", choice)
+
+
+def _with_checkpoint(config: Config, model: CheckpointConfig) -> Config:
+    """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
+            f"set it to at most {model.max_model_len}"
+        )
+    eos = config.eos_token_id
+    if eos is None and model.eos_token_ids:
+        eos = model.eos_token_ids[0]
+    return config.model_copy(
+        update={
+            "max_model_len": config.max_model_len or model.max_model_len,
+            "bos_token_id": model.bos_token_id if config.bos_token_id is None else config.bos_token_id,
+            "eos_token_id": eos,
+            "stop_token_ids": config.stop_token_ids or tuple(token for token in model.eos_token_ids if token != eos),
+        }
+    )

@@ -1,0 +1,271 @@
+"""What this machine has and what is wrong with it: `python -m engine.runner.doctor` prints it as JSON for `kaon doctor`.
+
+A process of its own: a driver or a library that takes it down with it is one more thing to tell.
+"""
+
+import contextlib
+import ctypes
+import getpass
+import grp
+import logging
+import os
+import platform
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.doctor_report import Facts, Gpu, Report, problems
+
+if TYPE_CHECKING:
+    import torch
+
+
+# [gpu_memory] How much of a GPU's memory is free, as its driver tells it. Touches no GPU: a context takes seconds
+# and memory.
+#
+# Called by `engine.runner.doctor`. AMD's driver tells in sysfs, NVIDIA's by its management library, NVML.
+
+_NVML = "libnvidia-ml.so.1"
+
+
+class _NvmlMemory(ctypes.Structure):
+    """`nvmlMemory_t`, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def pci_address(properties: Any) -> str | None:
+    """Where torch's device properties say that a GPU is, `0000:c1:00.0`; None where they do not."""
+    try:
+        domain, bus, device = (getattr(properties, f"pci_{name}_id") for name in ("domain", "bus", "device"))
+    except AttributeError:
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def free_memory(address: str | None, root: Path = Path("/sys")) -> int | None:
+    """Bytes of the GPU at a PCI address that nobody has; None where no driver says."""
+    if address is None:
+        return None
+    device = root / "bus/pci/devices" / address
+    with suppress(OSError, ValueError):
+        total, used = (int((device / f"mem_info_vram_{what}").read_text()) for what in ("total", "used"))
+        return total - used
+    with suppress(OSError):
+        return told_by_nvml(ctypes.CDLL(_NVML), address)
+    return None
+
+
+def told_by_nvml(nvml: Any, address: str) -> int | None:
+    """The same, as NVIDIA's library tells it."""
+    if nvml.nvmlInit_v2():
+        return None
+    try:
+        device, memory = ctypes.c_void_p(), _NvmlMemory()
+        if nvml.nvmlDeviceGetHandleByPciBusId_v2(address.encode(), ctypes.byref(device)):
+            return None
+        return None if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) else int(memory.free)
+    finally:
+        nvml.nvmlShutdown()
+
+
+MIB, GIB = 2**20, 2**30
+_TRITON_NAMES = ("triton", "triton-rocm", "pytorch-triton-rocm")
+"""Of its packages: now for CUDA, now for ROCm, and for ROCm up to torch 2.9."""
+
+
+def gather() -> Facts:
+    """Look at everything. Takes seconds: kernels are compiled and run."""
+    closed, groups = _closed_devices()
+    facts = Facts(
+        user=_user(),
+        python=platform.python_version(),
+        has_kfd=Path("/dev/kfd").exists(),
+        has_nvidia=_has_nvidia(),
+        closed_devices=closed,
+        closed_groups=groups,
+        shared_memory_mib=_shared_memory(),
+        has_numa_balancing=_has_numa_balancing(),
+    )
+    try:
+        import torch  # noqa: F401
+    # A broken installation may raise anything, of which each tells what is missing.
+    except Exception as error:  # noqa: BLE001
+        return msgspec.structs.replace(facts, torch_error=f"{type(error).__name__}: {error}")
+    return _with_torch(facts)
+
+
+def _with_torch(facts: Facts) -> Facts:
+    import importlib.metadata
+
+    import torch
+
+    from engine.distributed.host_resources import available_host_memory
+    from models.ops import registry as backends
+    from models.ops.cpu.runtime import INSTRUCTION_SETS, load_library
+
+    library = load_library()
+    versions: dict[str, str | None] = {}
+    for name in (*_TRITON_NAMES, "aiter", "amd-aiter"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    facts = msgspec.structs.replace(
+        facts,
+        torch=str(torch.__version__),
+        build=_build(),
+        gpus=_gpus(),
+        gpu_error=_gpu_error(),
+        triton=next((versions[name] for name in _TRITON_NAMES if name in versions), None),
+        aiter=versions.get("aiter") or versions.get("amd-aiter"),
+        cpu_library=None if library is None else INSTRUCTION_SETS[library.isa],
+        memory_gib=available_host_memory() / GIB,
+    )
+    if not facts.gpus:
+        by = "torch" if library is None else f"the {facts.cpu_library} operators"
+        named = tuple(f"{operator} by {by}" for operator in backends.OPERATORS)
+        return msgspec.structs.replace(facts, operators=named)
+    from models.ops import triton
+    from models.ops.aiter import probe
+    from models.ops.triton import probe as ptxas
+
+    device = torch.device("cuda", 0)
+    reason, reasons = triton.start(device), backends.aiter_reasons(device)
+    choices = backends.choose(backends.parse(()), reason, reasons)
+    wrong = {} if reason is not None else _wrong_kernels(device)
+    choices = tuple(
+        backends.Choice(choice.operator, backends.TORCH, "Triton's kernels are wrong")
+        if choice.backend == backends.TRITON and choice.operator in wrong
+        else choice
+        for choice in choices
+    )
+    if probe.unfit(facts.gpus[0].arch.split(":")[0]) is not None:
+        reasons = {}
+    return msgspec.structs.replace(
+        facts,
+        triton_reason=reason,
+        ptxas=ptxas.release(device),
+        kernel_reasons=wrong,
+        aiter_reasons=reasons,
+        aiter_when_asked=tuple(sorted(backends.WHEN_ASKED)),
+        operators=tuple(str(choice) for choice in choices),
+    )
+
+
+def _wrong_kernels(device: "torch.device") -> dict[str, str]:
+    """By operator, what is wrong with Triton's kernels for it, at sizes as many models have them."""
+    import torch
+
+    from engine.runner.kernel_cases import VOCABULARY, usual_checks
+    from engine.runner.kernel_checks import what_is_wrong
+    from engine.sampling.kernel_check import SamplingForm
+
+    found: dict[str, str] = {}
+    try:
+        usual = usual_checks(device)
+    except torch.OutOfMemoryError:
+        logging.getLogger(__name__).warning("There is no memory to compare Triton's kernels with torch")
+        return {}
+    usual["sampling"] = [SamplingForm(VOCABULARY).check]
+    for operator, checks in usual.items():
+        try:
+            reason = what_is_wrong(checks, device, operator)
+        except ValueError as lost:  # Nothing can be told of the others.
+            return {**found, operator: str(lost)}
+        if reason is not None:
+            found[operator] = reason
+    return found
+
+
+def _build() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = f"sm_{properties.major}{properties.minor}" if torch.version.hip is None else properties.gcnArchName
+        total, free = properties.total_memory, free_memory(pci_address(properties))
+        found.append(
+            Gpu(name=properties.name, arch=arch, memory_gib=total / GIB, free_gib=None if free is None else free / GIB)
+        )
+    return tuple(found)
+
+
+def _gpu_error() -> str | None:
+    """What torch says of why there is no GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.empty(0, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _has_nvidia(root: Path = Path("/dev")) -> bool:
+    """A container that was given one GPU of several may have any number."""
+    return any(root.glob("nvidia[0-9]*"))
+
+
+def _shared_memory(folder: Path = Path("/dev/shm")) -> float | None:
+    try:
+        found = os.statvfs(folder)
+    except FileNotFoundError:
+        return None
+    return found.f_blocks * found.f_frsize / MIB
+
+
+def _has_numa_balancing(root: Path = Path("/proc/sys/kernel")) -> bool:
+    try:
+        return (root / "numa_balancing").read_text().strip() != "0"
+    except FileNotFoundError:
+        return False
+
+
+def _closed_devices(root: Path = Path("/dev")) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """AMD's device files that this user may not open, and the groups that may."""
+    nodes = [node for node in (root / "kfd", *sorted(root.glob("dri/renderD*"))) if node.exists()]
+    if not (root / "kfd").exists():
+        return (), ()
+    closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    return tuple(str(node) for node in closed), tuple(dict.fromkeys(_group(node) for node in closed))
+
+
+def _group(node: Path) -> str:
+    """Its name, or number where it has none, as in a container."""
+    number = node.stat().st_gid
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def main() -> None:
+    """Print the report as JSON, last of all that libraries may print."""
+    facts = gather()
+    sys.stdout.write("\n" + msgspec.json.encode(Report(facts=facts, problems=problems(facts))).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,554 @@
+"""`GraphMemory`: whether one more graph leaves steps the memory that they need. Asked by the graph runner.
+
+All graphs share one pool of memory. The largest, which is captured first, fills it with what its pass takes; a smaller
+one finds that there, and takes little more: as much as the one before it did.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import StepOutOfMemory
+from engine.config.config import Config
+from engine.runner.device import Device, Graph, in_step
+from engine.runner.device_batch import DeviceInputs
+from engine.runner.input_batch import RowsAlike, StepInputs
+from engine.runner.kv_cache import LayerCaches
+from engine.runner.memory_sizing import DeviceMemory, gib
+from engine.speculative.drafts import most_rows
+from models.attention.backend import AttentionBackend
+from models.attention.context import AttentionMetaData, Context, LoRARows, forward_context
+from models.attention.gpu import NO_SLOT
+from models.layers.base import CausalLM
+from models.lora.adapters import why_not_captured
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+_MARGIN = 256 << 20
+"""Bytes kept beside the largest step's: for what is left between allocations, and for libraries that set up late."""
+
+
+class GraphMemory:
+    """Made while no step is under way, before the steps of the start, the largest of which shows what steps take."""
+
+    def __init__(self, memory: DeviceMemory | None) -> None:
+        """`memory`: of the device; None where graphs take none of their own."""
+        self._memory = memory
+        self._of_steps: int | None = None
+        self._at_rest = self._free = self._in_use = 0
+        """The last two: before the pass that is looked at."""
+        self._num_graphs = self._free_before_last = 0
+        """The second: before the last graph was captured."""
+        if memory is not None:
+            memory.reset_peak()
+            self._at_rest = memory.in_use()
+
+    def begin(self) -> None:
+        """The pass of a graph is about to be run as it is, which shows what it takes."""
+        memory = self._memory
+        if memory is None:
+            return
+        if self._of_steps is None:
+            self._of_steps = memory.peak() - self._at_rest
+        memory.reset_peak()
+        self._free, self._in_use = memory.free(), memory.in_use()
+
+    def shortage(self) -> str | None:
+        """Why a graph of the pass that was run is not to be captured, in words; None: there is room."""
+        memory = self._memory
+        if memory is None or self._of_steps is None:
+            return None
+        needed = 0
+        if self._num_graphs == 0:
+            needed = memory.peak() - self._in_use
+        elif self._num_graphs > 1:
+            needed = max(0, self._free_before_last - self._free)
+        kept = self._of_steps + _MARGIN
+        if needed + kept <= self._free:
+            return None
+        return f"it may take {gib(needed)}, and of {gib(self._free)} that are free steps need {gib(kept)}"
+
+    def note_graph(self) -> None:
+        """The graph was captured."""
+        self._num_graphs += 1
+        self._free_before_last = self._free
+
+
+# [graph_runner] `GraphRunner`: replays the model's pass of a batch of decodes from captured graphs. Owned by the
+# model runner.
+#
+# A graph is captured over fixed buffers for each of some batch sizes, largest first, and a batch is padded to the
+# next. Serving starts eagerly; `capture_next` captures one size at a time behind live traffic.
+
+_Integer = TypeVar("_Integer", bound=np.integer[Any])
+_log = logging.getLogger(__name__)
+
+_STEPS_BETWEEN = 32
+"""Steps between two captures while there is work: a capture, and trying the graph, take as long as several of them."""
+
+_TRIED_LENGTHS = (1, 2, 3)
+"""Of the rows that a new graph is replayed with, and ids of their tokens."""
+_APART = 0.2
+"""Of its norm, how far a row may be from the pass's: libraries add up in any order, and a wrong row is farther."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphShape:
+    """What the rows of all of a runner's graphs are."""
+
+    block_size: int
+    max_blocks: int
+    """Of the longest sequence."""
+    spare_block: int
+    """Which no sequence uses: rows that pad a batch write there."""
+    spare_slot: int
+    """Their place in block tables and in the layers' states."""
+    query_len: int = 1
+    """Tokens of a row: one, and as many drafts as are verified with it."""
+    has_adapters: bool = False
+    """Whether rows may use LoRA adapters."""
+    have_states: bool = False
+    """Whether layers keep states by slot."""
+
+    def __post_init__(self) -> None:
+        if self.have_states and self.query_len > 1:
+            raise ValueError(
+                f"a row is to verify {self.query_len - 1} drafts, but the model's recurrent states cannot take back a "
+                "draft that is rejected"
+            )
+
+
+class GraphRunner:
+    """Graphs of one model on one device, which share a pool of memory; one runner a number of tokens in a row."""
+
+    def __init__(
+        self,
+        device: Device,
+        backend: AttentionBackend,
+        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        sizes: Sequence[int],
+        shape: GraphShape,
+        parallel: TensorParallel = SINGLE_RANK,
+        memory: GraphMemory | None = None,
+    ) -> None:
+        """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
+
+        `sizes`: rows. `parallel`: the ranks that replay graphs together. `memory`: of the device's graphs; None: these
+        are all.
+        """
+        self._device, self._backend, self._forward = device, backend, forward
+        self._shape, self._parallel = shape, parallel
+        self._sizes = sorted(set(sizes))
+        self._pending = list(self._sizes)
+        self._captured: dict[int, Graph] = {}
+        self._steps_left = 0
+        most = self._sizes[-1] * shape.query_len
+        # Token ids, positions, and adapters where there are any.
+        num_columns = 3 if shape.has_adapters else 2
+        self._tokens = list(torch.zeros(num_columns, most, dtype=torch.int64, device=device.torch_device))
+        self._hidden: torch.Tensor | None = None
+        """What all graphs write their rows to; as wide as the model, which the first capture shows."""
+        backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
+        self._memory = memory or GraphMemory(device.memory)
+        self._has_told_of_memory = False
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a row."""
+        return self._shape.query_len
+
+    def give_up(self) -> None:
+        """Capture no further sizes."""
+        self._pending.clear()
+
+    @property
+    def spare_slot(self) -> int:
+        """In a slot mapping: what is nobody's goes there."""
+        return self._shape.spare_block * self._shape.block_size
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there are sizes that were not tried yet."""
+        return bool(self._pending)
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Sizes that are replayed, smallest first."""
+        return sorted(self._captured)
+
+    def size_for(self, inputs: StepInputs) -> int:
+        """Rows of the graph that replays a step; 0 where it runs eagerly: prompts, other rows, no graph yet."""
+        num_rows, length = len(inputs.query_lens), self._shape.query_len
+        if inputs.query_len != length or inputs.num_decodes < num_rows or len(inputs.positions) > num_rows * length:
+            return 0
+        if inputs.adapters is not None and not self._shape.has_adapters:
+            return 0
+        fitting = (size for size in self._sizes if size >= num_rows and size in self._captured)
+        return next(fitting, 0)
+
+    def pad(self, inputs: StepInputs, size: int) -> StepInputs:
+        """A step as a graph of `size` rows is to see it: those that are missing are nobody's. 0: as it is."""
+        missing = size - len(inputs.query_lens)
+        if missing <= 0:
+            return inputs
+        shape = self._shape
+        spare, length, num_rows = shape.spare_block, shape.query_len, size - missing
+        tables = None
+        if inputs.block_tables is not None:
+            tables = np.full((size, inputs.num_blocks), spare, dtype=np.int32)
+            tables[:num_rows] = inputs.block_tables
+        unread_rows, unread_tokens = inputs.unread_rows, inputs.unread_tokens
+        if len(unread_rows) == len(inputs.input_ids):
+            # Nobody's last token is where all others are: they are taken in one go.
+            unread_rows = unread_tokens = np.arange(size)
+        return replace(
+            inputs,
+            input_ids=_extended(inputs.input_ids, missing * length, 0),
+            positions=_extended(inputs.positions, missing * length, 0),
+            query_lens=_extended(inputs.query_lens, missing, length),
+            seq_lens=_extended(inputs.seq_lens, missing, length),
+            slot_mapping=_extended(inputs.slot_mapping, missing * length, self.spare_slot),
+            block_tables=tables,
+            num_decodes=size,
+            slots=_extended(inputs.slots, missing, shape.spare_slot),
+            unread_rows=unread_rows,
+            unread_tokens=unread_tokens,
+            adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
+        )
+
+    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
+        """Replay a padded step, of which so many tokens are somebody's. # -> [num_tokens, H]
+
+        The next replay overwrites what is returned.
+        """
+        given = [step.input_ids, step.positions]
+        if self._shape.has_adapters:
+            assert step.adapters is not None
+            given.append(step.adapters)
+        torch._foreach_copy_([tokens[: len(step.input_ids)] for tokens in self._tokens], given)
+        self._backend.prepare_for_replay(step.metadata, step.graph_size)
+        self._captured[step.graph_size].replay()
+        assert self._hidden is not None
+        return self._hidden[:num_tokens]
+
+    def count_step(self) -> None:
+        """Capture a further size once in a while, behind live traffic."""
+        if self._pending:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                self.capture_next()
+
+    def capture_next(self) -> bool:
+        """Capture the largest size that was not tried yet; whether there are more. What fails leaves steps eager.
+
+        Ranks that compute together do so at the same time, and all of them have a graph or none: each first shows
+        that it can, while nobody waits for it. Raises what the pass raises once all have shown that.
+        """
+        if not self._pending:
+            return False
+        size = self._pending.pop()
+        self._steps_left = _STEPS_BETWEEN
+        metadata = self._backend.prepare_for_capture(size, self._shape.query_len)
+        if metadata is None:
+            _log.info("Decodes run eagerly: the attention backend %s captures no graphs", self._backend.name)
+            self._pending.clear()
+            return False
+        start = time.perf_counter()
+        with torch.inference_mode():
+            run = self._pass(size, metadata)
+            graph = self._capture(size, run) if self._is_fit(size, run) else None
+            if graph is not None and not self._is_tried(size, run, graph):
+                graph = None
+        if graph is not None:
+            self._captured[size] = graph
+            self._memory.note_graph()
+            _log.debug("a graph of %d rows was captured in %.2f s", size, time.perf_counter() - start)
+        if not self._pending and self._captured:
+            what = "Decodes" if self.query_len == 1 else f"Decodes of {self.query_len} tokens, drafts among them,"
+            _log.info("%s replay %d graphs, of %d to %d rows", what, len(self._captured), *self._ends)
+        return bool(self._pending)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return self.captured_sizes[0], self.captured_sizes[-1]
+
+    def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
+        """Whether the pass, run as it is, neither fails on a rank nor takes memory that steps need there."""
+        failure: Exception | None = None
+        shortage: str | None = None
+        self._memory.begin()
+        try:
+            # A rank that fails among the others would leave them waiting for its part of a sum.
+            with in_step(), self._parallel.alone():
+                self._seat_nobodys(size)
+                run()
+                self._device.record().synchronize()
+            shortage = self._memory.shortage()
+        except StepOutOfMemory as error:
+            shortage = str(error)
+        except Exception as error:  # noqa: BLE001, compilers of kernels and libraries may raise any
+            failure = error
+        if failure is not None:
+            self._tell_failure(size, failure)
+        if shortage is not None and not self._has_told_of_memory:
+            self._has_told_of_memory = True
+            _log.warning(
+                "Decodes of %d rows run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
+                "gpu_memory_utilization, or name smaller cudagraph_capture_sizes",
+                size,
+                shortage,
+            )
+        if not self._all_say(failure is None):
+            # A smaller one would fail the same way.
+            self._pending.clear()
+            return False
+        return self._all_say(shortage is None)
+
+    def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
+        """The graph of a pass that is fit to be captured, on all ranks or on none."""
+        if self._parallel.size > 1:
+            # What the ranks exchange is set up when it is first run.
+            run()
+        graph: Graph | None = None
+        try:
+            with self._parallel.capturing():
+                graph = self._captured_by_all(run)
+        except RuntimeError as error:
+            self._tell_failure(size, error)
+            graph = None
+        if self._all_say(graph is not None):
+            return graph
+        # A smaller one would fail the same way, or leave no memory for steps.
+        self._pending.clear()
+        return None
+
+    def _is_tried(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
+        """Whether a graph may serve, on all ranks: its replays give what the pass gives."""
+        try:
+            with in_step():
+                is_right = self._is_right(size, run, graph)
+        except (RuntimeError, StepOutOfMemory) as error:
+            if self._parallel.size > 1:
+                # The others wait in the pass that this one left.
+                raise
+            self._tell_failure(size, error)
+            self._pending.clear()
+            return False
+        if self._all_say(is_right):
+            return True
+        self._drop_all(size)
+        return False
+
+    def _is_right(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
+        """Some of ROCm's releases replay graphs wrongly, and say nothing.
+
+        A state that layers keep is another at each pass: there nothing is compared.
+        """
+        if self._shape.have_states:
+            return True
+        assert self._hidden is not None
+        hidden = self._hidden[: size * self._shape.query_len]
+        is_right = True
+        # Rows of nobody's share one place in the cache, so all are alike; their contexts grow. Every rank tries them
+        # all: what it finds wrong, the others wait in.
+        for length in _TRIED_LENGTHS:
+            self._seat_nobodys(size, length)
+            run()
+            expected = hidden.to(torch.float32, copy=True)
+            hidden.fill_(float("nan"))
+            graph.replay()
+            apart, norms = (hidden.float() - expected).norm(dim=-1), expected.norm(dim=-1)
+            is_right &= bool(((apart <= _APART * norms) | ~norms.isfinite()).all())
+        return is_right
+
+    def _drop_all(self, size: int) -> None:
+        """A device that replays one graph wrongly is not to be trusted with others."""
+        _log.warning(
+            "Decodes run eagerly: a graph of %d rows replays other numbers than the pass that it was captured of; "
+            "another release of the driver or of ROCm may do better",
+            size,
+        )
+        self._captured.clear()
+        self._pending.clear()
+
+    def _captured_by_all(self, run: Callable[[], None]) -> Graph:
+        """Raises `RuntimeError` on all ranks where one of them failed."""
+        failure: Exception | None = None
+        try:
+            graph = self._device.capture(run)
+        except Exception as error:  # noqa: BLE001, as above
+            failure = error
+        if not self._all_say(failure is None):
+            raise RuntimeError("another rank failed to" if failure is None else str(failure)) from failure
+        return graph
+
+    def _all_say(self, is_so: bool) -> bool:
+        return self._parallel.agree(is_so, self._device.torch_device)
+
+    def _tell_failure(self, size: int, error: Exception) -> None:
+        _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
+
+    def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
+        """What a graph of so many rows is captured of, with rows that are nobody's."""
+        shape = self._shape
+        num_tokens = size * shape.query_len
+        input_ids, positions, *adapters = (tokens[:num_tokens] for tokens in self._tokens)
+        context = Context(positions=positions, is_prefill=False, batch_size=size, graph_bs=size)
+        lora = LoRARows(adapters[0]) if adapters else None
+
+        def run() -> None:
+            with torch.inference_mode(), forward_context(metadata, context, lora=lora):
+                hidden = self._forward(input_ids, positions)
+                if self._hidden is None:
+                    self._hidden = hidden.new_zeros(len(self._tokens[0]), hidden.shape[1])
+                self._hidden[:num_tokens].copy_(hidden)
+
+        return run
+
+    def _seat_nobodys(self, size: int, length: int = 1) -> None:
+        """Have the buffers hold rows of nobody's, behind contexts in the spare block that make them so long."""
+        shape = self._shape
+        positions = np.arange(length - 1, length - 1 + shape.query_len)
+        seq_len = length - 1 + shape.query_len
+        # The spare block is all of the context's blocks: what a later one would hold is stored nowhere.
+        places = np.where(positions < shape.block_size, self.spare_slot + positions, NO_SLOT)
+        num_blocks = -(-seq_len // shape.block_size)
+        nobodys = self._backend.build_metadata(
+            query_lens=np.full(size, shape.query_len, dtype=np.int64),
+            seq_lens=np.full(size, seq_len, dtype=np.int64),
+            block_tables=np.full((size, num_blocks), shape.spare_block, dtype=np.int32),
+            slot_mapping=np.tile(places, size),
+            num_decodes=size,
+            slots=np.full(size, shape.spare_slot) if shape.have_states else None,
+            query_len=shape.query_len,
+        )
+        for tokens in self._tokens:
+            tokens.zero_()
+        self._tokens[0].fill_(length)
+        self._tokens[1][: size * shape.query_len].view(size, -1).add_(
+            torch.arange(length - 1, seq_len, device=self._device.torch_device)
+        )
+        self._backend.prepare_for_replay(nobodys, size)
+
+
+def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, of at most `max_num_seqs` rows: those wanted, or 1, 2, 4, 8, and every 16th to 512."""
+    if not wanted:
+        wanted = [1, 2, 4, 8, *range(16, min(max_num_seqs, 512) + 16, 16)]
+    return sorted({min(size, max_num_seqs) for size in wanted})
+
+
+def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDArray[_Integer]:
+    return np.concatenate((values, np.full(count, value, dtype=values.dtype)))
+
+
+# [decode_graphs] `DecodeGraphs`: the graphs of a model's decodes, and of those that verify drafts. Owned by the
+# model runner.
+
+
+class DecodeGraphs:
+    """A `GraphRunner` for each number of tokens in a row; all as one."""
+
+    def __init__(self, plain: GraphRunner, of_drafts: GraphRunner | None = None) -> None:
+        """`of_drafts`: whose rows have one token, and as many drafts as may be verified with it."""
+        self._runners = {each.query_len: each for each in (plain, of_drafts) if each is not None}
+        self._plain = plain
+        self.alike = None if of_drafts is None else RowsAlike(of_drafts.query_len, of_drafts.spare_slot)
+        """What rows are to be where one verifies drafts; None: none does."""
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Batch sizes of plain decodes that are replayed, smallest first."""
+        return self._plain.captured_sizes
+
+    def size_for(self, inputs: StepInputs) -> int:
+        """Rows of the graph that replays a step; 0 where it runs eagerly."""
+        runner = self._runners.get(inputs.query_len)
+        return 0 if runner is None else runner.size_for(inputs)
+
+    def pad(self, inputs: StepInputs, size: int) -> StepInputs:
+        """A step as a graph of `size` rows is to see it. 0: as it is."""
+        return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
+
+    def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
+        """Replay a padded step, of which so many tokens are somebody's. # -> [num_tokens, H]
+
+        The next replay overwrites what is returned.
+        """
+        return self._runners[step.metadata.query_len].run(step, num_tokens)
+
+    def count_step(self) -> None:
+        """Capture a further size once in a while, behind live traffic: those of plain decodes first."""
+        self._unfinished.count_step()
+        self._settle()
+
+    def capture_next(self) -> bool:
+        """Capture the next size that was not tried yet; whether there are more. What fails leaves steps eager."""
+        self._unfinished.capture_next()
+        self._settle()
+        return self._unfinished.has_pending
+
+    def _settle(self) -> None:
+        """A device that holds no graph of plain decodes, or none that is right, is not asked for others."""
+        if not self._plain.has_pending and not self._plain.captured_sizes:
+            for runner in self._runners.values():
+                runner.give_up()
+
+    @property
+    def _unfinished(self) -> GraphRunner:
+        """The first that has sizes to capture, or the last."""
+        runners = list(self._runners.values())
+        return next((runner for runner in runners if runner.has_pending), runners[-1])
+
+
+# [model_graphs] Which models replay decodes from graphs, and the `DecodeGraphs` of one that does. Asked by the model
+# runner.
+
+
+def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
+    """What keeps decodes out of graphs, in words; empty where that needs none; None: nothing."""
+    if not device.has_graphs or config.compilation_config.enforce_eager:
+        return ""
+    if parallel.experts is not None and parallel.experts.exchange is not None:
+        return "what replicas exchange is of another size at each step"
+    if not parallel.is_captured:
+        return "a graph captures no exchange between ranks on a CPU"
+    return why_not_captured(model) if config.lora else None
+
+
+def make_graphs(
+    config: Config,
+    device: Device,
+    parallel: TensorParallel,
+    model: CausalLM,
+    backend: AttentionBackend,
+    caches: LayerCaches,
+    *,
+    max_model_len: int,
+    spare_block: int,
+    spare_slot: int,
+) -> DecodeGraphs:
+    """Graphs of a model whose caches have a block and a slot to spare."""
+    shape = GraphShape(
+        block_size=config.kv_cache_block_size,
+        max_blocks=-(-max_model_len // config.kv_cache_block_size),
+        spare_block=spare_block,
+        spare_slot=spare_slot,
+        has_adapters=bool(config.lora),
+        have_states=caches.have_states,
+    )
+    sizes = capture_sizes(config.compilation_config.cudagraph_capture_sizes, config.max_num_seqs)
+    memory = GraphMemory(device.memory)
+    plain = GraphRunner(device, backend, model, sizes, shape, parallel, memory)
+    if not config.num_drafts:
+        return DecodeGraphs(plain)
+    shape = dataclasses.replace(shape, query_len=1 + config.num_drafts)
+    most = most_rows(config.max_num_seqs, config.num_drafts)
+    sizes = sorted({min(size, most) for size in sizes})
+    return DecodeGraphs(plain, GraphRunner(device, backend, model, sizes, shape, parallel, memory))

@@ -1,0 +1,285 @@
+"""`InputBatch`: running sequences kept by slot between steps, and the arrays of one step built of them.
+
+Owned by the model runner. A step brings new rows whole and, of running ones, only the blocks they gained: the tokens
+they sampled were appended here.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import AppendedBlocks, PromptSpan
+from engine.sampling.parameters import LATER, SamplingColumns, SamplingRows
+from engine.sampling.verification import counted_places
+from engine.sequence import Sequence
+
+
+class StepRows(Protocol):
+    """What is needed of a step: of a `ScheduledBatch`, or of what another rank is told of one."""
+
+    @property
+    def slots(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def num_scheduled_tokens(self) -> list[int]: ...
+    @property
+    def context_lens(self) -> list[int]: ...
+    @property
+    def total_tokens_num(self) -> int: ...
+    @property
+    def total_seqs_num_decode(self) -> int: ...
+    @property
+    def new_seqs(self) -> Rows[Sequence]: ...
+    @property
+    def appended_blocks(self) -> Rows[AppendedBlocks]: ...
+    @property
+    def prompt_spans(self) -> list[PromptSpan]: ...
+    @property
+    def draft_tokens(self) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's arrays: B rows, decodes first, of T tokens together. At S places of them a token is sampled.
+
+    A row has one place, behind its last known token; one that verifies drafts also one behind each draft, and one that
+    computes a part of a prompt none.
+    """
+
+    input_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T]
+    slot_mapping: npt.NDArray[np.int64]  # [T], where the token's K and V go: block * block_size + offset
+    query_lens: npt.NDArray[np.int64]  # [B], tokens computed
+    seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
+    block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the device keeps them
+    num_blocks: int
+    """Of the longest row."""
+    num_decodes: int
+    """Leading rows of `query_len` tokens each."""
+    slots: npt.NDArray[np.int64]  # [B]
+    sampled_rows: npt.NDArray[np.int64]  # [S], ascending: of each place
+    sampled_slots: npt.NDArray[np.int64]  # [S]
+    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one that each place is behind
+    unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
+    unread_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
+    sampling: SamplingRows
+    adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
+    query_len: int = 1
+    """One token, and as many drafts as are verified with it."""
+    has_drafts: bool = False
+    """Whether a row has several places."""
+
+    @property
+    def sampled_positions(self) -> npt.NDArray[np.int64]:
+        """Where each sampled token goes in its sequence. # [S]"""
+        return self.positions[self.last_tokens] + 1
+
+
+class RowsAlike(NamedTuple):
+    """How rows that verify drafts have one length, as graphs want them, and attention by decodes."""
+
+    query_len: int
+    """One token, and all the drafts that a row may have. One that has fewer computes tokens again that were before."""
+    spare_slot: int
+    """Where the keys and values of these go, which are stored already."""
+
+
+class TableChanges:
+    """Entries of the block table that a copy of it does not have yet."""
+
+    def __init__(self, table: npt.NDArray[np.int32]) -> None:
+        self._flat = table.reshape(-1)
+        self._width = table.shape[1]
+        self._places: list[int] = []
+
+    def note(self, slot: int, start: int, count: int) -> None:
+        """So many entries of a row were written."""
+        first = slot * self._width + start
+        self._places.extend(range(first, first + count))
+
+    def entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Their places in the flat table, of which one may come twice, and what is there now. # 2 x [changes]"""
+        places = np.array(self._places, dtype=np.int64)
+        return places, self._flat[places]
+
+    def forget(self) -> None:
+        """The copy has them."""
+        self._places.clear()
+
+
+class InputBatch:
+    """Token table, lengths, block table and sampling columns of `max_num_seqs` slots.
+
+    The tables are as wide as a sequence may become; the system commits their pages as rows grow. Raises `ValueError`
+    when it refuses so much.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        seed: int,
+        device_has_tables: bool = False,
+    ) -> None:
+        """`device_has_tables`: steps bring no block tables, and `table_changes` what there is to tell the device."""
+        self.block_size = block_size
+        self._device_has_tables = device_has_tables
+        try:
+            # A token is sampled behind a prompt that fills the context too, and then dropped.
+            self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
+            self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise ValueError(
+                f"the system refused memory for the tokens of max_num_seqs {max_num_seqs} sequences of max_model_len "
+                f"{max_model_len} ({error}); lower one of the two"
+            ) from error
+        self.table_changes = TableChanges(self._block_table)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
+        """Of them: the last one may have been sampled and not be known here yet."""
+        self._adapters: npt.NDArray[np.int32] | None = None
+        self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
+
+    @property
+    def max_blocks(self) -> int:
+        """Of the longest sequence."""
+        return self._block_table.shape[1]
+
+    def apply(self, batch: StepRows) -> None:
+        """Take in what a step changes. Rows that gained blocks go first: a slot may change hands within a step."""
+        for gained in batch.appended_blocks:
+            end = gained.start + len(gained.block_ids)
+            self._block_table[gained.slot, gained.start : end] = gained.block_ids
+            if self._device_has_tables:
+                self.table_changes.note(gained.slot, gained.start, len(gained.block_ids))
+        for seq in batch.new_seqs:
+            self._write(seq)
+
+    def step_inputs(self, batch: StepRows, alike: "RowsAlike | None" = None) -> StepInputs:
+        """The arrays of a step whose changes have been applied.
+
+        `alike`: what all decodes are to be where one of them verifies drafts, if their sequences are as long.
+        """
+        slots = batch.slots
+        seq_lens = np.array(batch.context_lens, dtype=np.int64)
+        scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
+        num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
+        # Of a prompt that is to be read it was said which of the step's tokens are its own.
+        is_movable = not batch.prompt_spans
+        if drafts and alike and is_movable and seq_lens[:num_decodes].min() >= alike.query_len:
+            query_lens = scheduled.copy()
+            query_lens[:num_decodes] = alike.query_len
+        ends = np.cumsum(query_lens)
+        num_tokens_in_step = int(ends[-1])
+        if num_tokens_in_step == len(slots):
+            token_slots, positions = slots, seq_lens - 1
+        else:
+            # Token t of row r has the position t - (first t of r) + (first position of r); both firsts are end - span.
+            token_slots = np.repeat(slots, query_lens)
+            positions = np.arange(num_tokens_in_step) + np.repeat(seq_lens - ends, query_lens)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        num_blocks = -(-int(seq_lens.max()) // self.block_size)
+        num_tokens = self._num_tokens[slots]
+        sampled = np.flatnonzero(seq_lens >= num_tokens)
+        last_tokens = ends[sampled] - 1
+        slot_mapping = self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
+        if drafts:
+            counts = np.where(sampled < num_decodes, scheduled[sampled], 1)
+            sampled, last_tokens, drafted = _places(sampled, last_tokens, counts)
+            self._tokens[token_slots[drafted], positions[drafted]] = drafts
+            if alike:
+                slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = alike.spare_slot
+            # Rows of one length are decodes to the attention backend, others are spans as those of a prompt.
+            shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
+            num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
+        sampled_slots, places = slots[sampled], positions[last_tokens] + 1
+        # Of a row's tokens but the drafts, which are known here, only the last may not be.
+        num_read = self._num_read[slots]
+        unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
+        is_late = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
+        return StepInputs(
+            input_ids=self._tokens[token_slots, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=slot_mapping,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_tables=None if self._device_has_tables else self._block_table[:, :num_blocks][slots],
+            num_blocks=num_blocks,
+            num_decodes=num_decodes,
+            slots=slots,
+            sampled_rows=sampled,
+            sampled_slots=sampled_slots,
+            last_tokens=last_tokens,
+            unread_rows=unread,
+            unread_tokens=(ends - seq_lens + num_read)[unread],
+            sampling=LATER if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
+            adapters=self._adapters_of(slots),
+            query_len=query_len,
+            has_drafts=bool(drafts),
+        )
+
+    def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
+        """`inputs.sampling`, once the tokens of all steps before have been read."""
+        return self._sampling.rows(inputs.sampled_slots, inputs.sampled_positions, self._tokens)
+
+    def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
+        """None where no row of the step uses one."""
+        if self._adapters is None:
+            return None
+        adapters = self._adapters[slots]
+        return adapters if adapters.any() else None
+
+    def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether each of these slots takes its likeliest token, and asks nothing else of the logits."""
+        return self._sampling.are_greedy(slots)
+
+    def reserve(self, inputs: StepInputs) -> None:
+        """Each sequence that samples has a further token, of a step that was launched; `keep` tells which."""
+        self._num_tokens[inputs.sampled_slots] += 1
+
+    def keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
+        """Take in what was sampled at a step's places. # [S]"""
+        slots, positions, counted = inputs.sampled_slots, inputs.sampled_positions, counted_places(inputs, token_ids)
+        if counted is not None:
+            slots, positions, token_ids = slots[counted], positions[counted], token_ids[counted]
+        self._tokens[slots, positions] = token_ids
+        # Of a slot that is named several times the last one counts, which is its furthest.
+        self._num_read[slots] = positions + 1
+        if inputs.has_drafts:
+            # Nothing was launched behind it, and of some rows nothing may count.
+            slots = inputs.sampled_slots
+            self._num_tokens[slots] = self._num_read[slots]
+        else:
+            self._num_tokens[slots] = np.maximum(self._num_tokens[slots], positions + 1)
+
+    def _write(self, seq: Sequence) -> None:
+        slot = seq.slot
+        self._tokens[slot, : len(seq.token_ids)] = seq.token_ids
+        self._num_tokens[slot] = self._num_read[slot] = len(seq.token_ids)
+        self._block_table[slot, : len(seq.block_table)] = seq.block_table
+        if self._device_has_tables:
+            self.table_changes.note(slot, 0, len(seq.block_table))
+        if seq.adapter and self._adapters is None:
+            self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
+        if self._adapters is not None:
+            self._adapters[slot] = seq.adapter
+        self._sampling.write(slot, seq)
+
+
+def _places(
+    rows: npt.NDArray[np.int64], last_tokens: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Rows that verify drafts at so many places each: the places' rows and tokens, and which tokens are drafts.
+
+    # 3 x [rows] -> [S], [S], [drafts]
+    """
+    ends = np.cumsum(counts)
+    behind = np.arange(ends[-1]) + np.repeat(last_tokens + 1 - ends, counts)
+    is_draft = np.ones(len(behind), dtype=np.bool_)
+    is_draft[ends - counts] = False
+    return np.repeat(rows, counts), behind, behind[is_draft]

@@ -1,0 +1,170 @@
+"""Whether the kernels give the right numbers for the loaded model, found before it is served. Called by the runner.
+
+Compilers err: a release of Triton, or of what assembles its kernels, may give other numbers than were written, and
+nothing else would tell. What is wrong is left to torch, where torch can do it.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from engine.doctor_report import ANOTHER_TRITON
+from engine.runner.device import at_start
+from engine.runner.warm_up import dummy_prompt
+from models.attention.backend import AttentionBackend
+from models.attention.context import DPMetadata, forward_context, set_kv_cache_data
+from models.layers.base import CausalLM
+from models.layers.moe import FusedMoE
+from models.ops import aiter, triton
+from models.ops import registry as backends
+from models.ops.self_test import Check, wrong
+from models.quantization.stored import make_dense, stored_of
+
+if TYPE_CHECKING:
+    from engine.runner.model_runner import ModelRunner
+
+_log = logging.getLogger(__name__)
+
+
+def check_kernels(runner: "ModelRunner") -> AttentionBackend:
+    """Leave to torch what kernels compute wrongly on any rank; the attention backend from here on.
+
+    An operator that `kernel_backend` names as Triton's stays with it, and a warning says what is wrong. Raises
+    `ValueError`, a sentence, where nothing else can compute it. Nothing is kept of the caches.
+    """
+    device, backend = runner.device, runner.backend
+    if device.type == "cpu" and not triton.active():
+        return backend
+    start = time.perf_counter()
+    # A rank without Triton has nothing to look at, but the others wait for its word.
+    uses = _uses(runner) if triton.active() else {}
+    asked = backends.named(runner.config.kernel_backend, backends.TRITON)
+    # All ranks ask of all operators, in the same order, whatever their own layers are.
+    for operator in _OPERATORS:
+        reason = what_is_wrong(uses.get(operator, ()), device, operator)
+        if runner.parallel.agree(reason is None, device):
+            continue
+        said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
+        said += reason or "those of another rank are"
+        name = _name_of(operator)
+        if name in asked:
+            kept = f"They compute all the same, as kernel_backend says {name}=triton"
+            _log.warning("%s. %s; %s", said, kept, ANOTHER_TRITON)
+            continue
+        if operator == _LATENTS:
+            raise ValueError(
+                f"{said}; nothing else computes them on a GPU. Use device cpu, or set kernel_backend to "
+                f"attention=triton to serve all the same; {ANOTHER_TRITON}"
+            )
+        _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
+        backend = _leave_to_torch(operator, runner.model, device) or backend
+    _log.info("Triton's kernels were compared with torch in %.1f s", time.perf_counter() - start)
+    return backend
+
+
+_LATENTS = "latents"
+"""Attention of latents, which Kaon has no torch for on a GPU."""
+_OPERATORS = ("attention", _LATENTS, "norm", "activation", "moe", "linear", "recurrent", "sampling")
+_OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
+"""What aiter computes of these, its own probe has seen. Experts that it computes tell so themselves."""
+_FUSED = frozenset({"norm", "activation"})
+"""By torch's compiler, where that is asked for."""
+
+
+def _uses(runner: "ModelRunner") -> dict[str, list[Check]]:
+    """What the model asks of kernels, found by a pass that attends to nothing and runs none."""
+    from engine.runner.kernel_cases import uses_of
+    from engine.sampling.kernel_check import SamplingForm
+    from models.attention.observer import ObservingBackend
+
+    device, experts = runner.device, runner.parallel.experts
+    is_compiled = runner.config.compilation_config.compilation_level > 0
+    observer = ObservingBackend(device)
+    block_size, have_states = runner.config.kv_cache_block_size, runner.caches.have_states
+    context, token = dummy_prompt(observer, 0, block_size, device, have_states=have_states)
+    in_lockstep = experts is not None and experts.exchange is not None
+    replicas = DPMetadata((1,) * experts.num_replicas) if experts is not None and in_lockstep else None
+    set_kv_cache_data(runner.caches.allocate(1, 1))
+    try:
+        with (
+            torch.inference_mode(),
+            nullcontext() if in_lockstep else runner.parallel.alone(),
+            triton.idle(),
+            torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
+            forward_context(token.metadata, context, replicas),
+        ):
+            runner.model(token.input_ids, token.positions)
+    finally:
+        set_kv_cache_data({})
+    found = uses_of(
+        runner.model,
+        observer,
+        runner.dtype,
+        runner.config.max_num_batched_tokens,
+        tokens_a_row=1 + runner.config.num_drafts,
+    )
+    found["sampling"] = [SamplingForm(runner.model_config.vocab_size).check]
+    by_torch = _FUSED if is_compiled else frozenset()
+    return {operator: checks for operator, checks in found.items() if _are_ours(operator) and operator not in by_torch}
+
+
+def _are_ours(operator: str) -> bool:
+    """Whether Triton's kernels compute an operator, and not a library that has been probed itself."""
+    return triton.takes(_name_of(operator)) and not (operator in _OF_AITER and aiter.takes(operator))
+
+
+def what_is_wrong(checks: Iterable[Check], device: torch.device, operator: str) -> str | None:
+    """What is wrong with an operator, in words; None: nothing, or there was no memory to see.
+
+    Raises `ValueError` where the device computes nothing any more.
+    """
+    try:
+        return wrong(checks, device)
+    except torch.OutOfMemoryError:
+        _log.warning("There is no memory to compare the kernels for %s with torch", operator)
+        return None
+    # A compiler or a driver may raise anything.
+    except Exception as failure:  # noqa: BLE001
+        reason = f"they failed: {type(failure).__name__}: {failure}".splitlines()[0]
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError as lost:
+        raise ValueError(
+            f"Triton's kernels for {operator} took the GPU from this process ({reason}); set kernel_backend to "
+            f"{'torch' if operator == _LATENTS else operator + '=torch'}; {ANOTHER_TRITON}"
+        ) from lost
+    return reason
+
+
+def _leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> AttentionBackend | None:
+    """Have plain torch compute an operator from here on; the attention backend where it is another then."""
+    triton.leave_to_torch(triton.left() | {operator})
+    if operator == "attention":
+        from models.attention.torch_paged import TorchAttentionBackend
+
+        return TorchAttentionBackend(device)
+    if operator in ("moe", "linear"):
+        is_expert = operator == "moe"
+        with at_start("a model whose weights were made dense", "serve a smaller one, or mend Triton"):
+            for module in cast(nn.Module, model).modules():
+                if isinstance(module, FusedMoE) is is_expert:
+                    for parameter in module.parameters(recurse=False):
+                        if stored_of(parameter) is not None:
+                            make_dense(parameter)
+    return None
+
+
+def _name_of(operator: str) -> str:
+    """As `kernel_backend` has it."""
+    return "attention" if operator == _LATENTS else operator
+
+
+def _place(device: torch.device) -> str:
+    """The device and the compiler, in words."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    return f"{name} by Triton {triton.version()}" if triton.active() else name

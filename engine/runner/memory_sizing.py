@@ -1,0 +1,184 @@
+"""How many KV-cache blocks fit: from what a GPU has left after a worst-case step, or from the host's memory on CPU.
+
+Called by the model runner before the cache is allocated. No torch here: a GPU's figures come through `DeviceMemory`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.config.config import Config
+from engine.distributed.host_resources import available_host_memory
+
+GIB = 2**30
+MAX_CPU_BYTES = 4 * GIB
+"""Most host memory that the cache takes unasked."""
+CPU_BYTES_AT_FIRST = GIB
+"""Of the cache, used before cached blocks are given out for something else."""
+MAX_CPU_TOKENS = 2**19
+"""Most tokens that a cache on CPU holds unasked: a tiny model would spend its start-up on bookkeeping for millions."""
+
+
+class DeviceMemory(Protocol):
+    """Figures of one GPU, in bytes."""
+
+    def total(self) -> int:
+        """The device's memory."""
+
+    def free(self) -> int:
+        """What nobody holds."""
+
+    def held(self) -> int:
+        """What this process holds through the allocator, in use or kept for reuse."""
+
+    def in_use(self) -> int:
+        """What of that is in use."""
+
+    def peak(self) -> int:
+        """The most that was in use at a time since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far, and hold nothing for reuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes that the KV cache may take, why so many, and the field that changes it."""
+
+    num_bytes: int
+    reason: str
+    field: str
+    max_tokens: int | None = None
+    max_seqs: int | None = None
+    """Of which no more were measured together."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSize:
+    """Size of the KV cache, with one line for the log."""
+
+    num_blocks: int
+    num_slots: int
+    """Sequences that may run at a time: recurrent layers keep a state for each."""
+    num_bytes: int
+    """Of blocks and states together."""
+    reason: str
+
+
+def kv_cache_size(
+    config: Config, *, block_bytes: int, slot_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]
+) -> KVCacheSize:
+    """As many blocks as `num_kvcache_blocks` says, else as fit `budget()`, and no more than all slots could fill.
+
+    `block_bytes` is one block's K and V in all layers, `slot_bytes` one sequence's states. States take at most half
+    of the budget: fewer sequences than `max_num_seqs` run where more would not fit. Raises `ValueError` when not even
+    one block, or one sequence's states, fit.
+    """
+    num_slots = config.max_num_seqs
+    if config.num_kvcache_blocks is not None:
+        num_blocks = config.num_kvcache_blocks
+        num_bytes = num_blocks * block_bytes + num_slots * slot_bytes
+        return KVCacheSize(num_blocks, num_slots, num_bytes, f"num_kvcache_blocks is {num_blocks}")
+    found = budget()
+    if found.max_seqs is not None:
+        num_slots = min(num_slots, found.max_seqs)
+    if slot_bytes:
+        num_slots = min(num_slots, found.num_bytes // 2 // slot_bytes)
+        if num_slots < 1:
+            raise _too_small(found, "twice the states of one sequence take", 2 * slot_bytes)
+    # A model may keep nothing but states: its blocks are numbers that cost nothing.
+    num_blocks = (found.num_bytes - num_slots * slot_bytes) // max(1, block_bytes)
+    if num_blocks < 1:
+        raise _too_small(found, f"one block of {config.kv_cache_block_size} tokens takes", block_bytes)
+    reason = found.reason
+    useful = num_slots * -(-max_model_len // config.kv_cache_block_size)
+    if useful < num_blocks:
+        num_blocks = useful
+        reason = f"all that {num_slots} sequences of {max_model_len} tokens could fill"
+    if found.max_tokens is not None:
+        most = -(-max(found.max_tokens, max_model_len) // config.kv_cache_block_size)
+        if most < num_blocks:
+            num_blocks = most
+            reason = (
+                f"{max(found.max_tokens, max_model_len)} tokens are kept where num_kvcache_blocks asks for no more"
+            )
+    return KVCacheSize(num_blocks, num_slots, num_blocks * block_bytes + num_slots * slot_bytes, reason)
+
+
+def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueError:
+    return ValueError(
+        f"the KV cache may take {max(0, found.num_bytes)} bytes ({found.reason}), but {what_takes} {num_bytes}; "
+        f"{gib(num_bytes - found.num_bytes)} are missing: free memory or raise {found.field}"
+    )
+
+
+def gpu_budget(
+    config: Config,
+    memory: DeviceMemory,
+    worst_case_step: Callable[[int], None],
+    *,
+    block_bytes: int,
+    slot_bytes: int,
+    agree: Callable[[bool], bool] = bool,
+) -> MemoryBudget:
+    """What `gpu_memory_utilization` leaves beside the weights, a worst-case step, and what others hold.
+
+    `worst_case_step` runs a step as large as the configuration allows, of as many sequences as it is told may run,
+    over states of theirs and one block, which count as the cache's own; the weights are loaded by then. `agree`:
+    whether something is so on all ranks, which run that step together.
+    """
+    memory.reset_peak()
+    num_seqs = _seqs_with_states(config.max_num_seqs, memory.free() // 2, slot_bytes, agree)
+    worst_case_step(num_seqs)
+    peak = memory.peak() - block_bytes - num_seqs * slot_bytes
+    outside = memory.total() - memory.free() - memory.held()
+    usable = int(memory.total() * config.gpu_memory_utilization)
+    return MemoryBudget(
+        usable - peak - outside,
+        f"{config.gpu_memory_utilization:.0%} of {gib(memory.total())}, less {gib(peak)} at the peak of "
+        f"a worst-case step and {gib(outside)} held outside it",
+        "gpu_memory_utilization",
+        max_seqs=num_seqs,
+    )
+
+
+def _seqs_with_states(most: int, num_bytes: int, slot_bytes: int, agree: Callable[[bool], bool]) -> int:
+    """Sequences, one at least, whose states have room in so many bytes on each rank: all, or some sixteenths of them.
+
+    More will not run, as states take at most half of what is left, and a step of more may not fit.
+    """
+    shares = (max(1, most * share // 16) for share in range(16, 0, -1))
+    return next((count for count in shares if count == 1 or agree(count * slot_bytes <= num_bytes)), 1)
+
+
+def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, ranks: int = 1) -> MemoryBudget:
+    """`cpu_kvcache_gib`, else a quarter of what `activations` leave of what is available, at most 4 GiB.
+
+    Of this a rank's share, where there are several. `activations`: bytes that the largest step takes on each. `root`
+    holds `proc` and `sys`. Raises `ValueError` where these and the cache cannot both be had.
+    """
+    if config.cpu_kvcache_gib is not None:
+        num_bytes = int(config.cpu_kvcache_gib * GIB)
+        activations *= ranks
+        if activations and num_bytes + activations > (available := available_host_memory(root)):
+            raise ValueError(
+                f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g} and a step of max_num_batched_tokens "
+                f"{config.max_num_batched_tokens} takes {gib(activations)}, but {gib(available)} are available; "
+                "lower one of the two"
+            )
+        return MemoryBudget(num_bytes // ranks, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
+    available = max(0, available_host_memory(root) - ranks * activations)
+    num_bytes = min(available // 4, MAX_CPU_BYTES)
+    beside = f" beside {gib(activations)} of the largest step's" if activations else ""
+    return MemoryBudget(
+        num_bytes // ranks,
+        f"a quarter of {gib(available)} available{beside}, at most {gib(MAX_CPU_BYTES)}",
+        "cpu_kvcache_gib",
+        MAX_CPU_TOKENS,
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """As a sentence says it."""
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,141 @@
+"""The process of a tensor-parallel rank behind the first: `python -m engine.runner.rank_process`.
+
+Started by `RankProc`. Loads its shard, meets the others, and follows the steps that rank 0 tells of until
+the engine core is gone.
+"""
+
+import gc
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from engine.config.config import Config
+from engine.distributed.processes import begin_child, end_with_parent_even_if_stuck, log_lines, name_process
+from engine.distributed.rank_link import (
+    MAX_BYTES,
+    Allocate,
+    FromRank,
+    Join,
+    RankFailed,
+    RankLaunch,
+    RankLoaded,
+    RankRaised,
+    RankServes,
+    RankSized,
+    ToRank,
+)
+from engine.distributed.rank_steps import ABORTED, decode_step
+from engine.distributed.step_transport import open_steps
+
+logger = logging.getLogger("engine.runner.rank_process")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ToRank)
+
+
+def main() -> int:
+    """Be a rank for the engine core that holds the other end of standard input; the exit code."""
+    core = begin_child()
+    end_with_parent_even_if_stuck()
+    _end_with(core)
+    launch = _receive(core)
+    assert isinstance(launch, RankLaunch)
+    name_process(launch.name)
+    config = Config.model_validate_json(launch.config)
+    log_lines(launch.name, config.server_config.log_level)
+    try:
+        _serve(config, launch, core)
+    except (ValueError, MemoryError) as error:
+        logger.debug("start-up failed", exc_info=True)
+        _send(core, RankFailed(str(error) or "memory ran out while the model was loaded", usage=True))
+    except Exception as error:
+        logger.exception("this rank ends")
+        _send(core, RankFailed(f"{type(error).__name__}: {error}", usage=False))
+    return 1
+
+
+def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
+    steps = open_steps(launch.steps, launch.shard.rank, launch.shard.size)
+    from engine.runner.build import build_runner
+    from engine.runner.shard_runner import ShardRunner
+    from models.errors import CollectiveAborted
+
+    runner, config, _, own_cpus, group, world = build_runner(
+        config, Path(launch.path), launch.shard, launch.seat, launch.share
+    )
+    assert isinstance(runner, ShardRunner)
+    assert group is not None
+    num_parameters = sum(weight.numel() for weight in runner.model.parameters())
+    _send(core, RankLoaded(sorted(own_cpus), num_parameters))
+    _expect(core, Join)
+    if world is not None:
+        world.join()
+    group.join()
+    size = runner.kv_cache_size()
+    _send(core, RankSized(size.num_blocks, size.num_slots))
+    allocate = _expect(core, Allocate)
+    runner.allocate_kv_cache(allocate.num_blocks, allocate.num_slots)
+    runner.warm_up()
+    gc.freeze()
+    _send(core, RankServes())
+    while True:
+        message = decode_step(steps.read())
+        failure = ""
+        try:
+            group.begin_step(message.number)
+            runner.follow(message)
+        except CollectiveAborted:
+            failure = ABORTED
+        except BaseException as error:  # noqa: BLE001 - told to rank 0, which fails the step
+            group.abort()
+            sentence = " ".join(str(error).split()) or type(error).__name__
+            logger.error("step %d failed: %s", message.number, sentence)
+            _send(core, RankRaised(message.number, sentence))
+            failure = f"{sentence}\n{traceback.format_exc()}"
+        steps.tell(failure)
+
+
+def _end_with(core: socket.socket) -> None:
+    """From now on, exit as soon as the core is gone, whatever this process is doing."""
+    poller = select.poll()
+    poller.register(core, 0)  # Of its end the system tells unasked.
+
+    def watch() -> None:
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _send(core: socket.socket, message: FromRank) -> None:
+    core.send(_encoder.encode(message))
+
+
+def _receive(core: socket.socket) -> ToRank:
+    packet = core.recv(MAX_BYTES)
+    if not packet:
+        # The core is gone, and nobody is left to tell.
+        os._exit(1)
+    message: ToRank = _decoder.decode(packet)
+    return message
+
+
+_Message = TypeVar("_Message", bound=ToRank)
+
+
+def _expect(core: socket.socket, kind: type[_Message]) -> _Message:
+    message = _receive(core)
+    assert isinstance(message, kind)
+    return message
+
+
+if __name__ == "__main__":
+    sys.exit(main())

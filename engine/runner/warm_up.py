@@ -1,0 +1,190 @@
+"""Steps of nobody's, by which a GPU's memory is measured and its kernels are compiled before the first request.
+
+Run by the model runner. Triton compiles a kernel anew for each tile that a number of tokens calls for, for other forms
+of it, and for what it knows of its arguments. Numbers of tokens by powers of two meet each tile of the table; decodes,
+prompts, chunks of prompts and both together, each form. What was compiled before is read from Triton's cache.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.batch import ScheduledBatch, StepOutOfMemory
+from engine.runner.device import at_start, in_step
+from engine.runner.device_batch import DeviceInputs
+from engine.sequence import Sequence as EngineSequence
+from engine.speculative.drafts import most_rows
+from models.attention.backend import AttentionBackend
+from models.attention.context import Context
+from models.parallel.tensor_parallel import TensorParallel
+
+_log = logging.getLogger(__name__)
+
+_CHUNK = 24
+"""Tokens of a chunk behind what was computed: no power of two, as most are."""
+
+
+class WarmUpRow(NamedTuple):
+    """A row of a step that computes the last `tokens` of a sequence of `context` tokens."""
+
+    context: int
+    tokens: int
+
+
+class WarmUpStep(NamedTuple):
+    """Rows, of which the first ones decode."""
+
+    rows: Sequence[WarmUpRow]
+    num_decodes: int = 0
+
+
+class StepSizes(NamedTuple):
+    """What a step has at most."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    num_drafts: int = 0
+    """That a row verifies."""
+
+
+def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
+    """Have all be compiled that requests will need. Steps that there is no memory for are left out.
+
+    Each of several ranks does so by itself: none waits for another that leaves a step out. Replicas in lockstep
+    cannot, since they compute what others send: there such a step raises `StepOutOfMemory`.
+    """
+    is_in_lockstep = parallel.experts is not None and parallel.experts.exchange is not None
+    start, num_steps = time.perf_counter(), 0
+    left_out: list[str] = []
+    for step in warm_up_steps(sizes):
+        num_steps += 1
+        try:
+            with in_step(), nullcontext() if is_in_lockstep else parallel.alone():
+                run(step)
+        except StepOutOfMemory as error:
+            if is_in_lockstep:
+                raise
+            left_out.append(str(error))
+    _log.info("Kernels were compiled, or found compiled, in %.1f s", time.perf_counter() - start)
+    if left_out:
+        _log.warning(
+            "%d of %d steps of the warm-up were left out, so that kernels may be compiled while requests wait: %s",
+            len(left_out),
+            num_steps,
+            left_out[0],
+        )
+
+
+def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> None:
+    """The step that takes most memory: all the tokens that one may have, in as many rows as may run.
+
+    Raises `ValueError`, a sentence, where there is not as much.
+    """
+    num_tokens = sizes.max_num_batched_tokens
+    num_rows = min(sizes.max_num_seqs, num_tokens)
+    length, longer = divmod(num_tokens, num_rows)
+    lengths = [length + 1] * longer + [length] * (num_rows - longer)
+    rows = [WarmUpRow(min(each, sizes.max_model_len), min(each, sizes.max_model_len)) for each in lengths]
+    with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
+        run(WarmUpStep(rows))
+        if sizes.num_drafts:
+            # It chooses more tokens than there are rows, and beside it prompts may end.
+            num_rows = _most_verifying(sizes)
+            verifying = _verification(sizes, num_rows)
+            left = num_tokens - sum(row.tokens for row in verifying.rows)
+            ending = [WarmUpRow(1, 1)] * min(sizes.max_num_seqs - num_rows, left)
+            run(WarmUpStep([*verifying.rows, *ending], num_rows))
+
+
+def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
+    """All within a step's limits, the smallest first."""
+    max_num_batched_tokens, max_num_seqs, max_model_len, num_drafts = sizes
+    for tokens in _powers_of_two(min(max_num_batched_tokens, max_num_seqs * max_model_len)):
+        whole, rest = divmod(tokens, max_model_len)
+        lengths = [max_model_len] * whole + [rest] * (rest > 0)
+        yield WarmUpStep([WarmUpRow(length, length) for length in lengths])
+    short = min(2, max_model_len)
+    for rows in _powers_of_two(min(max_num_seqs, max_num_batched_tokens)):
+        # Some layers look at a long context in another way.
+        contexts = [max_model_len] + [short] * (rows - 1)
+        yield WarmUpStep([WarmUpRow(context, 1) for context in contexts], rows)
+        yield WarmUpStep([WarmUpRow(short, 1)] * rows, rows)
+    if num_drafts:
+        for rows in _powers_of_two(_most_verifying(sizes)):
+            yield _verification(sizes, rows)
+    chunk = WarmUpRow(max_model_len, min(_CHUNK, max_model_len, max_num_batched_tokens))
+    yield WarmUpStep([chunk])
+    if max_num_seqs > 1 and chunk.tokens < max_num_batched_tokens:
+        yield WarmUpStep([WarmUpRow(short, 1), chunk], 1)
+
+
+def _most_verifying(sizes: StepSizes) -> int:
+    """Rows of a step that verify drafts."""
+    by_choices = most_rows(sizes.max_num_seqs, sizes.num_drafts)
+    return max(1, min(sizes.max_num_seqs, by_choices, sizes.max_num_batched_tokens // (1 + sizes.num_drafts)))
+
+
+def _verification(sizes: StepSizes, num_rows: int) -> WarmUpStep:
+    """Rows that verify drafts, the first behind a long context."""
+    tokens = min(1 + sizes.num_drafts, sizes.max_model_len, sizes.max_num_batched_tokens)
+    contexts = [sizes.max_model_len] + [tokens] * (num_rows - 1)
+    return WarmUpStep([WarmUpRow(context, tokens) for context in contexts], num_rows)
+
+
+def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch:
+    """A step of sequences that are nobody's, all of whose tokens go to one block. What a decode has more is drafts."""
+    rows, num_decodes = step
+    num_drafts = [row.tokens - 1 if place < num_decodes else 0 for place, row in enumerate(rows)]
+    seqs = [
+        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - place)
+        for place, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True))
+    ]
+    for slot, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+        seq.slot, seq.block_table = slot, [block] * -(-row.context // block_size)
+    num_tokens = sum(row.tokens for row in rows)
+    num_decoded = sum(row.tokens for row in rows[:num_decodes])
+    return ScheduledBatch(
+        {seq.id: seq for seq in seqs},
+        [row.tokens for row in rows],
+        num_tokens,
+        total_tokens_num_prefill=num_tokens - num_decoded,
+        total_tokens_num_decode=num_decoded,
+        total_seqs_num=len(seqs),
+        total_seqs_num_prefill=len(seqs) - num_decodes,
+        total_seqs_num_decode=num_decodes,
+        is_dummy_run=True,
+        scheduled_spec_decode_tokens={
+            seq.id: [0] * drafts for seq, drafts in zip(seqs, num_drafts, strict=True) if drafts
+        },
+        context_lens=[row.context for row in rows],
+        new_seqs=seqs,
+    )
+
+
+def dummy_prompt(
+    backend: AttentionBackend, block: int, block_size: int, device: torch.device, *, have_states: bool
+) -> tuple[Context, DeviceInputs]:
+    """A prompt of one token that is nobody's, goes to that block, and samples nothing."""
+    one = np.ones(1, np.int64)
+    metadata = backend.build_metadata(
+        query_lens=one,
+        seq_lens=one,
+        block_tables=np.array([[block]], np.int32),
+        slot_mapping=np.array([block * block_size]),
+        num_decodes=0,
+        slots=np.zeros(1, np.int64) if have_states else None,
+    )
+    positions, token = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    none = token[:0]
+    return Context(positions, is_prefill=True, batch_size=1), DeviceInputs(token, positions, none, none, metadata)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """And the number itself."""
+    return sorted({*(1 << power for power in range(most.bit_length())), most})

@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling parameters to rows, the sampler, log probabilities, and verification of drafts."""

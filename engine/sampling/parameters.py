@@ -1,0 +1,316 @@
+"""`BadWords`: the token sequences that a request must never complete. Kept by slot in the sampling columns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.counter_rng import request_key, server_key, uniform
+from engine.sequence import Sequence as EngineSequence
+from engine.text.structured.matcher import MaskedRow, packed
+
+
+class BadWords:
+    """Sequences of tokens, each forbidden as a whole: its last token, where those before it were just generated."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
+        self._words = [np.array(word, dtype=np.int64) for word in words if len(word) > 1]
+        self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
+
+    def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """The tokens that would complete a sequence behind `generated`, which no prompt is part of."""
+        if not len(generated) or not self._words:
+            return self._always
+        # Most sequences are ruled out by the one token before their last.
+        begun = [self._words[i] for i in np.flatnonzero(self._before_last == generated[-1]).tolist()]
+        completing = [int(word[-1]) for word in begun if _ends_with(generated, word[:-1])]
+        return np.concatenate([self._always, np.array(completing, dtype=np.int64)])
+
+
+def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> bool:
+    return len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)
+
+
+# [sampling_columns] `SamplingColumns`: how each slot's tokens are chosen, kept between steps; `SamplingRows`: what
+# one step needs of it.
+#
+# Written by the input batch when a sequence starts, read by it once a step for the sampler.
+
+MIN_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: the limit, without the overflow."""
+
+_RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK = (
+    1 << bit for bit in range(9)
+)
+_OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
+"""Features that look at the tokens before the one that is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """The rows of a step that are sampled and not greedy. Arrays have one entry each, `rows` are indexes into it."""
+
+    rows: npt.NDArray[np.int64]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    """Tokens kept; the vocabulary's size keeps all."""
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float64]
+    key: npt.NDArray[np.uint64]
+    position: npt.NDArray[np.int64]
+    """What the row's random number is a function of."""
+    filtered: npt.NDArray[np.bool_]
+    """Whether top-k, top-p or min-p may drop a token."""
+
+    @property
+    def uniform(self) -> npt.NDArray[np.float64]:
+        """The random numbers, in [0, 1)."""
+        return uniform(self.key, self.position)
+
+    def take(self, chosen: npt.NDArray[np.int64]) -> "RandomRows":
+        """Some of the rows."""
+        return RandomRows(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """A change to single logits: `values[i]` applies to the token `token_ids[i]` of row `rows[i]`. # [num_changes]"""
+
+    rows: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What the sampler must do with the rows of a step. A field is None, or empty, where no row needs it."""
+
+    random: RandomRows | None = None
+    repetition: Adjustments | None = None
+    """One entry a token of prompt and output, repeats included, and so for the two below over the output."""
+    presence: Adjustments | None = None
+    frequency: Adjustments | None = None
+    bias: Adjustments | None = None
+    """Logit biases, and minus infinity for tokens that may not be sampled here."""
+    masked: list[MaskedRow] | None = None
+    """Rows that may sample some tokens only."""
+    num_logprobs: dict[int, int] | None = None
+    """Alternatives asked for, by row."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its likeliest token, and nothing else is asked of the logits."""
+        return self is _GREEDY
+
+
+_GREEDY = SamplingRows()
+LATER = SamplingRows()
+"""Stands for rows that can be told only once a token that the device has sampled is read."""
+
+
+class SamplingColumns:
+    """Sampling parameters by slot, as columns; what few requests use is kept in dictionaries by slot."""
+
+    def __init__(self, *, max_num_seqs: int, vocab_size: int, seed: int) -> None:
+        """`seed` is the server's, for requests without one."""
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._needs = np.zeros(max_num_seqs, dtype=np.uint16)
+        """Which of the features above a slot uses: a step does only what one of its rows needs."""
+        self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self._top_p = np.zeros(max_num_seqs, dtype=np.float64)
+        self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
+        self._key = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._repetition = np.zeros(max_num_seqs, dtype=np.float32)
+        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._min_num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        """Sequence length from which on the slot's forbidden tokens may be sampled."""
+        self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self._forbidden: dict[int, npt.NDArray[np.int64]] = {}
+        self._bad_words: dict[int, BadWords] = {}
+        self._masked: dict[int, _Masked] = {}
+        self._num_logprobs: dict[int, int] = {}
+
+    def write(self, slot: int, seq: EngineSequence) -> None:
+        """Overwrite all of a slot with a sequence's parameters."""
+        params = seq.sampling_params
+        needs = 0
+        if params.temperature >= MIN_TEMPERATURE:
+            needs |= _RANDOM
+            self._temperature[slot] = params.temperature
+            self._top_k[slot] = min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
+            self._top_p[slot] = params.top_p
+            self._min_p[slot] = params.min_p
+            if params.seed is None:
+                self._key[slot] = server_key(self._seed, seq.id)
+            else:
+                self._key[slot] = request_key(params.seed)
+        if params.repetition_penalty != 1.0:
+            needs |= _REPETITION
+            self._repetition[slot] = params.repetition_penalty
+        if params.presence_penalty != 0.0:
+            needs |= _PRESENCE
+            self._presence[slot] = params.presence_penalty
+        if params.frequency_penalty != 0.0:
+            needs |= _FREQUENCY
+            self._frequency[slot] = params.frequency_penalty
+        if params.logit_bias:
+            needs |= _BIAS
+            ids = np.array(list(params.logit_bias), dtype=np.int64)
+            self._bias[slot] = ids, np.array(list(params.logit_bias.values()), dtype=np.float32)
+        ends = [token for token in seq.end_tokens if token is not None and token < self._vocab_size]
+        self._min_num_tokens[slot] = seq.num_prompt_tokens + params.min_tokens
+        if params.min_tokens > 0 and seq.matcher is None:
+            needs |= _FORBIDDEN
+            self._forbidden[slot] = np.array(ends, dtype=np.int64)
+        if params.bad_words:
+            needs |= _BAD_WORDS
+            self._bad_words[slot] = BadWords(params.bad_words)
+        if seq.matcher is not None or params.allowed_token_ids is not None:
+            needs |= _MASK
+            self._masked[slot] = _Masked(seq, ends, self._vocab_size)
+        if params.logprobs is not None:
+            needs |= _LOGPROBS
+            self._num_logprobs[slot] = params.logprobs
+        self._num_prompt_tokens[slot] = seq.num_prompt_tokens
+        self._needs[slot] = needs
+
+    def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether all these slots take their likeliest token, and nothing else is asked of the logits."""
+        return not self._needs[slots].any()
+
+    def need_last_token(self, slots: npt.NDArray[np.int64]) -> bool:
+        """Whether one of these slots cannot choose a token before the one before it is known."""
+        return bool((self._needs[slots] & _OF_TOKENS).any())
+
+    def rows(
+        self,
+        slots: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+    ) -> SamplingRows:
+        """What the sampler needs to choose the next token of each slot in `slots`. # [num_rows]
+
+        `num_tokens` are the lengths of their sequences (the position that is sampled), `tokens` the table of all
+        slots' tokens. # [num_rows], [max_num_seqs, max_model_len]
+        """
+        flags = self._needs[slots]
+        needs = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
+        if needs == 0:
+            return _GREEDY
+
+        def history(flag: int, penalties: npt.NDArray[np.float32], *, prompt: bool) -> Adjustments | None:
+            if not needs & flag:
+                return None
+            rows = np.flatnonzero(flags & flag)
+            at, ends = slots[rows], num_tokens[rows]
+            begins = np.zeros_like(ends) if prompt else self._num_prompt_tokens[at]
+            counts = ends - begins
+            firsts = np.cumsum(counts) - counts
+            columns = np.arange(counts.sum()) + np.repeat(begins - firsts, counts)
+            ids = tokens[np.repeat(at, counts), columns].astype(np.int64)
+            return Adjustments(np.repeat(rows, counts), ids, np.repeat(penalties[at], counts))
+
+        return SamplingRows(
+            random=self._random_rows(slots, num_tokens, flags) if needs & _RANDOM else None,
+            repetition=history(_REPETITION, self._repetition, prompt=True),
+            presence=history(_PRESENCE, self._presence, prompt=False),
+            frequency=history(_FREQUENCY, self._frequency, prompt=False),
+            bias=self._biases(slots, num_tokens, tokens, flags) if needs & (_BIAS | _FORBIDDEN | _BAD_WORDS) else None,
+            masked=self._masked_rows(slots, num_tokens, flags) if needs & _MASK else None,
+            num_logprobs=self._logprob_rows(slots, flags) if needs & _LOGPROBS else None,
+        )
+
+    def _random_rows(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
+    ) -> RandomRows:
+        rows = np.flatnonzero(flags & _RANDOM)
+        at = slots[rows]
+        top_k, top_p, min_p = self._top_k[at], self._top_p[at], self._min_p[at]
+        return RandomRows(
+            rows=rows,
+            temperature=self._temperature[at],
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            key=self._key[at],
+            position=num_tokens[rows],
+            filtered=(top_k < self._vocab_size) | (top_p < 1.0) | (min_p > 0.0),
+        )
+
+    def _biases(
+        self,
+        slots: npt.NDArray[np.int64],
+        num_tokens: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int32],
+        flags: npt.NDArray[np.uint16],
+    ) -> Adjustments | None:
+        changes: list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float32]]] = []
+        for row in np.flatnonzero(flags & _BIAS).tolist():
+            changes.append((row, *self._bias[int(slots[row])]))
+        for row in np.flatnonzero(flags & _FORBIDDEN).tolist():
+            if num_tokens[row] < self._min_num_tokens[slots[row]]:
+                ids = self._forbidden[int(slots[row])]
+                changes.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
+        for row in np.flatnonzero(flags & _BAD_WORDS).tolist():
+            slot = int(slots[row])
+            ids = self._bad_words[slot].completing(tokens[slot, self._num_prompt_tokens[slot] : num_tokens[row]])
+            changes.append((row, ids, np.full(len(ids), -np.inf, dtype=np.float32)))
+        if not changes:
+            return None
+        return Adjustments(
+            np.repeat([row for row, _, _ in changes], [len(ids) for _, ids, _ in changes]),
+            np.concatenate([ids for _, ids, _ in changes]),
+            np.concatenate([values for _, _, values in changes]),
+        )
+
+    def _masked_rows(
+        self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
+    ) -> list[MaskedRow]:
+        rows = []
+        for row in np.flatnonzero(flags & _MASK).tolist():
+            slot = int(slots[row])
+            masked = self._masked[slot]
+            # One that ended while the step ran samples a token too, of which nobody hears.
+            if not masked.is_over:
+                rows.append(masked.row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
+        return rows
+
+    def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
+        return {int(row): self._num_logprobs[int(slots[row])] for row in np.flatnonzero(flags & _LOGPROBS)}
+
+
+class _Masked:
+    """A slot that may sample some tokens only."""
+
+    __slots__ = ("_allowed", "_ends", "_late_ends", "_matcher", "_row", "_seq", "_unwanted_eos")
+
+    def __init__(self, seq: EngineSequence, ends: list[int], vocab_size: int) -> None:
+        self._seq = seq
+        allowed = seq.sampling_params.allowed_token_ids
+        self._matcher = seq.matcher
+        self._allowed = None if allowed is None else packed(allowed, vocab_size)
+        # The matcher allows the model's own ends by itself, also where the request ignores them.
+        eos = () if seq.matcher is None else seq.matcher.eos_token_ids
+        self._ends = [token for token in ends if token not in eos]
+        self._unwanted_eos = [token for token in eos if token not in ends]
+        self._late_ends = [*self._unwanted_eos, *ends]
+        self._row: MaskedRow | None = None
+        """Of the last step: most sequences keep their row for many."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the sequence has ended."""
+        return self._seq.is_finished
+
+    def row(self, row: int, too_short: bool) -> MaskedRow:
+        """What row `row` of a step may sample; `too_short` is a sequence of fewer than `min_tokens`."""
+        withheld = self._late_ends if too_short else self._unwanted_eos
+        if self._row is None or self._row.row != row or self._row.withheld is not withheld:
+            self._row = MaskedRow(row, self._matcher, self._ends, withheld, self._allowed)
+        return self._row

@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, chat template, request building, detokenizer. No torch."""

@@ -1,0 +1,194 @@
+"""`ChatTemplate`: a checkpoint's Jinja template, from chat messages to the prompt's text.
+
+Templates come with checkpoints and are run sandboxed, in the dialect that transformers' `apply_chat_template` defines.
+Called by `InputOutputProcessor`.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.config.paths import why_unreadable
+from engine.text.checkpoint_settings import read_json_object, read_special_tokens
+from models.errors import CheckpointError
+
+MAX_RENDERED_CHARACTERS = 64 * 2**20
+"""Longest prompt text a template may write; far beyond any context, so only a runaway template meets it."""
+
+
+MAX_RENDER_SECONDS = 10.0
+"""How long a template may go on writing."""
+
+
+class ChatTemplate:
+    """One checkpoint's templates, compiled once.
+
+    Rendering takes time in proportion to the messages, and a template may loop (up to 100 000 turns a `range`): where
+    an event loop must go on, call `render` in a thread. A template that loops without writing is not stopped here: one
+    that a request brings is rendered by `engine.text.template_sandbox`.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        title: str = "the model's chat template",
+        max_characters: int | None = None,
+    ) -> None:
+        """`templates` by name: `default`, perhaps `tool_use`; they see `special_tokens` (`bos_token`, …) by name.
+
+        Errors call them `title`; `max_characters` stands in for `MAX_RENDERED_CHARACTERS`. Raises
+        `CheckpointError` when one does not compile.
+        """
+        environment = _environment()
+        self._title = title
+        self._max_characters = max_characters
+        self._special_tokens = dict(special_tokens or {})
+        self._templates = {name: _compile(environment, title, source) for name, source in templates.items()}
+
+        self.source = "\n".join(templates.values())
+        """The templates' text, which tells how the model was taught to write."""
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> Self | None:
+        """The templates in checkpoint directory `path`; None if it has none."""
+        templates = _read_templates(path)
+        return cls(templates, read_special_tokens(path)) if templates else None
+
+    @classmethod
+    def from_file(cls, file: Path, checkpoint: Path) -> Self:
+        """The template in `file`, for the model in `checkpoint`. Raises `CheckpointError` when it cannot be used."""
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"chat_template is {file}, which cannot be read: {why_unreadable(error)}") from error
+        return cls({"default": source}, read_special_tokens(checkpoint), f"the chat template {file}")
+
+    def render(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text, BOS included where the template writes it.
+
+        Everything given is plain JSON data, tool-call arguments as objects. Raises `ValueError` with the template's
+        own words when it refuses the messages or fails on them.
+        """
+        values = {**self._special_tokens, "documents": None, **variables}
+        values.update(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        pieces = []
+        length = 0
+        most = self._max_characters or MAX_RENDERED_CHARACTERS
+        deadline = time.monotonic() + MAX_RENDER_SECONDS
+        try:
+            for piece in self._choose(tools).generate(values):
+                pieces.append(piece)
+                length += len(piece)
+                if length > most:
+                    raise ValueError(f"it wrote more than {most} characters")
+                if time.monotonic() > deadline:
+                    raise ValueError(f"it was still writing after {MAX_RENDER_SECONDS:g} s")
+        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
+            raise ValueError(f"{self._title} fails on these messages: {error}") from error
+        return "".join(pieces)
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise ValueError(f"there is no default among its templates {sorted(self._templates)}")
+        return self._templates[name]
+
+
+_EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What an expression in a template may raise on messages of a shape that it did not expect."""
+
+
+def _read_templates(path: Path) -> dict[str, str]:
+    """Template sources by name: the .jinja files, else tokenizer_config.json's, else chat_template.json's."""
+    templates = {file.stem: _read_text(file) for file in sorted((path / "chat_templates").glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        templates["default"] = _read_text(path / "chat_template.jinja")
+    if templates:
+        return templates
+    for file in (path / "tokenizer_config.json", path / "chat_template.json"):
+        entry = read_json_object(file).get("chat_template")
+        if isinstance(entry, str):
+            return {"default": entry}
+        if entry is not None:
+            return _named_templates(file, entry)
+    return {}
+
+
+def _named_templates(file: Path, entry: Any) -> dict[str, str]:
+    try:
+        return {str(item["name"]): str(item["template"]) for item in entry}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"chat_template of {file} must be a string or a list of objects with name and template"
+        ) from error
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
+
+
+def _compile(environment: jinja2.Environment, title: str, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{title} does not compile: line {error.lineno}: {error.message}") from error
+    except (SyntaxError, RecursionError) as error:
+        raise CheckpointError(f"{title} does not compile: it is nested too deeply: {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, which marks what the assistant wrote for training, renders its body and no more."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Any) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        body: list[jinja2.nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which no prompt wants."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

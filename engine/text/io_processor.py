@@ -1,0 +1,314 @@
+"""`InputOutputProcessor`: requests in, checked and tokenised, before the engine sees them; results out.
+
+Called by the server's routes and by `LLMEngine`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.messages import AddRequest, ModelInfo
+from engine.sampling_params import SamplingParams
+from engine.text.chat_template import ChatTemplate
+from engine.text.checkpoint_settings import GenerationDefaults
+from engine.text.request_state import RequestResult, RequestState
+from engine.text.template_sandbox import render_untrusted
+from engine.text.tokenizer import Tokenizer
+
+# [fill_in] `FillIn`: prompts that ask a model for what goes between a prefix and a suffix, where its tokenizer has
+# marks.
+#
+# Called by the input/output processor. Each family of code models has marks, and an order, of its own.
+
+
+class _Marks(NamedTuple):
+    prefix: str
+    suffix: str
+    middle: str | None
+    """None: the model goes on behind the prefix, which comes last."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end what is filled in, besides the model's end-of-sequence tokens."""
+    suffix_first: bool = False
+
+
+_FAMILIES = (
+    # Qwen-Coder, CodeGemma, and others that took their names.
+    _Marks(
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>"),
+    ),
+    # StarCoder and Granite; SantaCoder.
+    _Marks("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<fim_pad>", "<file_sep>", "<|endoftext|>")),
+    _Marks("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<fim-pad>", "<|endoftext|>")),
+    # DeepSeek-Coder, whose marks are written with fullwidth bars.
+    _Marks("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
+    # CodeLlama.
+    _Marks("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),
+    # Codestral, whose models see the suffix first.
+    _Marks("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
+)
+
+
+class FillIn:
+    """Fill-in-the-middle prompts of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: _Marks) -> None:
+        """Raises `KeyError` when the tokenizer lacks one of the marks."""
+        self._tokenizer = tokenizer
+        self._suffix_first = marks.suffix_first
+        self._prefix, self._suffix = _id(tokenizer, marks.prefix), _id(tokenizer, marks.suffix)
+        self._middle = [] if marks.middle is None else [_id(tokenizer, marks.middle)]
+        ends = (tokenizer.token_id(end) for end in marks.ends)
+        self.end_token_ids = [end for end in ends if end is not None]
+        """Tokens at which to stop."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "FillIn | None":
+        """For the marks that `tokenizer` has; None where it has none."""
+        for marks in _FAMILIES:
+            try:
+                return cls(tokenizer, marks)
+            except KeyError:
+                continue
+        return None
+
+    def prompt(self, prefix: list[int], suffix: list[int], add_special_tokens: bool) -> list[int]:
+        """The prompt that asks for what goes between; both come without what `add_special_tokens` puts around."""
+        before, after = [self._prefix, *prefix], [self._suffix, *suffix]
+        opening = self._tokenizer.encode("") if add_special_tokens else []
+        ordered = [*after, *before] if self._suffix_first else [*before, *after]
+        return [*opening, *ordered, *self._middle]
+
+
+def _id(tokenizer: Tokenizer, mark: str) -> int:
+    token_id = tokenizer.token_id(mark)
+    if token_id is None:
+        raise KeyError(mark)
+    return token_id
+
+
+OPENAI_DEFAULTS = GenerationDefaults()
+
+_RESYNC_CHARACTERS = 4096
+"""Text in front of what surely holds the tokens kept, so that where it was cut makes no difference to them."""
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot run: one sentence with field, value and limit. `param` names the field."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class DoesNotFit(InvalidRequest):
+    """Prompt and completion are longer than the context or the cache; a shorter prompt may fit."""
+
+
+class InputOutputProcessor:
+    """Turns prompts into `AddRequest`s and engine outputs into text, for one loaded model.
+
+    Holds no request: `start` gives each sequence's state to its caller. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        model: ModelInfo,
+        defaults: GenerationDefaults = OPENAI_DEFAULTS,
+    ) -> None:
+        """`defaults` stand in for sampling fields that requests leave out."""
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.defaults = defaults
+        self.fill_in = FillIn.of(tokenizer)
+        """Writes fill-in prompts; None where the tokenizer has no marks for them."""
+        self._vocab_size = model.vocab_size
+        self._context = model.max_model_len
+        self._cache = model.block_size * model.num_kvcache_blocks
+
+    def preprocess(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: int,
+        cache_salt: int | None = None,
+        clip_max_tokens: bool = False,
+        priority: int = 0,
+        adapter: int = 0,
+    ) -> AddRequest:
+        """The message that asks the core for one sequence. Raises `InvalidRequest`.
+
+        `max_tokens` beyond what context and cache leave is refused; with `clip_max_tokens`, which is for a default
+        that nobody asked for, it is cut to the rest.
+        """
+        if not isinstance(prompt, str | list):
+            raise InvalidRequest(
+                f"prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", "prompt"
+            )
+        # The caller's list may be that of another prompt too, or change while the request is live.
+        token_ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt.copy()
+        self._check_token_ids(token_ids, "prompt")
+        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
+        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        for word in params.bad_words or ():
+            self._check_token_ids(word, "bad_words")
+        params = self._fit(params, len(token_ids), clip_max_tokens)
+        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority, adapter=adapter)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
+        """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`.
+
+        With `keep_last`, at most that many: what the checkpoint adds in front, and the text's end.
+        """
+        if keep_last is None or keep_last > self.longest_prompt():
+            self._check_length(text)
+        else:
+            text = text[-(keep_last * self.tokenizer.longest_token + _RESYNC_CHARACTERS) :]
+        try:
+            token_ids = self.tokenizer.encode(text, add_special_tokens)
+            if keep_last is None or len(token_ids) <= keep_last:
+                return token_ids
+            bare = self.tokenizer.encode(text, add_special_tokens=False)
+        except ValueError as error:
+            raise InvalidRequest(f"prompt cannot be tokenised: {error}", "prompt") from error
+        opening = token_ids[: len(token_ids) - len(bare)]
+        if len(opening) >= keep_last or opening + bare != token_ids:
+            return token_ids[-keep_last:]
+        return opening + bare[len(opening) - keep_last :]
+
+    def tokenize_words(self, words: Iterable[str]) -> list[list[int]]:
+        """Token sequences that spell each word, alone and behind a space. Raises `InvalidRequest`."""
+        sequences = []
+        for word in words:
+            try:
+                bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+                spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            except ValueError as error:
+                raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
+            sequences += [bare] if bare else []
+            # A space that is a token of its own leaves the word's tokens as they were: the first sequence covers it.
+            if spaced and spaced[-len(bare) :] != bare:
+                sequences.append(spaced)
+        return sequences
+
+    def longest_prompt(self, completion_tokens: int = 0) -> int:
+        """Tokens of the longest prompt that context and cache hold before so many further ones; at least 1."""
+        return max(1, min(self._context, self._cache) - completion_tokens)
+
+    def render_chat(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat, as the model's template writes it. Raises `InvalidRequest`."""
+        if self.chat_template is None:
+            raise InvalidRequest(
+                "messages cannot be rendered: this model has no chat template; send a prompt to /v1/completions",
+                "messages",
+            )
+        try:
+            return self.chat_template.render(messages, tools, add_generation_prompt, **variables)
+        except ValueError as error:
+            raise InvalidRequest(str(error), "messages") from error
+
+    def render_chat_with(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The text of a chat, as a template writes it that the request brings. Raises `InvalidRequest`."""
+        special_tokens = self.tokenizer.special_tokens
+        try:
+            return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables)
+        except ValueError as error:
+            raise InvalidRequest(str(error), "chat_template") from error
+
+    def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
+        """Text of `token_ids`, special tokens included. Raises `InvalidRequest`."""
+        if len(token_ids) > self._context:
+            raise InvalidRequest(
+                f"{field} holds {len(token_ids)} token ids; it may hold {self._context}, the model's context", field
+            )
+        self._check_token_ids(token_ids, field)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def start(
+        self,
+        request: AddRequest,
+        arrival_time: float | None = None,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> RequestState:
+        """The state to push the outputs of `request` to. `arrival_time` on `time.monotonic`'s clock; default: now.
+
+        Of the special tokens, the text shows `visible_token_ids` even where it skips the others.
+        """
+        return RequestState(request, self.tokenizer, arrival_time, visible_token_ids)
+
+    def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:
+        """The results of completed sequences, by request id."""
+        return {state.request_id: state.result() for state in completed}
+
+    def _check_length(self, text: str) -> None:
+        """Raise if no tokenisation of `text` could fit: that of megabytes takes seconds, and 200 bytes a token."""
+        if len(text) > min(self._context, self._cache):
+            self._room(-(-len(text) // self.tokenizer.longest_token), 0, "at least ")
+
+    def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
+        """Raise unless each is an int (a bool is none) and within the model's vocabulary."""
+        if not set(map(type, token_ids)) <= {int}:
+            wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
+            raise InvalidRequest(f"{field} holds {wrong!r}; token ids must be integers", field)
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self._vocab_size)
+            raise InvalidRequest(
+                f"{field} holds token id {wrong}; this model's token ids are between 0 and {self._vocab_size - 1}, "
+                f"its vocabulary's size is {self._vocab_size}",
+                field,
+            )
+
+    def _fit(self, params: SamplingParams, prompt_tokens: int, clip_max_tokens: bool) -> SamplingParams:
+        """`params` with a completion that fits behind the prompt."""
+        room = self._room(prompt_tokens, min(1, params.max_tokens))
+        if params.max_tokens <= room:
+            return params
+        field, value = ("min_tokens", params.min_tokens) if clip_max_tokens else ("max_tokens", params.max_tokens)
+        if value > room:
+            raise DoesNotFit(
+                f"{field} is {value}, but {self._limit_in_words()}, which leaves room for {room} "
+                f"after a prompt of {prompt_tokens} tokens; lower {field} or shorten the prompt",
+                field,
+            )
+        return msgspec.structs.replace(params, max_tokens=room)
+
+    def _room(self, prompt_tokens: int, least: int, how_exact: str = "") -> int:
+        """Most tokens that can follow a prompt of this length; raises unless they are at least `least`, 0 or 1."""
+        if not prompt_tokens:
+            raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
+        room = min(self._context, self._cache) - prompt_tokens
+        if room < least:
+            one = " and one generated token" if least else ""
+            raise DoesNotFit(
+                f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()}, which leaves room for "
+                f"at most {min(self._context, self._cache) - least}{one}; shorten the prompt",
+                "prompt",
+            )
+        return room
+
+    def _limit_in_words(self) -> str:
+        if self._cache < self._context:
+            return f"the KV cache holds {self._cache} tokens"
+        # OpenAI's words: clients look for them.
+        return f"this model's maximum context length is {self._context} tokens"

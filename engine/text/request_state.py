@@ -1,0 +1,195 @@
+"""`RequestState`: one live sequence on the front end, from engine outputs to text deltas and the final result.
+
+Made by `InputOutputProcessor.start`; pushed to once an engine step by the streaming server and by `LLMEngine`.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import TypedDict
+
+import msgspec
+
+from engine.messages import AddRequest, RequestOutput, TokenLogprobs, openai_finish_reason
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+class RequestDelta(msgspec.Struct, gc=False):
+    """What one engine step added to a sequence."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token of `token_ids`, if the request asked for them."""
+    finished: bool = False
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error`, on the last delta only."""
+    stop_reason: int | str | None = None
+    """The stop string or the stop token's id that ended the sequence; None for EOS."""
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens behind the first; once, if the request asked for them."""
+    merged: list[tuple[str, int]] | None = None
+    """Where this is several deltas in one: the text and the number of tokens of each."""
+
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        """The text and the number of tokens that each engine step brought."""
+        return [(self.text, len(self.token_ids))] if self.merged is None else self.merged
+
+
+class RequestResult(TypedDict):
+    """A completed sequence. Times are in seconds."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    """One entry a prompt token behind the first."""
+    finish_reason: str | None
+    stop_reason: int | str | None
+    error: str | None
+    num_tokens_input: int
+    num_tokens_output: int
+    num_cached_tokens: int
+    ttft: float
+    """From arrival to the first token; 0 if none came."""
+    tpot: float
+    """Mean time a token after the first; 0 with fewer than two."""
+    latency: float
+    """From arrival to the last output."""
+
+
+class RequestState:
+    """Accumulates one sequence. `push` until a delta is `finished`, then `result`."""
+
+    __slots__ = (
+        "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
+        "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "prompt_logprobs",
+        "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: AddRequest,
+        tokenizer: Tokenizer,
+        arrival_time: float | None = None,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`arrival_time` on `time.monotonic`'s clock; default: now."""
+        params = request.sampling_params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids, visible_token_ids)
+        self._include_stop = params.include_stop_str_in_output
+        self._special_ids = tokenizer.special_ids
+        self._texts: list[str] = []
+        self._counts: list[int] = []
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.stopped_early = False
+        """A stop string ended the sequence before the core did: whoever pushes must abort it there."""
+        self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        self.first_token_time = 0.0
+        self.last_time = self.arrival_time
+        self.queue_time: float | None = None
+
+    def push(self, output: RequestOutput) -> RequestDelta:
+        """Take what a step brought. Not to be called again once a delta is `finished`."""
+        token_ids, logprobs = output.output_tokens, output.logprobs
+        self._note(output)
+        detokenizer = self._detokenizer
+        shown = token_ids[:-1] if output.finished and self._ends_hidden(output) else token_ids
+        text = detokenizer.push(shown, output.finished)
+        if detokenizer.stopped is not None:
+            kept = detokenizer.num_tokens - len(self.token_ids)
+            token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
+            self.stopped_early = not output.finished
+            self.finish_reason, self.stop_reason = "stop", detokenizer.stopped
+        elif output.finished:
+            self.finish_reason = openai_finish_reason(output.finish_reason)
+            self.stop_reason = _stop_token(output.finish_reason)
+            self.error = output.error
+        self._texts.append(text)
+        self._counts.append(len(token_ids))
+        self.token_ids += token_ids
+        if logprobs and self.logprobs is not None:
+            self.logprobs += logprobs
+        if self.finish_reason is None:
+            delta = RequestDelta(text, token_ids, logprobs)
+        else:
+            delta = RequestDelta(text, token_ids, logprobs, True, self.finish_reason, self.stop_reason, self.error)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs = output.prompt_logprobs
+        return delta
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def steps(self) -> Iterator[tuple[str, int]]:
+        """The text and the number of tokens that each engine step brought."""
+        return zip(self._texts, self._counts, strict=True)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token; 0 before it."""
+        return self.first_token_time - self.arrival_time if self.token_ids else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds a token after the first; 0 with fewer than two tokens."""
+        after_first = len(self.token_ids) - 1
+        return (self.last_time - self.first_token_time) / after_first if after_first > 0 else 0.0
+
+    def result(self) -> RequestResult:
+        """The sequence as it stands, normally after its last delta."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "error": self.error,
+            "num_tokens_input": self.num_prompt_tokens,
+            "num_tokens_output": len(self.token_ids),
+            "num_cached_tokens": self.num_cached_tokens,
+            "ttft": self.ttft,
+            "tpot": self.tpot,
+            "latency": self.last_time - self.arrival_time,
+        }
+
+    def _note(self, output: RequestOutput) -> None:
+        """Keep the times and counts that came with `output`."""
+        self.last_time = time.monotonic()
+        if not self.token_ids and output.output_tokens:
+            self.first_token_time = self.last_time
+        if output.queue_time is not None:
+            self.queue_time = output.queue_time
+        if output.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+
+    def _ends_hidden(self, output: RequestOutput) -> bool:
+        """Whether the last token ended the sequence and stays out of the text.
+
+        A special one is hidden or shown as `skip_special_tokens` says. Any other would leak the text that the request
+        wanted to stop at, unless it asked for that.
+        """
+        reason = output.finish_reason
+        if not output.output_tokens or (reason != "eos" and _stop_token(reason) is None):
+            return False
+        return not self._include_stop and output.output_tokens[-1] not in self._special_ids
+
+
+def _stop_token(reason: str | None) -> int | None:
+    """The id in the engine's finish reason `stop_{token_id}`; None for any other."""
+    token_id = (reason or "").removeprefix("stop_")
+    return int(token_id) if token_id.isdecimal() else None

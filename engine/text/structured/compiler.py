@@ -1,0 +1,248 @@
+"""`GrammarCompiler`: from what a request wants to a grammar that the engine core will take. Used by the front end.
+
+Imports neither torch nor llguidance: the library runs in a process of its own.
+"""
+
+import asyncio
+import hashlib
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
+from models.child_environment import own_code_without_settings
+
+# [check_process] `CheckProcess`: the process that checks grammars, as the front end sees it. Owned by
+# `GrammarCompiler`.
+
+_WALL_SECONDS = 10.0
+"""For an answer, where the machine is too busy to give the process its CPU time."""
+
+_TOO_DEEP = "it has too many parts, or is nested too deeply; use a simpler one"
+_TOO_COSTLY = "it is too costly to follow: checking it takes too long, or too much memory; use a simpler one"
+_VERDICTS = {
+    -signal.SIGSEGV: _TOO_DEEP,
+    -signal.SIGBUS: _TOO_DEEP,
+    -signal.SIGPROF: _TOO_COSTLY,
+    -signal.SIGABRT: _TOO_COSTLY,
+    0: _TOO_COSTLY,
+}
+"""What ended a process over a grammar, by exit code: its stack, its CPU time, and twice its memory."""
+
+_ATTEMPTS = 2
+"""A process that ended by something else is no fault of the grammar."""
+
+
+class CheckProcess:
+    """Starts with the first check, stays for the next ones, and is started again after a grammar that ended it.
+
+    Calls may come from any thread; one grammar is checked at a time.
+    """
+
+    def __init__(self, vocab_size: int, special_tokens: Mapping[int, str]) -> None:
+        """`special_tokens` are those that a grammar may name, by id."""
+        self._vocabulary = _frame({"size": vocab_size, "special": dict(special_tokens)})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def check(self, text: str, *, ebnf: bool) -> str:
+        """The Lark text to use for a grammar. Blocks. Raises `InvalidGrammar`, and `CheckUnavailable`."""
+        frame = _frame({"text": text, "ebnf": ebnf})
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                process = self._running()
+                answer = _exchange(process, frame)
+                if answer is not None:
+                    return _lark(answer)
+                self._end()
+                reason = _VERDICTS.get(process.returncode)
+                if reason is not None and not self._closed:
+                    raise InvalidGrammar(reason)
+        raise CheckUnavailable(f"the process that checks grammars ended with exit code {process.returncode}")
+
+    def close(self) -> None:
+        """End the process, and what waits for it. There are no more checks after it."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise CheckUnavailable("the server is shutting down; send the request again later")
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.text.structured.checker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=own_code_without_settings(),
+                cwd="/",
+                process_group=0,
+            )
+            _write(self._process, self._vocabulary)
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # what it still held was for a process that is gone
+
+
+def _exchange(process: subprocess.Popen[bytes], frame: bytes) -> bytes | None:
+    """The answer to a message; None if the process ended over it, or had to be ended."""
+    assert process.stdout is not None
+    watch = threading.Timer(_WALL_SECONDS, process.kill)
+    watch.start()
+    try:
+        _write(process, frame)
+        head = process.stdout.read(4)
+        content = process.stdout.read(struct.unpack("!I", head)[0]) if len(head) == 4 else b""
+        if not content:
+            process.wait()
+    finally:
+        watch.cancel()
+    return content or None
+
+
+def _lark(answer: bytes) -> str:
+    verdict = msgspec.msgpack.decode(answer)
+    if verdict["error"] is not None:
+        raise InvalidGrammar(verdict["error"])
+    lark: str = verdict["lark"]
+    return lark
+
+
+def _write(process: subprocess.Popen[bytes], frame: bytes) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(frame)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return  # it ended: the answer, which is awaited next, says so
+
+
+def _frame(message: dict[str, object]) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return struct.pack("!I", len(content)) + content
+
+
+_CACHED_BYTES = 16 * 2**20
+"""Text and reasons kept of grammars seen before."""
+
+_ENTRY_BYTES = 200
+"""An entry's own weight in the cache."""
+
+
+class GrammarCompiler:
+    """Checks grammars and remembers the verdicts, the bad ones too. All methods may be called from any thread."""
+
+    def __init__(
+        self, *, max_bytes: int = 256 * 2**10, vocab_size: int = 0, special_tokens: Mapping[int, str] | None = None
+    ) -> None:
+        """Grammars over `max_bytes` are refused. `special_tokens` are those that a grammar may name, by id."""
+        self._max_bytes = max_bytes
+        self._process = CheckProcess(vocab_size, special_tokens or {})
+        self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        """Of its own: whoever waits for a costly check holds up nobody who needs a thread for something else."""
+        self._verdicts: OrderedDict[bytes, str | InvalidGrammar] = OrderedDict()
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    async def compile_async(self, spec: GrammarSpec) -> str:
+        """`compile`, with the event loop free meanwhile."""
+        text = await asyncio.to_thread(lark_of, spec)
+        return await self._checked_async(text, ebnf=spec.kind == "grammar")
+
+    async def check_async(self, lark: str) -> str:
+        """The same for Lark, or several in a JSON object, that the server wrote around a request's schemas."""
+        return await self._checked_async(lark, ebnf=False)
+
+    def compile(self, spec: GrammarSpec) -> str:
+        """The Lark text for `SamplingParams.grammar`. Blocks. Raises `InvalidGrammar`, and `CheckUnavailable`."""
+        return self._checked(lark_of(spec), ebnf=spec.kind == "grammar")
+
+    def close(self) -> None:
+        """End the checking process, if there is one, and what waits for it. Nothing can be compiled after it."""
+        self._process.close()
+        self._checks.shutdown(wait=False)
+
+    async def _checked_async(self, text: str, *, ebnf: bool) -> str:
+        key = self._key(text, ebnf)
+        verdict = self._known(key)
+        if verdict is None:
+            verdict = await asyncio.get_running_loop().run_in_executor(self._checks, self._verdict, key, text, ebnf)
+        return _lark_or_raise(verdict)
+
+    def _checked(self, text: str, *, ebnf: bool) -> str:
+        return _lark_or_raise(self._verdict(self._key(text, ebnf), text, ebnf))
+
+    def _key(self, text: str, ebnf: bool) -> bytes:
+        """Under which the verdict is kept. Raises `InvalidGrammar` for a text that cannot be checked at all."""
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidGrammar("it holds half a surrogate pair, which is no character") from error
+        if len(content) > self._max_bytes:
+            raise InvalidGrammar(
+                f"it has {len(content)} bytes; it may have at most {self._max_bytes} (max_grammar_bytes)"
+            )
+        return hashlib.blake2b(b"%d" % ebnf + content, digest_size=16).digest()
+
+    def _known(self, key: bytes) -> str | InvalidGrammar | None:
+        with self._lock:
+            verdict = self._verdicts.get(key)
+            if verdict is not None:
+                self._verdicts.move_to_end(key)
+            return verdict
+
+    def _verdict(self, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
+        """Known by now, where many wait with the same grammar; else found out, and remembered."""
+        verdict = self._known(key)
+        if verdict is None:
+            try:
+                verdict = self._process.check(text, ebnf=ebnf)
+            except InvalidGrammar as error:
+                verdict = error
+            self._remember(key, verdict)
+        return verdict
+
+    def _remember(self, key: bytes, verdict: str | InvalidGrammar) -> None:
+        with self._lock:
+            if key in self._verdicts:
+                return
+            self._verdicts[key] = verdict
+            self._weight += _weight(verdict)
+            while self._weight > _CACHED_BYTES:
+                _, oldest = self._verdicts.popitem(last=False)
+                self._weight -= _weight(oldest)
+
+
+def _lark_or_raise(verdict: str | InvalidGrammar) -> str:
+    if isinstance(verdict, InvalidGrammar):
+        # A new one: those that are raised keep what they passed through.
+        raise InvalidGrammar(str(verdict))
+    return verdict
+
+
+def _weight(verdict: str | InvalidGrammar) -> int:
+    return _ENTRY_BYTES + 2 * len(str(verdict))

@@ -1,0 +1,234 @@
+"""`Matcher`: what one sequence may still write; `Matchers`: makes them. Runs in the engine core, without torch."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.text.structured.spec import InvalidGrammar, reason_in_words, without_forcing
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from engine.text.tokenizer import Tokenizer
+
+
+_CACHED_MATCHERS = 256
+_CACHED_BYTES = 16 * 2**20
+"""Grammars kept compiled: as many, of as many bytes of text."""
+
+
+class Matcher:
+    """One sequence's place in its grammar. Advanced by the scheduler, read for the sampler between two advances."""
+
+    __slots__ = ("_matcher", "eos_token_ids", "error", "num_words")
+
+    def __init__(self, matcher: "LLMatcher", eos_token_ids: Sequence[int], num_words: int) -> None:
+        self._matcher = matcher
+        self.eos_token_ids = eos_token_ids
+        self.num_words = num_words
+        """Length of a mask: 32 tokens a word."""
+        self.error: str | None = None
+        """Why the grammar cannot be followed any further; None while it can."""
+
+    @property
+    def native(self) -> "LLMatcher":
+        """The library's own."""
+        return self._matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False, with `error` set, if the grammar does not allow it or cannot be followed."""
+        try:
+            if self._matcher.consume_token(token_id):
+                return True
+        except BaseException as error:  # noqa: BLE001 - a panic of the native library fails this request, no other
+            self.error = f"the grammar of this request cannot be followed: {error}"
+            return False
+        self._note_error()
+        return False
+
+    def settle(self, mask: npt.NDArray[np.int32], ends: Sequence[int], withheld: Sequence[int]) -> bool:
+        """Adapt the mask that `MaskComputer` wrote for it; False, with `error` set, if it could not write one.
+
+        `ends` are allowed too where the grammar may end. `withheld`, which are all ends, are not, unless nothing else
+        may follow.
+        """
+        if self._matcher.is_error():
+            self._note_error()
+            return False
+        if (ends or withheld) and self._matcher.is_accepting():
+            for token_id in ends:
+                mask[token_id >> 5] |= _BIT[token_id & 31]
+            rest = mask.copy()
+            for token_id in withheld:
+                rest[token_id >> 5] &= ~_BIT[token_id & 31]
+            if rest.any():
+                mask[:] = rest
+        return True
+
+    def _note_error(self) -> None:
+        self.error = f"the grammar of this request cannot be followed: {reason_in_words(self._matcher.get_error())}"
+
+
+class MaskComputer:
+    """Computes many matchers' masks at once, on several cores.
+
+    A state that a grammar is in for the first time takes a large vocabulary up to some milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._executor: LLExecutor | None = None
+
+    def __call__(self, matchers: Sequence[tuple[Matcher, int]], masks: npt.NDArray[np.int32]) -> None:
+        """Write the tokens that may follow, a bit each, into the row of `masks` that each matcher comes with."""
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        pairs = [(matcher.native, row) for matcher, row in matchers]
+        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+
+
+_BIT = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+class Matchers:
+    """Compiles grammars for one model, and keeps the latest. All wait for `load`, which another thread runs."""
+
+    def __init__(
+        self, load_tokenizer: "Callable[[], Tokenizer]", vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """`load_tokenizer` is called by `load`, once."""
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(token_id for token_id in eos_token_ids if token_id < vocab_size)
+        self._trie: LLTokenizer | None = None
+        self._failure: Exception | None = None
+        self._loaded = threading.Event()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._weight = 0
+        self._lock = threading.Lock()
+
+    def load(self) -> None:
+        """Read the vocabulary. What fails is told to whoever asks for a matcher."""
+        try:
+            from engine.text.structured.parser_setup import token_trie
+
+            self._trie = token_trie(self._load_tokenizer(), self._vocab_size, self._eos_token_ids)
+        except Exception as error:  # noqa: BLE001 - told to those who need it
+            self._failure = error
+        self._loaded.set()
+
+    def cached(self, grammar: str) -> Matcher | None:
+        """A new matcher of a grammar that is compiled already; else None. Takes microseconds."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                return None
+            self._compiled.move_to_end(grammar)
+        return self._copy(compiled)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A new matcher at the grammar's start. Blocks for as long as compiling takes. Raises `InvalidGrammar`."""
+        matcher = self.cached(grammar)
+        if matcher is not None:
+            return matcher
+        compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = compiled
+                self._weight += len(grammar)
+            while len(self._compiled) > _CACHED_MATCHERS or self._weight > _CACHED_BYTES:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._weight -= len(oldest)
+        return self._copy(compiled)
+
+    def _copy(self, compiled: "LLMatcher") -> Matcher:
+        assert self._trie is not None
+        return Matcher(compiled.deep_copy(), self._eos_token_ids, -(-self._trie.vocab_size // 32))
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        from engine.text.structured.parser_setup import PARSER_LIMITS
+
+        self._loaded.wait()
+        if self._trie is None:
+            raise RuntimeError(f"this model's vocabulary cannot be read for grammars: {self._failure}")
+        compiled = LLMatcher(self._trie, without_forcing(grammar), log_level=0, limits=PARSER_LIMITS)
+        if compiled.is_error():
+            raise InvalidGrammar(f"the grammar of this request is refused: {reason_in_words(compiled.get_error())}")
+        return compiled
+
+
+# [masks] `TokenMasks`: which tokens each row of a step may sample, a bit each, kept between steps. Owned by the
+# sampler.
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A row that may not sample every token."""
+
+    row: int
+    matcher: Matcher | None = None
+    ends: Sequence[int] = ()
+    """Tokens that may be sampled wherever the grammar may end, besides the model's EOS tokens."""
+    withheld: Sequence[int] = ()
+    """Ends not to be sampled, unless the grammar allows nothing else."""
+    allowed: npt.NDArray[np.int32] | None = None
+    """The only tokens of the request, whatever the grammar allows. # [V / 32]"""
+
+    @property
+    def fields(self) -> list[str]:
+        """What restricts the row, as a client knows it."""
+        restricting = {"the request's grammar": self.matcher, "allowed_token_ids": self.allowed}
+        return [name for name, restriction in restricting.items() if restriction is not None]
+
+
+def packed(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """A mask that allows `token_ids`. # [ceil(V / 32)]"""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    bits[np.asarray(token_ids, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class TokenMasks:
+    """Fills one bitmask a masked row, into memory that is kept."""
+
+    def __init__(
+        self, compute: Callable[[Sequence[tuple[Matcher, int]], npt.NDArray[np.int32]], object] | None = None
+    ) -> None:
+        self._compute = compute or MaskComputer()
+        self._masks = np.zeros((0, 0), dtype=np.int32)
+
+    def fill(self, masked: Sequence[MaskedRow], vocab_size: int) -> tuple[npt.NDArray[np.int32], dict[int, str]]:
+        """The masks, in the order of `masked`, and why of the rows whose grammar cannot be followed any further.
+
+        # [len(masked), ceil(V / 32)]
+        """
+        num_words = -(-vocab_size // 32)
+        width = max([num_words, *(row.matcher.num_words for row in masked if row.matcher is not None)])
+        if len(self._masks) < len(masked) or self._masks.shape[1] != width:
+            self._masks = np.zeros((len(masked), width), dtype=np.int32)
+        matchers = [(row.matcher, index) for index, row in enumerate(masked) if row.matcher is not None]
+        if matchers:
+            self._compute(matchers, self._masks)
+        failed: dict[int, str] = {}
+        for mask, row in zip(self._masks, masked, strict=False):
+            if row.matcher is None:
+                mask[:] = -1
+            elif not row.matcher.settle(mask, row.ends, row.withheld):
+                failed[row.row] = row.matcher.error or ""
+                mask[:] = -1
+            if row.allowed is not None:
+                mask[:num_words] &= row.allowed
+        return self._masks[: len(masked), :num_words], failed

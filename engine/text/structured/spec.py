@@ -1,0 +1,184 @@
+"""`GrammarSpec`: what a request wants its answer to look like; `InvalidGrammar`: why it cannot have that.
+
+Made by the server from `response_format` and `structured_outputs`; turned into a grammar's text by `lark_of`.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar"]
+
+MAX_NESTING = 64
+"""Levels of a schema: the library reads some 80, and Python's stack holds a few hundred."""
+
+MAX_CHOICES = 4096
+
+_WHITESPACE = r"[ ]|\n {0,20}"
+"""Between two tokens of JSON: none, a space, or a new line and its indent. Bounded: a model that only indents on and
+on would never answer."""
+
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+
+
+_ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
+_IN_LARK = {"/": "\\/", "\n": "\\n", "\\\n": "\\n", "\\d": "[0-9]", "\\D": "[^0-9]"}
+r"""Digits are those of JSON and of programs, not the 700 of Unicode. A class within a class is its union."""
+
+
+class InvalidGrammar(ValueError):
+    """A grammar that is wrong, not supported or too costly: one sentence, whose subject is the grammar."""
+
+
+class CheckUnavailable(RuntimeError):
+    """Whether a grammar can be followed cannot be found out now; nothing is known to be wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A form for the answer. `value` by `kind`:
+
+    json: a JSON schema, as an object or as text. json_object: nothing, any object will do. regex: a pattern for the
+    whole answer. choice: strings, one of which is the answer. grammar: EBNF, in the syntax of Lark or GBNF.
+    """
+
+    kind: GrammarKind
+    value: Any = None
+
+
+def lark_of(spec: GrammarSpec) -> str:
+    """The text that llguidance reads: Lark, whose first rule is `start`. GBNF stays as it is, for the checker.
+
+    Raises `InvalidGrammar` for what shows without compiling.
+    """
+    match spec.kind:
+        case "json":
+            return f"start: %json {_schema_text(spec.value)}\n"
+        case "json_object":
+            return f"start: %json {_schema_text({'type': 'object'})}\n"
+        case "regex":
+            return f"start: /{_regex_body(_text(spec.value))}/\n"
+        case "choice":
+            return f"start: CHOICE\nCHOICE: {' | '.join(map(_literal, _choices(spec.value)))}\n"
+        case "grammar":
+            return _text(spec.value)
+
+
+def without_forcing(grammar: str) -> str:
+    """`grammar`, Lark or several in a JSON object, such that it constrains bytes and leaves their division into tokens
+    to the model: the library would ask for the tokens of a text, which not every tokenizer can say."""
+    if not grammar.lstrip().startswith("{"):
+        return f"{grammar}\n{_NO_FORCING}"
+    grammars = json.loads(grammar)["grammars"]
+    return json.dumps(
+        {"grammars": [{**each, "lark_grammar": without_forcing(each["lark_grammar"])} for each in grammars]}
+    )
+
+
+def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except RecursionError:
+            _too_deep()
+        except ValueError as error:
+            raise InvalidGrammar(f"it is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidGrammar("it is no JSON schema; a schema is a JSON object")
+    if is_deeper(schema, MAX_NESTING):
+        _too_deep()
+    try:
+        return json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
+    except ValueError:
+        raise InvalidGrammar("it holds a number that is not finite") from None
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value has more than `most` levels of objects and lists; none beyond is looked at."""
+    level, depth = [value], 0
+    while level and depth <= most:
+        nested = [each for each in level if isinstance(each, dict | list)]
+        level = [child for each in nested for child in (each.values() if isinstance(each, dict) else each)]
+        depth += bool(nested)
+    return depth > most
+
+
+def _too_deep() -> NoReturn:
+    raise InvalidGrammar(f"it is nested too deeply; it may have at most {MAX_NESTING} levels")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidGrammar("it is empty; it must be a string with at least 1 character")
+    return value
+
+
+def _choices(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(choice, str) and choice for choice in value):
+        raise InvalidGrammar("it must be a list of strings, each with at least 1 character")
+    if len(value) > MAX_CHOICES:
+        raise InvalidGrammar(f"it holds {len(value)} choices; it may hold at most {MAX_CHOICES}")
+    return list(dict.fromkeys(value))
+
+
+def _regex_body(regex: str) -> str:
+    """`regex` as it stands between the slashes of Lark."""
+    return _ESCAPED.sub(lambda match: _IN_LARK.get(match[0], match[0]), regex)
+
+
+def _literal(text: str) -> str:
+    """A string of Lark that matches `text`."""
+    return '"' + "".join(map(_escaped, text)) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if character < " " or character == "\x7f":
+        return f"\\x{ord(character):02x}"
+    return character
+
+
+# [reasons] `reason_in_words`: the library's error messages as sentences for the client. Called by the checker and
+# the core.
+
+_MAX_CHARACTERS = 300
+_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
+_LAST_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_KEYWORDS = re.compile(r"^Unimplemented keys: \[(.*)\]$", re.DOTALL)
+_REFERENCE = re.compile(r"^Resource '(.*?)' is not present in a registry", re.DOTALL)
+_TOO_COSTLY = re.compile(
+    r"too many|too big|too large|fuel exhausted|limit|Unable to determine|too complex", re.IGNORECASE
+)
+
+
+def reason_in_words(message: str) -> str:
+    """What is wrong, of bounded length, without positions and state of the library's own."""
+    text = message.replace("<non-verbose/>", "").strip()
+    while match := _POSITION.match(text):
+        text = text[match.end() :]
+    text = text.removeprefix("failed to compile JSON schema: ").removeprefix("Parser Error: ")
+    if "regex parse error" in text:
+        errors: list[str] = _LAST_ERROR.findall(text)
+        return _bounded(f"its regular expression is not valid: {errors[-1] if errors else 'it cannot be parsed'}")
+    text = text.splitlines()[0].split("; following")[0] if text else "it cannot be followed"
+    if text.startswith("it "):
+        return _bounded(text)
+    if "NoExtensionBias" in text:
+        return "it allows no text at all"
+    if match := _KEYWORDS.match(text):
+        return _bounded(f"its JSON schema uses keywords that are not supported: {match[1].replace(chr(34), '')}")
+    if match := _REFERENCE.match(text):
+        return _bounded(f"its reference {match[1]} leads outside the schema; only #/... within it is followed")
+    if "deeply nested" in text or "recursion limit" in text:
+        return "it is nested too deeply"
+    if "Token range" in text or "token range" in text:
+        return _bounded(f"it is not valid: {text}")
+    if _TOO_COSTLY.search(text):
+        return _bounded(f"it is too costly to follow: {text}")
+    return _bounded(f"it is not valid: {text}")
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"

@@ -1,0 +1,99 @@
+"""`render_untrusted`: a chat template that a request brings, rendered in a process that can be killed.
+
+Jinja's sandbox keeps a template from the interpreter's insides, but not from computing for ever, in a loop or within
+one operation that no thread could be stopped in. Called by `InputOutputProcessor`.
+"""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.text.chat_template import ChatTemplate
+from models.child_environment import own_code_without_settings
+from models.errors import CheckpointError
+
+# [template_worker] Renders one chat template that nobody vouches for, and ends. Run as a process by
+# `engine.text.template_sandbox`.
+#
+# Reads a JSON object from stdin; writes `+` and the text, or `-` and a sentence, to stdout.
+
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 512 * 2**20
+MAX_CHARACTERS = 16 * 2**20
+"""What compiling and rendering may use, and write."""
+
+TITLE = "the request's chat template"
+
+
+def main() -> None:
+    """Render under limits that the kernel holds: what is over its time ends by SIGPROF."""
+    job = json.loads(sys.stdin.buffer.read())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        template = ChatTemplate({"default": job["template"]}, job["special_tokens"], TITLE, MAX_CHARACTERS)
+        answer = "+" + template.render(job["messages"], job["tools"], job["add_generation_prompt"], **job["variables"])
+    except (CheckpointError, ValueError) as error:
+        answer = f"-{error}"
+    except MemoryError:
+        answer = f"-{TITLE} needs more than {MEMORY_BYTES >> 20} MiB of memory"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass"))
+
+
+if __name__ == "__main__":
+    main()
+
+
+_WALL_SECONDS = 5.0
+"""From the process' start to its end, where the machine is too busy to give it its CPU time."""
+
+_AT_A_TIME = threading.BoundedSemaphore(2)
+"""So that templates take no more than their share of the machine from the requests of others."""
+
+
+def render_untrusted(
+    template: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """The prompt's text; blocks for some 0.1 s, and at most a few seconds. Raises `ValueError`, a sentence.
+
+    The limits are those of `engine.text.template_sandbox`.
+    """
+    job = {
+        "template": template,
+        "special_tokens": dict(special_tokens),
+        "messages": messages,
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "variables": variables,
+    }
+    with _AT_A_TIME:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "engine.text.template_sandbox"],
+                input=json.dumps(job).encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=own_code_without_settings(),
+                cwd="/",
+                timeout=_WALL_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{TITLE} was not rendered within {_WALL_SECONDS:g} s") from error
+    answer = done.stdout.decode("utf-8", "surrogatepass")
+    if answer.startswith("+"):
+        return answer[1:]
+    raise ValueError(answer[1:] or f"{TITLE} took more than {CPU_SECONDS:g} s, or more memory than it may use")

@@ -1,0 +1,276 @@
+"""`Tokenizer`: text to token ids and back, whole or as a stream, and the bytes of single tokens.
+
+Over the `tokenizers` library: the vocabulary stays in its native memory, and no Python copy of it is made. Used by
+the input/output processor and the detokenizer.
+"""
+
+import codecs
+import ctypes
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from engine.text.checkpoint_settings import read_special_tokens
+from models.errors import CheckpointError
+
+# [token_bytes] `TokenBytes`: the bytes that each token adds to a text, read off a tokenizer's decoder. Used by
+# `Tokenizer`.
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHOR = "a"
+
+
+class TokenBytes:
+    """Looks tokens up in `backend`, a byte-level, SentencePiece-like or word-level tokenizer."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._decoder = backend.decoder
+        kinds = _decoder_kinds(self._decoder)
+        self._byte_level = "ByteLevel" in kinds
+        self.byte_fallback = "ByteFallback" in kinds
+        """Whether tokens like `<0xE2>` stand for one byte (SentencePiece's byte fallback)."""
+
+    def inside(self, token_id: int) -> bytes:
+        """What the token adds behind another one; empty for an id that is no token."""
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(token)
+        if match := self._byte_token(token):
+            return bytes.fromhex(match[1])
+        # A decoder may treat the first token apart, so the token is decoded behind another.
+        return self._decode([_ANCHOR, token])[len(_ANCHOR) :].encode()
+
+    def first(self, token_id: int) -> bytes:
+        """What the token adds as the first of a text, where some decoders drop a leading space."""
+        token = self.token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(token)
+        if (match := self._byte_token(token)) and match[1] >= "80":
+            return bytes.fromhex(match[1])
+        return self._decode([token]).encode()
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id that is no token."""
+        try:
+            token: str | None = self._backend.id_to_token(token_id)
+        except OverflowError:
+            return None
+        return token
+
+    def _byte_token(self, token: str) -> re.Match[str] | None:
+        return _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+
+    def _decode(self, tokens: list[str]) -> str:
+        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        return text
+
+
+def _decoder_kinds(decoder: Any) -> set[str]:
+    """Type names in a decoder's description, those inside a `Sequence` included."""
+    if decoder is None:
+        return set()
+    description = json.loads(decoder.__getstate__())
+    return {part["type"] for part in (description, *description.get("decoders", ()))}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for (GPT-2's table).
+
+    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from U+0100 on.
+    """
+    printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, token))
+    except KeyError:  # an added token, written as it is
+        return token.encode()
+
+
+# [slow_tokenizer] `convert_slow_tokenizer`: for the checkpoint that has no tokenizer.json. Called by
+# `Tokenizer.from_checkpoint`.
+
+
+def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a checkpoint that brings only a SentencePiece or a tiktoken file, converted by transformers.
+
+    The one place on the front end that imports transformers and, with it, torch: seconds and hundreds of megabytes.
+    Raises `CheckpointError` where that cannot be done.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # each converter raises errors of its own
+        raise CheckpointError(
+            f"{path} holds no tokenizer.json, and transformers cannot convert another tokenizer from it; add the "
+            "file, or install sentencepiece or tiktoken if the checkpoint brings such a tokenizer"
+        ) from error
+    backend: tokenizers.Tokenizer | None = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise CheckpointError(f"{path} holds no tokenizer.json, and its tokenizer has no fast form; add the file")
+    return backend
+
+
+CACHED_TOKENS = 8192
+"""Tokens whose bytes are remembered; text is so skewed that these few answer nearly every look-up."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    The text of tokens is the concatenation of their bytes read as UTF-8, which is what lets it be streamed without
+    ever taking a character back. It equals the `tokenizers` library's own decode but for one case: when a run of
+    byte-fallback tokens is not valid UTF-8 as a whole, that library replaces its valid characters too, and here only
+    the invalid bytes become U+FFFD.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
+        """`special_tokens` maps the checkpoint's names (`eos_token`) to tokens, marked special if not yet so."""
+        self.special_tokens = dict(special_tokens or {})
+        backend.no_truncation()
+        backend.no_padding()
+        known = [text for text in self.special_tokens.values() if backend.token_to_id(text) is not None]
+        backend.add_special_tokens(known)
+        self._backend = backend
+        self._bytes = TokenBytes(backend)
+        self.token_bytes = lru_cache(CACHED_TOKENS)(self._bytes.inside)
+        """What a token id adds to a text: bytes, perhaps part of a character; none for an id that is no token."""
+        self.first_token_bytes = self._bytes.first
+        """The same for the first token of a text, where some decoders drop a leading space."""
+        self.token = self._bytes.token
+        """A token id's token as the vocabulary spells it; None for an id that is no token."""
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """Ids that `skip_special_tokens` leaves out."""
+        self.bos_token_id = self.token_id(self.special_tokens.get("bos_token", ""))
+        self.eos_token_id = self.token_id(self.special_tokens.get("eos_token", ""))
+
+    @classmethod
+    def from_checkpoint(cls, path: Path) -> Self:
+        """The tokenizer in checkpoint directory `path`. Raises `CheckpointError` when there is none that works."""
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            return cls(convert_slow_tokenizer(path), read_special_tokens(path))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
+        _return_freed_memory()
+        return cls(backend, read_special_tokens(path))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the checkpoint puts around a text, such as BOS.
+
+        Other threads run meanwhile. Raises `ValueError` on a lone surrogate, which has no UTF-8 form.
+        """
+        check_encodable(text)
+        # The library's call for one text would hold the interpreter lock, and compute offsets that nobody reads.
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`. Ids that are no token have no text; incomplete characters become U+FFFD."""
+        return self.stream(skip_special_tokens).step(token_ids, final=True)
+
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        at_start: bool = True,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> "TextStream":
+        """A decoder of tokens as they come. `at_start` false: the text continues another, leading space and all.
+
+        `visible_token_ids` are not skipped, special or not.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        if visible_token_ids:
+            skipped -= visible_token_ids
+        return TextStream(self, self._bytes.byte_fallback, skipped, at_start)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least its own length divided by this many tokens."""
+        return max(map(len, self._backend.get_vocab()))
+
+    def token_id(self, token: str) -> int | None:
+        """Id of `token` as the vocabulary spells it; None if there is no such token."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` for a person: what is not a whole character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+class TextStream:
+    """Text of a growing list of token ids; a character comes out once all of its bytes are in."""
+
+    __slots__ = ("_at_start", "_decode", "_skipped", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, byte_fallback: bool, skipped: frozenset[int], at_start: bool) -> None:
+        self._decode = _Utf8Decoder(_EACH_BYTE if byte_fallback else "replace").decode
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._at_start = at_start
+
+    def step(self, token_ids: Iterable[int], final: bool = False) -> str:
+        """The text that `token_ids` complete; with `final`, also U+FFFD for what remains incomplete."""
+        skipped = self._skipped
+        token_bytes = self._tokenizer.token_bytes
+        shown = [token_id for token_id in token_ids if token_id not in skipped]
+        if self._at_start:
+            shown = [token_id for token_id in shown if self._tokenizer.token(token_id) is not None]
+            if shown:
+                self._at_start = False
+                first = self._tokenizer.first_token_bytes(shown[0])
+                return self._decode(first + b"".join(map(token_bytes, shown[1:])), final)
+        return self._decode(b"".join(map(token_bytes, shown)), final)
+
+
+def check_encodable(text: str) -> None:
+    """Raise `ValueError` if `text` holds half a surrogate pair, naming it and its position."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text holds the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, which is "
+            "not valid Unicode; send both halves of the pair or leave it out"
+        ) from None
+
+
+def _return_freed_memory() -> None:
+    """Parsing a vocabulary of 150k tokens frees 56 MB that glibc would keep; elsewhere this does nothing."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_EACH_BYTE = "kaon-replace-each-byte"
+"""Error handler of byte-fallback decoders: one U+FFFD a byte, where byte-level ones give one a broken character."""
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")

@@ -1,0 +1,132 @@
+"""DeepSeek-V2, V3 and V3.2: latent attention, shared and routed experts; V3.2 attends to what an indexer selects."""
+
+import math
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaForCausalLM, LlamaMLP
+from models.config.fields import Fields
+from models.layers.base import CacheSpec
+from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.routing import GroupedRouter, Scoring, experts_per_token, groups_of_experts
+from models.parallel.tensor_parallel import TensorParallel
+
+_GREEDY, _GROUPED, _CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
+
+
+class DeepseekAttention(MLAAttention):
+    """Latent attention as the config describes it."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        name = f"model.layers.{layer}.self_attn"
+        is_indexed = config.architecture == "DeepseekV32ForCausalLM"
+        indexer = _indexer(config, f"{name}.indexer") if is_indexed else None
+        super().__init__(name, _shape(config), indexer=indexer, parallel=parallel)
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    """Any of the three with its language-model head."""
+
+    attention: ClassVar[type[nn.Module]] = DeepseekAttention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Experts that every token goes to beside some that its router chooses; one dense network in the others."""
+        fields = config.fields
+        if not _is_sparse(fields, layer):
+            return LlamaMLP(config, parallel)
+        size, num_experts = fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts")
+        num_shared = fields.integer("n_shared_experts", 0, minimum=0)
+        shared = LlamaMLP(config, parallel, intermediate_size=size * num_shared) if num_shared else None
+        experts = FusedMoE(config.hidden_size, size, num_experts, parallel=parallel)
+        return SparseMoE(_router(config, num_experts), experts, shared)
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """The latents and, in V3.2, the indexers' keys, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, MLAAttention | LightningIndexer)]
+
+
+def _shape(config: ModelConfig) -> MLAShape:
+    fields = config.fields
+    nope, rope = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    return MLAShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        q_lora_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=fields.integer("v_head_dim"),
+        scale=(nope + rope) ** -0.5 * _yarn_scale(config),
+        bias=config.attention_bias,
+        interleaved=fields.boolean("rope_interleave", True),
+    )
+
+
+def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
+    fields = config.fields
+    head_dim, rope = fields.integer("index_head_dim"), fields.integer("qk_rope_head_dim")
+    if head_dim < rope:
+        raise fields.invalid("index_head_dim", f"at least qk_rope_head_dim, {rope}")
+    return LightningIndexer(
+        name,
+        hidden_size=config.hidden_size,
+        q_lora_rank=fields.integer("q_lora_rank"),
+        num_heads=fields.integer("index_n_heads"),
+        head_dim=head_dim,
+        top_k=fields.integer("index_topk"),
+    )
+
+
+def _yarn_scale(config: ModelConfig) -> float:
+    """What the scores of a stretched context are multiplied by besides: `mscale_all_dim` counts on either side."""
+    scaling = config.fields.section("rope_parameters") or config.fields.section("rope_scaling")
+    if scaling is None or config.rope.rope_type == "default" or not scaling.values.get("mscale_all_dim"):
+        return 1.0
+    if config.rope.factor <= 1:
+        return 1.0
+    return (0.1 * scaling.number("mscale_all_dim") * math.log(config.rope.factor) + 1.0) ** 2
+
+
+def _is_sparse(fields: Fields, layer: int) -> bool:
+    """Whether the layer has experts."""
+    kinds = fields.strings("mlp_layer_types")
+    if kinds:
+        if len(kinds) != fields.integer("num_hidden_layers") or not set(kinds) <= {"dense", "sparse"}:
+            raise fields.invalid("mlp_layer_types", "a list of dense or sparse, one a layer")
+        return kinds[layer] == "sparse"
+    first = fields.integer("first_k_dense_replace", minimum=0)
+    return layer >= first and layer % fields.integer("moe_layer_freq", 1) == 0
+
+
+def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
+    fields = config.fields
+    is_v2 = config.architecture == "DeepseekV2ForCausalLM"
+    methods = (_GREEDY, _GROUPED) if is_v2 else (_CORRECTED,)
+    method = fields.string("topk_method", methods[0])
+    if method not in methods:
+        raise fields.invalid("topk_method", f"{' or '.join(methods)} for {config.architecture}")
+    scoring: Scoring = "softmax" if is_v2 else "sigmoid"
+    if fields.string("scoring_func", scoring) != scoring:
+        raise fields.invalid("scoring_func", f"{scoring} for {config.architecture}")
+    renormalize = fields.boolean("norm_topk_prob", not is_v2)
+    if is_v2 and renormalize:
+        # Two implementations of V2 disagree on whether the scaling factor then counts.
+        raise fields.invalid("norm_topk_prob", f"false for {config.architecture}")
+    num_groups, top_groups = 1, 1
+    if method != _GREEDY:
+        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=not is_v2)
+    return GroupedRouter(
+        config.hidden_size,
+        num_experts,
+        experts_per_token(fields, num_experts // num_groups * top_groups),
+        renormalize=renormalize,
+        scoring=scoring,
+        has_correction_bias=not is_v2,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling_factor=fields.number("routed_scaling_factor"),
+    )

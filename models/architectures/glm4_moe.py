@@ -1,0 +1,57 @@
+"""GLM-4.5 and its kin: partly rotated heads, norms on them or none, experts in groups beside shared ones."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.norm import RMSNorm
+from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
+from models.ops.types import HeadNorms
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Glm4MoeAttention(LlamaAttention):
+    """Grouped-query attention that normalises queries and keys if the config says so."""
+
+    has_output_bias: ClassVar[bool] = False
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.has_norms = config.fields.boolean("use_qk_norm", False)
+        if self.has_norms:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of queries and keys, where the config has them."""
+        return HeadNorms(self.q_norm.operand, self.k_norm.operand) if self.has_norms else None
+
+
+class Glm4MoeForCausalLM(LlamaForCausalLM):
+    """GLM-4.5 with its language-model head."""
+
+    attention: ClassVar[type[LlamaAttention]] = Glm4MoeAttention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """One dense network in the first layers, experts above them."""
+        fields = config.fields
+        if layer < fields.integer("first_k_dense_replace", 1, minimum=0):
+            return LlamaMLP(config, parallel)
+        num_experts = fields.integer("n_routed_experts")
+        num_groups, top_groups = groups_of_experts(fields, num_experts, corrected=True)
+        size = fields.integer("moe_intermediate_size")
+        gate = GroupedRouter(
+            config.hidden_size,
+            num_experts,
+            experts_per_token(fields, num_experts // num_groups * top_groups),
+            renormalize=fields.boolean("norm_topk_prob", True),
+            num_groups=num_groups,
+            top_groups=top_groups,
+            scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        )
+        shared = LlamaMLP(config, parallel, intermediate_size=size * fields.integer("n_shared_experts", 1))
+        return SparseMoE(gate, FusedMoE(config.hidden_size, size, num_experts, parallel=parallel), shared)

@@ -1,0 +1,115 @@
+"""gpt-oss: attention with sinks, every other layer windowed, and experts of a clamped SwiGLU with biases."""
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+from models.layers.linear import logits
+from models.layers.moe import FusedMoE
+from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.routing import experts_per_token
+from models.ops import triton
+from models.ops.activation import clamped_swiglu
+from models.ops.cpu import experts as expert_ops
+from models.ops.cpu import runtime, structures
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class GptOssAttention(LlamaAttention):
+    """Grouped-query attention whose heads may attend to nothing: each has a sink that takes probability."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__(config, layer, parallel)
+        self.total_heads, self.first_head = config.num_attention_heads, parallel.rank * self.num_heads
+        self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks)
+
+    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+        require_shape(loaded, (self.total_heads,))
+        parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
+
+
+class GptOssRouter(nn.Module):
+    """Scores the experts, with a bias; the weights of a token's experts add up to 1."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        # Small, and where it is wrong the wrong expert answers.
+        self.weight = empty_parameter(
+            num_experts, hidden_size, weight_loader=load_whole, is_product=True, fewest_bits=16
+        )
+        self.bias = empty_parameter(num_experts, weight_loader=load_whole)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
+        scores = logits(hidden, self.weight, self.bias)
+        # The softmax over some of them is that over all, made to add up to 1.
+        if runtime.runs(hidden):
+            return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
+        if triton.runs(scores, operator="moe"):
+            from models.ops.triton.expert_routing import moe_route
+
+            return moe_route(scores, self.top_k, sigmoid=False, renormalize=True)
+        best = scores.topk(self.top_k, dim=-1)
+        return best.values.softmax(-1, dtype=torch.float32), best.indices
+
+
+class GptOssExperts(FusedMoE):
+    """Experts whose checkpoint holds them stacked, input features before output features, gate and up interleaved."""
+
+    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+        whole, local = self.intermediate_size, parameter.shape[1] // 2
+        require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
+        first = self.split.rank * local
+        # Views of the tensor, so that nothing but the parameter itself takes memory.
+        rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
+        mine = rows[:, 2 * first : 2 * (first + local)]
+        for place, one in enumerate(mine):
+            fill_rows(parameter, 0, one[0::2], place)
+            fill_rows(parameter, local, one[1::2], place)
+
+    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
+        if parameter is not self.w2_bias:
+            require_shape(loaded, (self.num_experts, self.intermediate_size, parameter.shape[1]))
+            loaded = loaded.transpose(1, 2)
+        super()._load_down(parameter, loaded, shard)
+
+
+class GptOssMLP(nn.Module):
+    """A mixture of experts."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        fields = config.fields
+        num_experts = fields.integer("num_local_experts")
+        self.router = GptOssRouter(config.hidden_size, num_experts, experts_per_token(fields, num_experts))
+        self.experts = GptOssExperts(
+            config.hidden_size,
+            config.intermediate_size,
+            num_experts,
+            activation=partial(
+                clamped_swiglu, alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)
+            ),
+            bias=True,
+            parallel=parallel,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        return self.experts(hidden, *self.router(hidden))  # type: ignore[no-any-return]
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """gpt-oss with its language-model head."""
+
+    attention: ClassVar[type[LlamaAttention]] = GptOssAttention
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """What follows the attention of that layer."""
+        del layer  # All are alike.
+        return GptOssMLP(config, parallel)

@@ -1,0 +1,206 @@
+"""Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Other families build on it."""
+
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.layers.attention import Attention
+from models.layers.base import CacheSpec
+from models.layers.linear import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryEmbedding
+from models.ops.activation import GatedActivation, swiglu
+from models.ops.types import HeadNorms
+from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    has_output_bias: ClassVar[bool] = True
+    """Where the projections have biases, whether the output's has one too."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias and self.has_output_bias,
+            parallel=parallel,
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sinks: nn.Parameter | None = None
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn",
+            num_kv_heads=self.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=self.score_scale(config),
+            sliding_window=config.sliding_windows[layer],
+        )
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        num_tokens = len(hidden)
+        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        attended = self.attn(q, k, v, self.sinks, norms=self.head_norms(), rotation=(cos, sin))
+        return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms of queries and keys, before they are rotated; None: they have none."""
+        return None
+
+    @staticmethod
+    def score_scale(config: ModelConfig) -> float | None:
+        """Of the scores; None: that of the head's size."""
+        del config
+        return None
+
+
+class LlamaMLP(nn.Module):
+    """Gated feed-forward layer, of the config's intermediate size or of its own."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, *, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        self.activation: GatedActivation = swiglu
+        size = config.intermediate_size if intermediate_size is None else intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [size] * 2, bias=config.mlp_bias, parallel=parallel
+        )
+        self.down_proj = RowParallelLinear(size, config.hidden_size, bias=config.mlp_bias, parallel=parallel)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj.gated(hidden, self.activation))  # type: ignore[no-any-return]
+
+
+FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
+"""Makes the feed-forward layer of a decoder layer, whose number it gets."""
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention(config, layer, parallel)
+        self.mlp = feed_forward(config, layer, parallel)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of the two returned: the next norm adds them. # [tokens, hidden_size]"""
+        if residual is None:
+            residual = hidden
+            hidden = self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden = self.self_attn(hidden, cos, sin)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class DecoderBody(nn.Module):
+    """What a language-model head stands on: hidden states of tokens, and the embedding that it may share."""
+
+    embed_tokens: VocabParallelEmbedding
+
+
+class LlamaModel(DecoderBody):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: type[nn.Module],
+        feed_forward: FeedForward,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, layer, attention, feed_forward, parallel)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        cos, sin = self.rotary_emb(positions)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos, sin)
+        assert residual is not None, "a model has at least one layer"
+        return self.norm.add_norm(hidden, residual)[0]
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama with its language-model head."""
+
+    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | int]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+    """Module of the checkpoint -> module of the model that holds it, and which shard it is there."""
+    attention: ClassVar[type[nn.Module]] = LlamaAttention
+    """Called with config, layer and parallel."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
+        super().__init__()
+        self.model = self.body(config, parallel)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parallel=parallel)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return LlamaModel(config, self.attention, self.feed_forward, parallel)
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """What follows the attention of that layer."""
+        del layer  # All are alike.
+        return LlamaMLP(config, parallel)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        return self.model(input_ids, positions)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [rows, hidden_size] -> [rows, vocab_size] float32"""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """The attention layers, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, Attention)]

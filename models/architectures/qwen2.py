@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from typing import ClassVar
+
+from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+
+
+class Qwen2Attention(LlamaAttention):
+    """Grouped-query attention whose output projection has no bias."""
+
+    has_output_bias: ClassVar[bool] = False
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Qwen2 with its language-model head."""
+
+    attention: ClassVar[type[LlamaAttention]] = Qwen2Attention

@@ -1,0 +1,42 @@
+"""Qwen3-MoE: Qwen3 whose feed-forward layers, all or some, are experts."""
+
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaMLP
+from models.architectures.qwen3 import Qwen3ForCausalLM
+from models.config.fields import Fields
+from models.layers.moe import FusedMoE, SparseMoE
+from models.layers.routing import SoftmaxRouter, experts_per_token
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    """Qwen3-MoE with its language-model head."""
+
+    @staticmethod
+    def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
+        """Experts, or in some layers one dense network."""
+        if not is_sparse(config.fields, layer):
+            return LlamaMLP(config, parallel)
+        return SparseMoE(*routed_experts(config, parallel))
+
+
+def routed_experts(config: ModelConfig, parallel: TensorParallel) -> tuple[SoftmaxRouter, FusedMoE]:
+    """One layer's router and experts."""
+    fields = config.fields
+    # transformers 5 writes the second name.
+    num_experts = fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts")
+    gate = SoftmaxRouter(
+        config.hidden_size,
+        num_experts,
+        experts_per_token(fields, num_experts),
+        renormalize=fields.boolean("norm_topk_prob", False),
+    )
+    return gate, FusedMoE(config.hidden_size, fields.integer("moe_intermediate_size"), num_experts, parallel=parallel)
+
+
+def is_sparse(fields: Fields, layer: int) -> bool:
+    """Every `decoder_sparse_step`-th layer, but none of `mlp_only_layers`."""
+    is_due = (layer + 1) % fields.integer("decoder_sparse_step", 1) == 0
+    return is_due and layer not in fields.integers("mlp_only_layers")

@@ -1,0 +1,179 @@
+"""Qwen3-Next: gated delta nets beside gated attention, three to one, and a mixture of experts in every layer."""
+
+import torch
+from torch import nn
+
+from models.architectures.config import ModelConfig
+from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
+from models.architectures.qwen3_moe import is_sparse, routed_experts
+from models.layers.attention import Attention
+from models.layers.base import CacheSpec
+from models.layers.gated_delta_net import GatedDeltaNet
+from models.layers.linear import QKVParallelLinear, RowParallelLinear, VocabParallelEmbedding, logits
+from models.layers.norm import OffsetRMSNorm
+from models.layers.parameter import empty_parameter, load_whole
+from models.layers.rotary import RotaryEmbedding
+from models.ops.cpu import gated_delta as delta_ops
+from models.ops.cpu import runtime
+from models.ops.types import HeadNorms
+from models.parallel.tensor_parallel import TensorParallel
+
+
+class Qwen3NextAttention(nn.Module):
+    """Grouped-query attention with norms on queries and keys, and a gate on each head's output."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.num_heads = parallel.share(config.num_attention_heads, "num_attention_heads")
+        # Each head's gate follows its query.
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            num_heads=2 * config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            parallel=parallel,
+        )
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = Attention(
+            f"model.layers.{layer}.self_attn", num_kv_heads=self.num_kv_heads, head_dim=config.head_dim
+        )
+
+    def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> [tokens, hidden_size]"""
+        num_tokens = len(hidden)
+        qkv = self.qkv_proj(hidden).view(num_tokens, -1, self.head_dim)
+        q, gate = qkv[:, : 2 * self.num_heads].view(num_tokens, self.num_heads, -1).chunk(2, dim=-1)
+        k, v = qkv[:, 2 * self.num_heads :].split(self.num_kv_heads, dim=1)
+        attended = self.attn(q, k, v, norms=HeadNorms(self.q_norm.operand, self.k_norm.operand), rotation=(cos, sin))
+        gated = delta_ops.gate_heads(attended, gate) if runtime.runs(attended, gate) else attended * gate.sigmoid()
+        return self.o_proj(gated.view(num_tokens, -1))  # type: ignore[no-any-return]
+
+
+class SharedExpertGate(nn.Module):
+    """How much of the shared expert a token takes."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole, is_product=True)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of it. # [tokens, hidden_size] -> [tokens, 1] float32"""
+        return logits(hidden, self.weight)
+
+
+class Qwen3NextSparseBlock(nn.Module):
+    """Routed experts, and a shared one with a gate of its own."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.gate, self.experts = routed_experts(config, parallel)
+        size = config.fields.integer("shared_expert_intermediate_size")
+        self.shared_expert = LlamaMLP(config, parallel, intermediate_size=size)
+        self.shared_expert_gate = SharedExpertGate(config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """# [tokens, hidden_size] -> [tokens, hidden_size]"""
+        shared, share = self.shared_expert(hidden), self.shared_expert_gate(hidden)
+        return self.experts(hidden, *self.gate(hidden), shared, share)  # type: ignore[no-any-return]
+
+
+class Qwen3NextDecoderLayer(nn.Module):
+    """One of the two kinds of memory, then experts, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.is_linear = _is_linear(config, layer)
+        if self.is_linear:
+            self.linear_attn = _delta_net(config, layer, parallel)
+        else:
+            self.self_attn = Qwen3NextAttention(config, layer, parallel)
+        sparse = is_sparse(config.fields, layer)
+        self.mlp = Qwen3NextSparseBlock(config, parallel) if sparse else LlamaMLP(config, parallel)
+        self.input_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of the two returned: the next norm adds them.
+
+        # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
+        """
+        if residual is None:
+            residual = hidden
+            hidden = self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add_norm(hidden, residual)
+        hidden = self.linear_attn(hidden) if self.is_linear else self.self_attn(hidden, cos, sin)
+        hidden, residual = self.post_attention_layernorm.add_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Qwen3NextModel(DecoderBody):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_model_len)
+        self.layers = nn.ModuleList(
+            Qwen3NextDecoderLayer(config, layer, parallel) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = OffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """# 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        hidden: torch.Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos, sin)
+        assert residual is not None, "a model has at least one layer"
+        return self.norm.add_norm(hidden, residual)[0]
+
+
+class Qwen3NextForCausalLM(LlamaForCausalLM):
+    """Qwen3-Next with its language-model head."""
+
+    def body(self, config: ModelConfig, parallel: TensorParallel) -> DecoderBody:
+        """All below the head."""
+        return Qwen3NextModel(config, parallel)
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """What the layers keep, first to last."""
+        return [module.cache_spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet)]
+
+
+def _is_linear(config: ModelConfig, layer: int) -> bool:
+    kinds = config.fields.strings("layer_types")
+    if kinds:
+        return kinds[layer] == "linear_attention"
+    return (layer + 1) % config.fields.integer("full_attention_interval", 4) != 0
+
+
+def _delta_net(config: ModelConfig, layer: int, parallel: TensorParallel) -> GatedDeltaNet:
+    fields = config.fields
+    key_heads, value_heads = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise fields.invalid("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
+    return GatedDeltaNet(
+        f"model.layers.{layer}.linear_attn",
+        config.hidden_size,
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        kernel_size=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
+        eps=config.rms_norm_eps,
+        parallel=parallel,
+    )

@@ -1,0 +1,1 @@
+"""What a checkpoint's JSON files say, read field by field and checked; no torch."""

@@ -1,0 +1,143 @@
+"""`RopeConfig`: how a checkpoint rotates queries and keys, every default resolved. Parsed for `ModelConfig`, no torch.
+
+Field names, defaults and precedence follow transformers' `modeling_rope_utils`, in its version 4 spelling
+(`rope_theta`, `rope_scaling`) and its version 5 spelling (`rope_parameters`).
+"""
+
+import math
+from dataclasses import dataclass
+
+from models.config.fields import Fields
+from models.errors import CheckpointError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+_OLD_NAMES = {"su": "longrope"}
+_DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding of one model. Fields that a type does not use keep their defaults."""
+
+    rope_type: str
+    theta: float
+    rotary_dim: int
+    """Leading dimensions of a head that are rotated; the rest pass unchanged."""
+    original_max_len: int
+    """Context length before scaling."""
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    """Scales cosines and sines, and so sharpens the attention of a stretched context."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def scaled_max_len(self) -> int:
+        """Longest context that the scaling is meant for; only `dynamic` and `yarn` extend what the config states."""
+        scaled = self.rope_type in ("dynamic", "yarn")
+        return int(self.original_max_len * self.factor) if scaled else self.original_max_len
+
+
+def parse_rope(
+    config: Fields, *, head_dim: int, max_position_embeddings: int, parameters: Fields | None = None
+) -> RopeConfig:
+    """The rotary embedding that config.json describes. Raises `CheckpointError` naming the field.
+
+    `parameters` replaces the object of config.json that holds the rope's own: for layers that differ from the rest.
+    """
+    fields = _rope_fields(config) if parameters is None else parameters
+    rope_type = _rope_type(fields)
+    share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    # The exponent of dynamic scaling divides by rotary_dim - 2.
+    fewest = 4 if rope_type == "dynamic" else 2
+    if rotary_dim < fewest or rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(
+            f"{config.where} rotates {rotary_dim} dimensions of a head (head_dim {head_dim}, partial_rotary_factor "
+            f"{share:g}); it must be an even number from {fewest} to {head_dim}"
+        )
+    theta = fields.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
+    if theta <= 1:
+        raise (fields if fields.has("rope_theta") else config).invalid("rope_theta", "a number above 1")
+    original = max_position_embeddings
+    if rope_type in ("yarn", "longrope", "llama3"):
+        field = "original_max_position_embeddings"
+        original = config.integer(field, fields.integer(field, max_position_embeddings))
+    implied_factor = max_position_embeddings / original
+    if rope_type == "default":
+        return RopeConfig(rope_type, theta, rotary_dim, original)
+    if rope_type in ("linear", "dynamic"):
+        return RopeConfig(rope_type, theta, rotary_dim, original, fields.number("factor"))
+    if rope_type == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.invalid("high_freq_factor", f"above low_freq_factor, {low:g}")
+        return RopeConfig(
+            rope_type,
+            theta,
+            rotary_dim,
+            original,
+            fields.number("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    factor = fields.number("factor", implied_factor)
+    if rope_type == "yarn":
+        return RopeConfig(
+            rope_type,
+            theta,
+            rotary_dim,
+            original,
+            factor,
+            attention_factor=fields.number("attention_factor", _yarn_attention_factor(fields, factor)),
+            beta_fast=fields.number("beta_fast", 32.0),
+            beta_slow=fields.number("beta_slow", 1.0),
+            truncate=fields.boolean("truncate", True),
+        )
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return RopeConfig(
+        rope_type,
+        theta,
+        rotary_dim,
+        original,
+        factor,
+        attention_factor=fields.number("attention_factor", stretched),
+        short_factor=fields.numbers("short_factor", rotary_dim // 2),
+        long_factor=fields.numbers("long_factor", rotary_dim // 2),
+    )
+
+
+def _rope_fields(config: Fields) -> Fields:
+    """The object that holds the rope parameters, under its newer or older name; empty where there is none."""
+    fields = config.section("rope_parameters") or config.section("rope_scaling")
+    if fields is None:
+        return Fields({}, config.where)
+    # One entry a kind of layer: a model whose kinds differ reads the others' itself.
+    return fields.section("full_attention") or fields
+
+
+def _rope_type(fields: Fields) -> str:
+    name = "rope_type" if fields.has("rope_type") else "type"
+    found = fields.string(name, "default")
+    rope_type = _OLD_NAMES.get(found, found)
+    if rope_type not in ROPE_TYPES:
+        raise fields.invalid(name, f"one of {', '.join(ROPE_TYPES)}")
+    return rope_type
+
+
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
+    """YaRN (Peng et al., 2023), section 3.4, with DeepSeek's two scales where the config gives both."""
+
+    def mscale(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    names = ("mscale", "mscale_all_dim")
+    if not all(fields.values.get(name) for name in names):
+        return mscale(1.0)
+    scale, scale_all_dim = (mscale(fields.number(name)) for name in names)
+    return scale / scale_all_dim

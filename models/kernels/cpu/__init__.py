@@ -1,1 +1,0 @@
-"""Operators for the CPU in C, and how they are called."""

@@ -1,0 +1,150 @@
+"""`LinearLoRA`: one linear layer's low-rank products, by adapter. Filled by `weights`, called by the layer."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from models.attention.context import LoRARows, get_forward_context
+from models.layers.parameter import require_shape
+
+
+class OutputPart(NamedTuple):
+    """Output features that one tensor of the checkpoint gives a layer."""
+
+    whole: int
+    """Features in the checkpoint."""
+    local: int
+    """Features on this rank."""
+    first: int
+    """The first of them in the checkpoint."""
+    row: int
+    """The first of them in the layer."""
+
+
+class _Up(NamedTuple):
+    """The second half of a product, for one part of the output; scaled already."""
+
+    b: torch.Tensor  # [part's local features, rank]
+    row: int
+    """The part's first feature in the layer."""
+    ranks: slice
+    """The product's among those of all parts."""
+
+
+class _Adapter(NamedTuple):
+    """What one adapter adds to the layer. The first halves of all parts are one product: they read the same input."""
+
+    a: torch.Tensor  # [ranks of all parts, the rank's in_features]
+    ups: tuple[_Up, ...]
+
+
+class _Together(NamedTuple):
+    """All adapters as one product, of which a token takes its own adapter's ranks."""
+
+    a: torch.Tensor  # [ranks of all adapters, the rank's in_features]
+    b: torch.Tensor  # [the rank's features, ranks of all adapters]
+    adapters: torch.Tensor  # [ranks of all adapters] int64, whose each is
+
+
+class LinearLoRA:
+    """Adds to a layer's output what each token's adapter has for it.
+
+    Sharded as the layer is: where the outputs are, B holds this rank's rows; where the inputs are, A holds this rank's
+    columns, and the product is a partial sum, added before the ranks' sums are joined.
+    """
+
+    def __init__(
+        self, in_features: int, inputs: slice, parts: Mapping[str | int | None, OutputPart], dtype: torch.dtype
+    ) -> None:
+        """`in_features` are the checkpoint's, `inputs` this rank's among them."""
+        self._in_features = in_features
+        self._inputs = inputs
+        self._parts = parts
+        self._dtype = dtype
+        self._adapters: dict[int, _Adapter] = {}
+        self._together: _Together | None = None
+
+    def add(
+        self, adapter: int, shard: str | int | None, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int
+    ) -> None:
+        """Give adapter number `adapter` its product for a part. # [rank, in_features], [part's features, rank]
+
+        With shard None of a layer of several parts, for all of them: their rows follow each other in B. Raises
+        `WeightShapeError` where a tensor has another shape.
+        """
+        parts = [self._parts[shard]] if shard in self._parts else list(self._parts.values())
+        require_shape(a, (rank, self._in_features))
+        require_shape(b, (sum(part.whole for part in parts), rank))
+        a = a[:, self._inputs].to(self._dtype)
+        before = self._adapters.get(adapter)
+        first_rank = 0 if before is None else len(before.a)
+        ups = () if before is None else before.ups
+        first_row = 0
+        for part in parts:
+            rows = b[first_row + part.first : first_row + part.first + part.local].float() * scale
+            ups += (_Up(rows.to(self._dtype), part.row, slice(first_rank, first_rank + rank)),)
+            first_row += part.whole
+        # A copy either way: the checkpoint's file must not stay mapped.
+        self._adapters[adapter] = _Adapter(a.clone() if before is None else torch.cat([before.a, a]), ups)
+
+    def delta(self, adapter: int) -> torch.Tensor | None:
+        """What an adapter adds to the layer's weight, for a layer that multiplies by it in its own way; None: nothing.
+
+        # -> [the rank's features, the rank's in_features]
+        """
+        found = self._adapters.get(adapter)
+        if found is None:
+            return None
+        delta = found.a.new_zeros(sum(part.local for part in self._parts.values()), found.a.shape[1])
+        for b, row, ranks in found.ups:
+            delta[row : row + len(b)] += b @ found.a[ranks]
+        return delta
+
+    def apply(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to `output`, in place. # [tokens, the rank's features], [tokens, the rank's in_features]"""
+        step = get_forward_context()
+        groups = step.lora
+        if groups is None:
+            return
+        if len(x) != len(step.context.positions):
+            raise RuntimeError(f"a layer with adapters got {len(x)} of a step's {len(step.context.positions)} tokens")
+        if isinstance(groups, LoRARows):
+            self._apply_by_row(output, x, groups.adapters)
+            return
+        for number, tokens in groups:
+            adapter = self._adapters.get(number)
+            if adapter is None:
+                continue
+            down = x[tokens] @ adapter.a.T  # [n, ranks]
+            for b, row, ranks in adapter.ups:
+                part = output[:, row : row + len(b)]
+                if isinstance(tokens, slice):
+                    part[tokens].addmm_(down[:, ranks], b.T)
+                else:
+                    part.index_add_(0, tokens, down[:, ranks] @ b.T)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all adapters together."""
+        return sum(len(adapter.a) for adapter in self._adapters.values())
+
+    def _apply_by_row(self, output: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
+        """As `apply`, where the host does not know which token uses which adapter. # adapters [tokens] int64"""
+        if self._together is None:
+            self._together = self._join()
+        a, b, owners = self._together
+        down = (x @ a.T).masked_fill_(adapters[:, None] != owners, 0.0)  # [tokens, ranks]
+        output.addmm_(down, b.T)
+
+    def _join(self) -> _Together:
+        first = next(iter(self._adapters.values())).a
+        b = first.new_zeros(sum(part.local for part in self._parts.values()), self.num_ranks)
+        column = 0
+        for adapter in self._adapters.values():
+            for up, row, ranks in adapter.ups:
+                b[row : row + len(up), column + ranks.start : column + ranks.stop] = up
+            column += len(adapter.a)
+        owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
+        a = torch.cat([adapter.a for adapter in self._adapters.values()])
+        return _Together(a, b, torch.tensor(owners, device=first.device))

@@ -1,0 +1,1 @@
+"""From a checkpoint directory to a filled model, by Kaon's architectures or by transformers' own code."""

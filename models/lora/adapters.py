@@ -1,0 +1,201 @@
+"""`load_adapters`: reads LoRA adapters as PEFT saves them into a loaded model's layers. Called by the model runner.
+
+Every tensor of an adapter must be used and every product whole, or a `CheckpointError` names what is not.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from models.attention.context import LoRATokens
+from models.errors import CheckpointError
+from models.layers.base import CausalLM
+from models.layers.linear import ParallelLinear
+from models.layers.lora import LinearLoRA, OutputPart
+from models.layers.mla import MLAAttention
+from models.layers.parameter import WeightShapeError
+from models.lora.config import LoRAConfig
+
+# [hooked] `HookedLinear`: adapters beside a linear layer of transformers' code, on the general route. Made by
+# `weights`.
+
+
+class HookedLinear:
+    """Adds what adapters have for each token to what the layer returns. Stands in for a `ParallelLinear`."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
+        """Let adapters take part, if they do not yet; the weights of theirs will be of `dtype`."""
+        inputs, outputs = self._layer.in_features, self._layer.out_features
+        present: LinearLoRA | None = getattr(self._layer, "lora", None)
+        if present is not None:
+            return present
+        lora = LinearLoRA(inputs, slice(0, inputs), {None: OutputPart(outputs, outputs, 0, 0)}, dtype)
+
+        def add(_layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            # [1, tokens, features]
+            lora.apply(output.view(-1, outputs), args[0].reshape(-1, inputs))
+
+        self._layer.register_forward_hook(add)
+        self._layer.lora = lora  # type: ignore[assignment]
+        return lora
+
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_ENDINGS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_NAMED_IN_ERRORS = 5
+
+
+def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Give `model` the adapters of these directories, numbered from 1 in their order, converted to `dtype`.
+
+    Raises `CheckpointError` for an adapter that is damaged, that is not this model's, or that computes what LoRA does
+    not.
+    """
+    if not paths:
+        return
+    targets = _targets(cast(nn.Module, model))
+    if not targets:
+        raise CheckpointError("lora is set, but this model makes no linear layer that takes adapters; leave it out")
+    for number, (name, path) in enumerate(paths.items(), 1):
+        try:
+            _load(number, path, targets, dtype, device)
+        except CheckpointError as error:
+            raise CheckpointError(f"LoRA adapter {name} cannot be served: {error}") from error
+
+
+class _Target(NamedTuple):
+    """Where a module of the checkpoint is in the model."""
+
+    layer: ParallelLinear | HookedLinear
+    shard: str | int | None
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """By name in the checkpoint, each linear layer and each part of a packed one."""
+    if hasattr(model, "linear_layers"):
+        layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
+        return {name: _Target(HookedLinear(layer), None) for name, layer in layers.items()}
+    parts: dict[str, list[tuple[str, str | int | None]]] = {}
+    for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
+        parts.setdefault(packed, []).append((source, shard))
+    targets = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            parent, _, kind = name.rpartition(".")
+            for source, shard in parts.get(kind, [(kind, None)]):
+                targets[f"{parent}.{source}"] = _Target(module, shard)
+    return targets
+
+
+def _load(number: int, path: Path, targets: dict[str, _Target], dtype: torch.dtype, device: torch.device) -> None:
+    config = LoRAConfig.from_adapter(path)
+    file = path / WEIGHTS_FILE
+    products = _products(file)
+    _require_all(products, config, targets, file)
+    for module, halves in products.items():
+        layer, shard = targets[module]
+        a, b = (halves[half].to(device) for half in "AB")
+        try:
+            layer.make_lora(dtype).add(number, shard, a, b, config.scale_of(module), config.rank_of(module))
+        except WeightShapeError as error:
+            raise CheckpointError(
+                f"{module} in {file} has a product with {error} by its rank and config.json"
+            ) from error
+
+
+def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B of each module of an adapter's file, by the module's name."""
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no {file.name}; save the adapter as safetensors")
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is truncated or is not a safetensors file ({error}); download it again"
+        ) from error
+    products: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+        if ending is None or not name.startswith(_PREFIX):
+            raise CheckpointError(
+                f"{file} holds {name}, which is no part of LoRA; it may hold {_PREFIX}*.lora_A.weight and "
+                "lora_B.weight of linear layers"
+            )
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise CheckpointError(f"{name} in {file} is {tensor.dtype}; it must be float32, bfloat16 or float16")
+        products.setdefault(name[len(_PREFIX) : -len(ending)], {})[_ENDINGS[ending]] = tensor
+    return products
+
+
+def _require_all(
+    products: Mapping[str, Mapping[str, torch.Tensor]], config: LoRAConfig, targets: Mapping[str, _Target], file: Path
+) -> None:
+    """Raise `CheckpointError` unless the products fit the model, and none is missing."""
+    foreign = [module for module in products if module not in targets]
+    if foreign:
+        raise CheckpointError(
+            f"{file} holds {_some(foreign)}, of which the model makes no linear layer that takes adapters; it takes "
+            f"them in {', '.join(sorted({name.rpartition('.')[2] for name in targets}))}"
+        )
+    halved = [f"{module}.lora_{half}" for module, halves in products.items() for half in "AB" if half not in halves]
+    missing = [module for module in targets if module not in products and config.targets(module)]
+    if halved or missing or not products:
+        raise CheckpointError(f"{file} lacks {_some([*halved, *missing]) or 'every product'}; save the adapter again")
+
+
+def _some(names: list[str]) -> str:
+    """The first few names."""
+    dots = ", ..." if len(names) > _NAMED_IN_ERRORS else ""
+    return ", ".join(sorted(names)[:_NAMED_IN_ERRORS]) + dots
+
+
+# [tokens] `group_by_adapter`: which of a step's tokens use which adapter. Called by the model runner, once a step.
+
+
+def group_by_adapter(
+    adapters: npt.NDArray[np.integer], query_lens: npt.NDArray[np.integer], device: torch.device
+) -> tuple[LoRATokens, ...] | None:
+    """A group an adapter of the step, from each row's adapter (0: none) and token count; None without any. # 2 x [B]
+
+    Tokens that lie side by side are a slice: the layers then read and write them where they are.
+    """
+    by_token = np.repeat(adapters, query_lens)
+    groups = []
+    for adapter in np.unique(adapters[adapters > 0]).tolist():
+        tokens = np.flatnonzero(by_token == adapter)
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 == len(tokens):
+            groups.append(LoRATokens(adapter, slice(first, last + 1)))
+        else:
+            groups.append(LoRATokens(adapter, torch.from_numpy(tokens).to(device)))
+    return tuple(groups) or None
+
+
+# [captured] Whether a model's adapters may be part of captured graphs, where all are one product. Asked by the model
+# runner.
+
+MAX_RANKS = 512
+"""Of all adapters together in a layer: a graph's step multiplies by those of adapters that no row uses, too."""
+
+
+def why_not_captured(model: CausalLM) -> str | None:
+    """What keeps decodes with adapters out of graphs, in words; None: nothing."""
+    for module in cast(nn.Module, model).modules():
+        if isinstance(module, MLAAttention) and module.kv_b_proj.lora is not None:
+            return "an adapter changes what expands latents, so that its rows attend twice"
+        lora = getattr(module, "lora", None)
+        if isinstance(lora, LinearLoRA) and lora.num_ranks > MAX_RANKS:
+            return f"the adapters have {lora.num_ranks} ranks together, and a graph takes {MAX_RANKS}"
+    return None

@@ -1,0 +1,83 @@
+"""Activation of a gated feed-forward layer."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from models.ops import aiter, triton
+from models.ops.aiter import operators as dense
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime, structures
+
+GatedActivation = Callable[[torch.Tensor], torch.Tensor]
+"""Of gates and what they gate, side by side. # [tokens, 2 * features] -> [tokens, features]"""
+
+
+class Gating(NamedTuple):
+    """An activation as the operators know it."""
+
+    activation: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
+    if runtime.runs(gate_up):
+        return ops.gated(gate_up, structures.SILU)
+    if aiter.runs("activation", gate_up):
+        return dense.silu_and_mul(gate_up)
+    if triton.runs(gate_up, operator="activation"):
+        return _by_kernel(gate_up, Gating(structures.SILU))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
+    if runtime.runs(gate_up):
+        return ops.gated(gate_up, structures.GELU_TANH)
+    if aiter.runs("activation", gate_up):
+        return dense.gelu_tanh_and_mul(gate_up)
+    if triton.runs(gate_up, operator="activation"):
+        return _by_kernel(gate_up, Gating(structures.GELU_TANH))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of the two side by side, clamped to `limit` first (gpt-oss).
+
+    # [tokens, 2 * features] -> [tokens, features]
+    """
+    if runtime.runs(gate_up):
+        return ops.gated(gate_up, structures.CLAMPED_SILU, alpha=alpha, limit=limit)
+    if triton.runs(gate_up, operator="activation"):
+        return _by_kernel(gate_up, Gating(structures.CLAMPED_SILU, alpha, limit))
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def operator_of(activation: GatedActivation) -> int | None:
+    """Its number among the compiled operators' activations; None where it has none, or takes more than the rows."""
+    if activation is swiglu:
+        return structures.SILU
+    return structures.GELU_TANH if activation is geglu_tanh else None
+
+
+def gating_of(activation: GatedActivation) -> Gating | None:
+    """What the operators know it as, with its numbers; None where they do not."""
+    if isinstance(activation, partial) and activation.func is clamped_swiglu:
+        return Gating(structures.CLAMPED_SILU, **activation.keywords)
+    operator = operator_of(activation)
+    return None if operator is None else Gating(operator)
+
+
+def _by_kernel(gate_up: torch.Tensor, gating: Gating) -> torch.Tensor:
+    import models.ops.triton.elementwise as kernels
+
+    return kernels.gated(gate_up, gating.activation, alpha=gating.alpha, limit=gating.limit)

@@ -1,0 +1,118 @@
+"""The library's attention over Kaon's paged cache. Called by `models.attention.backend.aiter`, and by the probe.
+
+Of the library's functions, two read the cache as it lies, [num_blocks, kv_heads, block, head_dim] with any stride from
+block to block: `unified_attention`, to which it is a view of [num_blocks, block, kv_heads, head_dim], and
+`paged_attention_v1`, which calls it HND. `paged_attention_rocm`, `pa_fwd_asm` and `pa_persistent_fwd` want keys as
+[num_blocks, kv_heads, head_dim / x, block, x], and values with the head before the block.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from models.ops.aiter.library import accepts, function
+from models.ops.types import AttentionOptions, KVCacheTensor
+
+_PARTITION = 256
+"""Keys of a part of a decode."""
+_NO_WINDOW = (-1, -1)
+
+
+class Rows(NamedTuple):
+    """The rows of a step, or some of them, and what the host knows of them."""
+
+    starts: torch.Tensor  # [B + 1] int32, where each row's tokens begin
+    lengths: torch.Tensor  # [B] int32
+    tables: torch.Tensor  # [B, max_blocks] int32
+    most_queries: int
+    most_keys: int
+    """An upper bound."""
+
+
+def takes_unified(_options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
+    """Whether `unified` attends in such a way."""
+    return sinks is None or accepts("unified_attention", "sinks")
+
+
+def takes_paged(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
+    """Whether `paged` attends in such a way."""
+    return sinks is None and (options.sliding_window is None or accepts("paged_attention_v1", "sliding_window"))
+
+
+def unified(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    rows: Rows,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Spans and decodes, in any mix, causally. # q and out [T, Hq, D]"""
+    k_scale, v_scale = _scales(cache, options)
+    window = _NO_WINDOW if options.sliding_window is None else (options.sliding_window - 1, 0)
+    function("unified_attention")(
+        q=q,
+        k=cache.k_cache.transpose(1, 2),
+        v=cache.v_cache.transpose(1, 2),
+        out=out,
+        cu_seqlens_q=rows.starts,
+        max_seqlen_q=rows.most_queries,
+        seqused_k=rows.lengths,
+        max_seqlen_k=rows.most_keys,
+        softmax_scale=options.scale,
+        causal=True,
+        window_size=window,
+        block_table=rows.tables,
+        softcap=options.soft_cap or 0.0,
+        q_descale=None,
+        k_descale=k_scale,
+        v_descale=v_scale,
+        **({} if sinks is None else {"sinks": sinks}),
+    )
+
+
+def paged(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, rows: Rows, options: AttentionOptions) -> None:
+    """Decodes. # q and out [B, Hq, D]"""
+    num_rows, heads, head_dim = q.shape
+    parts = num_rows * heads * -(-rows.most_keys // _PARTITION)
+    workspace = q.new_empty(parts * (head_dim * q.element_size() + 2 * 4), dtype=torch.uint8)
+    k_scale, v_scale = _scale(options.k_scale, q.device), _scale(options.v_scale, q.device)
+    window = {} if options.sliding_window is None else {"sliding_window": options.sliding_window}
+    function("paged_attention_v1")(
+        out=out,
+        workspace_buffer=workspace,
+        query=q,
+        key_cache=cache.k_cache,
+        value_cache=cache.v_cache,
+        scale=options.scale,
+        block_tables=rows.tables,
+        cu_query_lens=None,
+        context_lens=rows.lengths,
+        max_context_len=rows.most_keys,
+        alibi_slopes=None,
+        kv_cache_dtype="fp8" if cache.k_cache.dtype.itemsize == 1 else "auto",
+        kv_cache_layout="HND",
+        logits_soft_cap=options.soft_cap or 0.0,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        partition_size=_PARTITION,
+        **window,
+    )
+
+
+def _scales(cache: KVCacheTensor, options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of keys and values in FP8; None each where they are not."""
+    if cache.k_cache.dtype.itemsize > 1:
+        return None, None
+    device = cache.k_cache.device
+    return _scale(options.k_scale, device), _scale(options.v_scale, device)
+
+
+_kept: dict[tuple[float, torch.device], torch.Tensor] = {}
+
+
+def _scale(value: float, device: torch.device) -> torch.Tensor:
+    """A number on the device, which stays: a captured graph refers to it. # [1] float32"""
+    if (value, device) not in _kept:
+        _kept[value, device] = torch.full((1,), value, dtype=torch.float32, device=device)
+    return _kept[value, device]

@@ -1,0 +1,135 @@
+"""Rotation, the paged cache and attention over it, as operators. Called by the CPU backend and by rotary layers."""
+
+import torch
+
+from models.ops.cpu import structures
+from models.ops.cpu.dense import DEPTH
+from models.ops.cpu.runtime import current, pointer, runs
+from models.ops.cpu.structures import Step
+from models.ops.types import AttentionOptions, HeadNorms, Rotation
+
+
+def rope_table(positions: torch.Tensor, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines, and sines of which the first half has its sign turned. # [rows] int64, [pairs] -> 2 x [rows, 2 * pairs]
+
+    `frequencies` and both results are float32.
+    """
+    runtime = current()
+    pairs = len(frequencies)
+    cos, sin = (runtime.rows(len(positions), 2 * pairs, torch.float32) for _ in range(2))
+    arguments = structures.RopeTable(frequencies.data_ptr(), cos.data_ptr(), sin.data_ptr(), pairs, factor)
+    step = Step(num_tokens=len(positions), positions=positions.data_ptr())
+    runtime.run(arguments, step, (positions, frequencies, cos, sin))
+    return cos, sin
+
+
+def rope_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
+    *,
+    norms: HeadNorms | None = None,
+    rotation: Rotation | None = None,
+) -> None:
+    """Normalise and rotate queries, in place, and keys; write keys and values to the cache.
+
+    # q [T, heads, dim], k and v [T, kv_heads, dim], caches [blocks, kv_heads, block_size, dim]
+    """
+    cos, sin = (None, None) if rotation is None else rotation
+    arguments = structures.RopeStore(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        q.shape[1],
+        k.shape[1],
+        k.shape[2],
+        None if norms is None else norms.q.weight.data_ptr(),
+        None if norms is None else norms.k.weight.data_ptr(),
+        0.0 if norms is None else norms.q.offset,
+        0.0 if norms is None else norms.q.eps,
+        pointer(cos),
+        pointer(sin),
+        0 if cos is None else cos.shape[-1],
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.shape[2],
+        k_cache.stride(0),
+    )
+    weights = () if norms is None else (norms.q.weight, norms.k.weight)
+    current().run(arguments, step, (q, k, v, *weights, cos, sin, k_cache, v_cache))
+
+
+def attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: Step,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to what `rope_store` wrote, this step's tokens included. # [T, heads, dim], sinks [heads] f32 -> q's"""
+    runtime = current()
+    num_tokens, heads, dim = q.shape
+    out = runtime.rows(num_tokens, heads * dim)
+    arguments = structures.Attention(
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        heads,
+        k_cache.shape[1],
+        dim,
+        k_cache.shape[2],
+        k_cache.stride(0),
+        options.scale,
+        options.sliding_window or 0,
+        options.soft_cap or 0.0,
+        pointer(sinks),
+    )
+    runtime.run(arguments, step, (q, k_cache, v_cache, sinks, out))
+    return out.view(num_tokens, heads, dim)
+
+
+def attends(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+    """Whether `rope_store` and `attention` compute heads and caches such as these."""
+    block_size, dim = k_cache.shape[2:]
+    return runs(q, k_cache) and dim % DEPTH == 0 and dim <= structures.MAX_HEAD_DIM and block_size % 16 == 0
+
+
+def make_step(
+    *,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    state_slots: torch.Tensor | None = None,
+) -> Step:
+    """A step of these arrays, which it keeps.
+
+    # [T] int64, [B + 1], [B], [B, max_blocks] int32, 2 x [T] int64, [B] int64
+    """
+    assert block_tables.is_contiguous()
+    step = Step(
+        len(slots),
+        len(seq_lens),
+        pointer(input_ids),
+        pointer(positions),
+        slots.data_ptr(),
+        query_starts.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.shape[1],
+        pointer(state_slots),
+    )
+    step.kept = slots, query_starts, seq_lens, block_tables, input_ids, positions, state_slots
+    return step

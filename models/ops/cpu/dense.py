@@ -1,0 +1,270 @@
+"""Products with packed weights, and what lies between them, as operators over bfloat16 tensors on the CPU.
+
+Rows are a step's tokens. Matrices may have any stride from row to row.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from models.ops.cpu import structures
+from models.ops.cpu.runtime import current, pointer, runs
+from models.ops.cpu.structures import Arguments, Step
+from models.ops.memory import mapped_zeros
+
+PANEL, DEPTH = 32, 32
+"""Outputs and inputs of which a packed weight has a multiple."""
+
+
+class WeightOperators(NamedTuple):
+    """Those that read or write a kind of packed weight."""
+
+    linear: type[Arguments]
+    pack: type[Arguments]
+    embed: type[Arguments]
+    grouped_linear: type[Arguments]
+    gated_linear: type[Arguments] | None = None
+
+
+class PackedWeight:
+    """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
+
+    operators: ClassVar = WeightOperators(
+        structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear, structures.GatedLinear
+    )
+    options: tuple[int, ...] = ()
+    """What those operators are told after their other arguments."""
+
+    def __init__(self, out_features: int, in_features: int, num_bytes: int | None = None) -> None:
+        """`num_bytes`: that it takes, where it is not bfloat16."""
+        self.out_features, self.in_features = out_features, in_features
+        if num_bytes is None:
+            num_bytes = 2 * (-(-out_features // PANEL) * PANEL) * (-(-in_features // DEPTH) * DEPTH)
+        self.memory = torch.frombuffer(mapped_zeros(num_bytes), dtype=torch.bfloat16)
+
+    def put(self, first: int, rows: torch.Tensor) -> None:
+        """Fill rows from `first` on. # [count, in_features]"""
+        rows = rows.to(torch.bfloat16)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        arguments = self.operators.pack(
+            rows.data_ptr(), rows.stride(0), first, len(rows), self.in_features, self.memory.data_ptr(), *self.options
+        )
+        current().run(arguments, Step(), (rows, self.memory))
+
+
+def _require_rows(x: torch.Tensor, weight: PackedWeight) -> None:
+    """Raise `ValueError` for what a product would read past, or as other numbers than it holds."""
+    if not runs(x) or x.shape[1:] != (weight.in_features,):
+        raise ValueError(f"{x.dtype} {list(x.shape)} where a product takes rows of {weight.in_features} bfloat16")
+
+
+def _multiply(
+    operator: type[Arguments],
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out_features: int,
+    dtype: torch.dtype,
+    *options: float,
+) -> torch.Tensor:
+    """By an operator whose arguments begin as `structures.Linear`. # [rows, in_features] -> [rows, out_features]"""
+    _require_rows(x, weight)
+    runtime = current()
+    out = runtime.rows(len(x), out_features, dtype)
+    arguments = operator(
+        x.data_ptr(),
+        x.stride(0),
+        weight.memory.data_ptr(),
+        pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        weight.in_features,
+        weight.out_features,
+        dtype is torch.float32,
+        *options,
+        *weight.options,
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight.memory, bias, out))
+    return out
+
+
+def linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, given as bfloat16 or float32. # [rows, in_features] -> [rows, out_features]"""
+    return _multiply(weight.operators.linear, x, weight, bias, weight.out_features, dtype)
+
+
+def gates(weight: PackedWeight) -> bool:
+    """Whether `gated_linear` takes such a weight."""
+    return weight.operators.gated_linear is not None and weight.out_features % (2 * PANEL) == 0
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    activation: int,
+    *,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> torch.Tensor:
+    """`gated(linear(x, weight, bias), activation)`, bit for bit, of a weight that `gates` is true of.
+
+    # [rows, in_features] -> [rows, out_features / 2]
+    """
+    operator = weight.operators.gated_linear
+    assert operator is not None
+    return _multiply(operator, x, weight, bias, weight.out_features // 2, torch.bfloat16, activation, alpha, limit)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weights: PackedWeight,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    *,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first `counts[0]` rows by the stack's first weight, the next `counts[1]` by its second ...; 0 past the last.
+
+    # [rows, in_features], [groups, out_features], [groups] int64 -> [rows, out_features]
+
+    With `tokens` [rows] int64 the rows are `x[tokens]`.
+    """
+    _require_rows(x, weights)
+    runtime = current()
+    groups, num_rows = len(counts), len(x if tokens is None else tokens)
+    out_features = weights.out_features // groups
+    out = runtime.rows(num_rows, out_features)
+    arguments = weights.operators.grouped_linear(
+        x.data_ptr(),
+        x.stride(0),
+        pointer(tokens),
+        weights.memory.data_ptr(),
+        pointer(bias),
+        out.data_ptr(),
+        out.stride(0),
+        counts.data_ptr(),
+        groups,
+        weights.in_features,
+        out_features,
+        runtime.per_token(num_rows),
+        *weights.options,
+    )
+    runtime.run(arguments, Step(num_tokens=num_rows), (x, tokens, weights.memory, bias, counts, out))
+    return out
+
+
+def embed(input_ids: torch.Tensor, weight: PackedWeight, scale: float = 1.0, first_row: int = 0) -> torch.Tensor:
+    """Rows of a weight, scaled. # [rows] int64 -> [rows, in_features]
+
+    `first_row`: that the weight begins with, of one that ranks share; rows that it does not have are 0.
+    """
+    runtime = current()
+    out = runtime.rows(len(input_ids), weight.in_features)
+    arguments = weight.operators.embed(
+        weight.memory.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        weight.in_features,
+        scale,
+        first_row,
+        weight.out_features,
+        *weight.options,
+    )
+    step = Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
+    runtime.run(arguments, step, (input_ids, weight.memory, out))
+    return out
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The norm of `x`, or of its sum with `residual`, which then holds that sum. # [rows, size]"""
+    out = current().rows(*x.shape)
+    _norm(x, weight, eps, offset, residual, out)
+    return out
+
+
+def add_rms_norm(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+) -> torch.Tensor:
+    """`residual`, to which the norm of `x` was added. # [rows, size]"""
+    _norm(x, weight, eps, offset, residual, None)
+    return residual
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    arguments = structures.RMSNorm(
+        x.data_ptr(),
+        x.stride(0),
+        pointer(residual),
+        0 if residual is None else residual.stride(0),
+        weight.data_ptr(),
+        pointer(out),
+        0 if out is None else out.stride(0),
+        x.shape[1],
+        out is None,
+        offset,
+        eps,
+    )
+    current().run(arguments, Step(num_tokens=len(x)), (x, residual, weight, out))
+
+
+def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
+    """`activation(gate) * up` of the two side by side. # [rows, 2 * size] -> [rows, size]
+
+    `alpha` and `limit` are the clamped activation's: see `models.ops.activation`.
+    """
+    runtime = current()
+    num_rows = len(gate_up)
+    out = runtime.rows(num_rows, gate_up.shape[1] // 2)
+    arguments = structures.Gated(
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        out.shape[1],
+        runtime.per_token(num_rows),
+        activation,
+        alpha,
+        limit,
+    )
+    runtime.run(arguments, Step(num_tokens=num_rows), (gate_up, out))
+    return out
+
+
+# [quantized] `QuantizedWeight`: a packed weight of 8 or 4 bits, which the products of `ops` take like any other.
+
+BLOCK, STEP = 128, 64
+"""Inputs that share a scale, at 8 bits and at 4; a weight has a multiple of the first."""
+
+
+class QuantizedWeight(PackedWeight):
+    """Rows are rounded as they are put in: see quantized.h. The rows that it meets are rounded to 8 bits too."""
+
+    operators: ClassVar = WeightOperators(
+        structures.QuantizedLinear,
+        structures.QuantizedPack,
+        structures.QuantizedEmbed,
+        structures.QuantizedGroupedLinear,
+    )
+
+    def __init__(self, out_features: int, in_features: int, bits: Literal[4, 8]) -> None:
+        super().__init__(out_features, in_features, quantized_bytes(out_features, in_features, bits))
+        self.options = (bits,)
+
+
+def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:
+    """Of a weight's values and, in bfloat16, scales."""
+    outputs, inputs = -(-out_features // PANEL) * PANEL, -(-in_features // BLOCK) * BLOCK
+    return outputs * inputs * bits // 8 + outputs * inputs // (BLOCK if bits == 8 else STEP) * 2

@@ -1,0 +1,113 @@
+"""The operators of mixtures of experts over tensors: choosing, sorting by expert, adding up. As `ops`, beside it."""
+
+import torch
+
+from models.ops.cpu import structures
+from models.ops.cpu.runtime import current, pointer
+from models.ops.cpu.structures import Step
+
+
+def float_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` of a float32 weight. # [rows, in_features] bf16 -> [rows, out_features] float32"""
+    assert weight.is_contiguous()
+    assert weight.dtype is torch.float32
+    assert x.shape[1:] == weight.shape[1:]
+    runtime = current()
+    out = runtime.rows(len(x), len(weight), torch.float32)
+    arguments = structures.FloatLinear(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0), weight.shape[1], len(weight)
+    )
+    runtime.run(arguments, Step(num_tokens=len(x)), (x, weight, out))
+    return out
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    scoring: int,
+    renormalize: bool,
+    correction: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids of a token's experts, the best first; of equals the lower. See `models.layers.routing`.
+
+    # [tokens, experts] float32, [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
+    """
+    assert logits.dtype is torch.float32
+    assert correction is None or correction.dtype is torch.float32
+    runtime = current()
+    num_tokens, experts = logits.shape
+    weights = runtime.rows(num_tokens, top_k, torch.float32)
+    ids = runtime.rows(num_tokens, top_k, torch.int64)
+    arguments = structures.Route(
+        logits.data_ptr(),
+        logits.stride(0),
+        pointer(correction),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        experts,
+        top_k,
+        num_groups,
+        top_groups,
+        scoring,
+        renormalize,
+        scaling_factor,
+    )
+    runtime.run(arguments, Step(num_tokens=num_tokens), (logits, correction, weights, ids))
+    return weights, ids
+
+
+def sort_pairs(ids: torch.Tensor, experts: int, *, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs of a token and one of its experts by expert: how many of each, whose they are, and where each went.
+
+    # [tokens, top_k] int64 -> [experts], [tokens * top_k], [tokens, top_k] int64
+
+    The order of experts begins with `first`, and those before it come behind the last.
+    """
+    runtime = current()
+    num_tokens, top_k = ids.shape
+    counts = runtime.fixed(experts, torch.int64)
+    tokens, places = (runtime.rows(num_tokens, top_k, torch.int64) for _ in range(2))
+    arguments = structures.SortPairs(
+        ids.data_ptr(), top_k, experts, first, counts.data_ptr(), tokens.data_ptr(), places.data_ptr()
+    )
+    runtime.run(arguments, Step(num_tokens=num_tokens), (ids, counts, tokens, places))
+    return counts, tokens.view(-1), places
+
+
+def combine(
+    products: torch.Tensor,
+    weights: torch.Tensor,
+    places: torch.Tensor,
+    beside: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token's products by their weights, in its own order, and what is `beside` them, or a share of it.
+
+    # [tokens * top_k, size], [tokens, top_k] float32, [tokens, top_k] int64, [tokens, size] -> [tokens, size]
+
+    `gate` [tokens, 1] float32 holds the logits of the shares.
+    """
+    assert gate is None or gate.dtype is torch.float32
+    runtime = current()
+    num_tokens, top_k = places.shape
+    size = products.shape[1]
+    out = runtime.rows(num_tokens, size)
+    arguments = structures.Combine(
+        products.data_ptr(),
+        products.stride(0),
+        weights.data_ptr(),
+        places.data_ptr(),
+        pointer(beside),
+        0 if beside is None else beside.stride(0),
+        pointer(gate),
+        out.data_ptr(),
+        out.stride(0),
+        size,
+        top_k,
+    )
+    runtime.run(arguments, Step(num_tokens=num_tokens), (products, weights, places, beside, gate, out))
+    return out

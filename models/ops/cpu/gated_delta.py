@@ -1,0 +1,89 @@
+"""The operators of Qwen3-Next's two kinds of layers over tensors: gated heads and gated delta nets. As `ops`."""
+
+import torch
+
+from models.ops.cpu import structures
+from models.ops.cpu.runtime import current, pointer, runs
+from models.ops.cpu.structures import Step
+
+_MAX_WINDOW = 1 << 18
+"""Elements of a key head's channels by the convolution's taps, of which a thread's scratch holds two."""
+
+
+def gate_heads(x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """`x * sigmoid(gate)`, the heads of a token one after the other. # 2 x [T, heads, dim] -> [T, heads, dim]"""
+    runtime = current()
+    num_tokens, heads, dim = x.shape
+    out = runtime.rows(num_tokens, heads * dim)
+    arguments = structures.GateHeads(
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        pointer(gate),
+        0 if gate is None else gate.stride(0),
+        0 if gate is None else gate.stride(1),
+        out.data_ptr(),
+        out.stride(0),
+        heads,
+        dim,
+    )
+    runtime.run(arguments, Step(num_tokens=num_tokens), (x, gate, out))
+    return out.view(num_tokens, heads, dim)
+
+
+def remembers(x: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, states: torch.Tensor) -> bool:
+    """Whether the operators compute a gated delta net of these. See `delta_net`."""
+    channels, kernel = conv.shape[0], conv.shape[-1]
+    return (
+        runs(x, conv, inputs)
+        and states.dtype is torch.float32
+        and states.shape[3] % 16 == 0
+        and channels * kernel <= _MAX_WINDOW
+    )
+
+
+def delta_net(
+    x: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    step: Step,
+    *,
+    key_heads: int,
+) -> torch.Tensor:
+    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+
+    # x [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group], conv [channels, 1, kernel],
+    # a_log and dt_bias [value heads], inputs [slots, channels, kernel - 1],
+    # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
+    """
+    runtime = current()
+    _, heads, key_dim, value_dim = states.shape
+    weight, eps = norm
+    out = runtime.rows(len(x), heads * value_dim)
+    arguments = structures.DeltaNet(
+        x.data_ptr(),
+        x.stride(0),
+        ba.data_ptr(),
+        ba.stride(0),
+        conv.data_ptr(),
+        a_log.data_ptr(),
+        dt_bias.data_ptr(),
+        weight.data_ptr(),
+        eps,
+        inputs.data_ptr(),
+        states.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        key_heads,
+        heads // key_heads,
+        key_dim,
+        value_dim,
+        conv.shape[-1],
+    )
+    runtime.run(arguments, step, (x, ba, conv, a_log, dt_bias, weight, inputs, states, out))
+    return out

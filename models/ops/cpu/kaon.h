@@ -1,0 +1,96 @@
+/* What the operators of this directory share: types, the thread pool's contract, and the structures that
+ * models/ops/cpu/runtime.py mirrors field by field. */
+
+#ifndef KAON_H
+#define KAON_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+#define LANES 16  /* float32 of a vector; also rows and columns of an AMX tile */
+#define DEPTH 32  /* bfloat16 of a vector: inputs that one step of a product takes */
+#define PANEL 32  /* outputs that a packed weight keeps together */
+#define MAX_HEAD_DIM 256
+#define MAX_LATENT_DIM 640
+#define LINE 64   /* bytes of a cache line */
+
+#define ALIGNED __attribute__((aligned(LINE)))
+
+/* What the loader calls: the build hides everything else, so that names of other libraries mean nothing here. */
+#define EXPORTED __attribute__((visibility("default")))
+
+/* Compiled for several processors, of which the dynamic linker picks one. Sums are written lane by lane, so that all
+ * give the same result. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KAON_SANITIZE)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+#if defined(__x86_64__) && (__GNUC__ >= 12 || __clang_major__ >= 16)
+#define HAS_AMX 1
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-bf16,amx-int8")))
+#else
+#define HAS_AMX 0
+#endif
+
+/* Instruction sets, each containing those before it. */
+enum isa { PORTABLE, WITH_AVX512_BF16, WITH_AMX };
+
+/* The step that a program runs on: B rows of T tokens together, as models/attention/backend.py has it. */
+struct step {
+    int64_t num_tokens; /* T */
+    int64_t num_rows;   /* B */
+    const int64_t *input_ids;      /* [T] */
+    const int64_t *positions;      /* [T] */
+    const int64_t *slots;          /* [T] block * block_size + offset */
+    const int32_t *query_starts;   /* [B + 1] */
+    const int32_t *seq_lens;       /* [B] */
+    const int32_t *block_tables;   /* [B, max_blocks] */
+    int64_t max_blocks;
+    const int64_t *state_slots; /* [B] each row's place in the layers' states, or NULL */
+    int64_t is_dummy; /* whether its tokens are nobody's, so that no expert of another replica sees them */
+};
+
+/* One thread's part in an operator. */
+struct worker {
+    int thread, threads;
+    enum isa isa;
+    atomic_long *next; /* the operator's next task, 0 when it begins */
+    char *scratch;     /* SCRATCH bytes of its own, aligned to a line */
+};
+#define SCRATCH (4 << 20)
+
+static inline long take_task(struct worker *worker) {
+    return atomic_fetch_add_explicit(worker->next, 1, memory_order_relaxed);
+}
+
+typedef void operator(const void *arguments, const struct step *step, struct worker *worker);
+
+static inline float widen(bf16 value) {
+    union {
+        uint32_t bits;
+        float value;
+    } as = {(uint32_t)value << 16};
+    return as.value;
+}
+
+/* To the nearest, ties to even; a NaN stays one. */
+static inline bf16 narrow(float value) {
+    union {
+        float value;
+        uint32_t bits;
+    } as = {value};
+    uint32_t rounded = (as.bits + 0x7fff + ((as.bits >> 16) & 1)) >> 16;
+    return (bf16)((as.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+#endif

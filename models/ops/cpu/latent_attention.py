@@ -1,0 +1,138 @@
+"""The operators of latent attention over tensors. As `ops`, beside it."""
+
+import torch
+
+from models.ops.cpu import structures
+from models.ops.cpu.dense import DEPTH, PANEL, PackedWeight
+from models.ops.cpu.runtime import current, runs
+from models.ops.cpu.structures import Step
+
+
+class PackedHeads:
+    """How each head's key and value come of a latent, as the products read it.
+
+    Turned round for keys: queries go into the latents' space, instead of latents into each head's.
+    """
+
+    def __init__(self, kv_b: torch.Tensor, nope_dim: int) -> None:
+        """`kv_b` [heads, nope + v, rank] is not kept."""
+        self.num_heads, _, self.rank = kv_b.shape
+        self.nope_dim = nope_dim
+        self.v_dim = kv_b.shape[1] - nope_dim
+        self.keys = _stack(kv_b[:, :nope_dim].transpose(1, 2))
+        self.values = _stack(kv_b[:, nope_dim:])
+
+
+def _stack(weights: torch.Tensor) -> PackedWeight:
+    """Each filled up to whole panels. # [heads, out_features, in_features]"""
+    heads, out_features, in_features = weights.shape
+    rows = -(-out_features // PANEL) * PANEL
+    packed = PackedWeight(heads * rows, in_features)
+    for head, weight in enumerate(weights):
+        packed.put(head * rows, weight)
+    return packed
+
+
+def attends(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
+    """Whether the operators compute latents such as these. # [T, H, nope + rope], [blocks, block_size, rank + rope]"""
+    block_size, dim = cache.shape[1:]
+    fits = rank <= structures.MAX_LATENT_RANK and dim <= structures.MAX_LATENT_DIM
+    return runs(q, cache) and fits and rank % DEPTH == 0 and dim % DEPTH == 0 and block_size % 16 == 0
+
+
+def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.Tensor:
+    """Queries in the latents' space; their rotated part is left open. # [T, H, nope + rope] -> [T, H, rank + rope]"""
+    dim = heads.rank + rope_dim
+    out = current().rows(len(q), heads.num_heads * dim)
+    _headed_linear(q, q.stride(1), heads.nope_dim, heads.keys, out, dim, heads.rank)
+    return out.view(len(q), heads.num_heads, dim)
+
+
+def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
+    """What was attended to in the latents' space, as values. # [T, H, rank] -> [T, H, v]"""
+    out = current().rows(len(attended), heads.num_heads * heads.v_dim)
+    _headed_linear(attended, heads.rank, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
+    return out.view(len(attended), heads.num_heads, heads.v_dim)
+
+
+def _headed_linear(
+    x: torch.Tensor, x_step: int, in_features: int, weight: PackedWeight, out: torch.Tensor, out_step: int, wide: int
+) -> None:
+    """The first `in_features` of each head of `x` by its weight, to the first `wide` of its `out_step` of `out`."""
+    arguments = structures.HeadedLinear(
+        x.data_ptr(),
+        x.stride(0),
+        x_step,
+        weight.memory.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        out_step,
+        x.shape[1],
+        in_features,
+        wide,
+    )
+    current().run(arguments, Step(num_tokens=len(x)), (x, weight.memory, out))
+
+
+def latent_store(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    latent_q: torch.Tensor,
+    cache: torch.Tensor,
+    step: Step,
+    *,
+    norm: tuple[torch.Tensor, float],
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    is_interleaved: bool,
+) -> None:
+    """Rotate queries into `latent_q`; normalise latents, rotate the heads' shared key, and write both to the cache.
+
+    # q [T, H, nope + rope], latent [T, rank + rope], latent_q [T, H, rank + rope], cache [blocks, block_size, same]
+
+    `norm`: weight and epsilon. `is_interleaved`: whether rotated dimensions are neighbouring pairs, not halves.
+    """
+    cos, sin = rotation
+    rope = cos.shape[-1]
+    weight, eps = norm
+    arguments = structures.LatentStore(
+        q.data_ptr(),
+        q.stride(0),
+        latent_q.data_ptr(),
+        q.shape[1],
+        q.shape[2] - rope,
+        latent.shape[1] - rope,
+        rope,
+        latent.data_ptr(),
+        latent.stride(0),
+        weight.data_ptr(),
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        is_interleaved,
+        cache.data_ptr(),
+        cache.shape[1],
+        cache.stride(0),
+    )
+    current().run(arguments, step, (q, latent, latent_q, weight, cos, sin, cache))
+
+
+def latent_attention(q: torch.Tensor, cache: torch.Tensor, step: Step, rank: int, scale: float) -> torch.Tensor:
+    """Attention to the cached vectors, whose first elements are the values. # [T, H, dim] -> [T, H, rank]"""
+    runtime = current()
+    num_tokens, heads, dim = q.shape
+    out = runtime.rows(num_tokens, heads * rank)
+    arguments = structures.LatentAttention(
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        cache.data_ptr(),
+        heads,
+        rank,
+        dim,
+        cache.shape[1],
+        cache.stride(0),
+        scale,
+    )
+    runtime.run(arguments, step, (q, cache, out))
+    return out.view(num_tokens, heads, rank)

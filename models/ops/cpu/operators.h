@@ -1,0 +1,421 @@
+/* The operators, by number, and their arguments. Numbers and fields are mirrored in models/ops/cpu/runtime.py. */
+
+#ifndef OPERATORS_H
+#define OPERATORS_H
+
+#include "kaon.h"
+
+/* Between two looks at what another thread writes. */
+static inline void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+#define MAX_THREADS 1024
+
+enum {
+    LINEAR, PACK, EMBED, RMS_NORM, ROPE_TABLE, ROPE_STORE, ATTENTION, GATED, GROUPED_LINEAR,
+    FLOAT_LINEAR, ROUTE, SORT_PAIRS, COMBINE,
+    HEADED_LINEAR, LATENT_STORE, LATENT_ATTENTION, GATE_HEADS, DELTA_NET,
+    GREEDY_HEAD, GREEDY_CHOICE,
+    QUANTIZED_LINEAR, QUANTIZED_PACK, QUANTIZED_EMBED, QUANTIZED_GROUPED_LINEAR,
+    GATED_LINEAR,
+    LARGEST, DRAW,
+    ALL_REDUCE,
+    COPY_ROWS, SHARE_TOKENS, AWAIT_ANSWERS, ON_STEP,
+    OPERATORS
+};
+
+struct operation {
+    int64_t kind;
+    const void *arguments;
+};
+
+/* Strides are in elements, from row to row; matrices have a row a token where nothing else is said. */
+struct linear {
+    const bf16 *x;      /* [tokens, in_features] */
+    int64_t x_stride;
+    const bf16 *weight; /* packed, see linear.c */
+    const bf16 *bias;   /* [out_features] or NULL */
+    void *out;          /* [tokens, out_features] bf16, or float32 */
+    int64_t out_stride;
+    int64_t in_features, out_features;
+    int64_t is_float; /* whether `out` is float32 */
+};
+
+/* Rows of a weight into its packed form. */
+struct pack {
+    const bf16 *rows; /* [count, in_features] */
+    int64_t row_stride;
+    int64_t first, count; /* rows of the whole weight that these are */
+    int64_t in_features;
+    bf16 *weight;
+};
+
+/* Rows of a packed weight, by token; 0 for tokens whose rows are not among its own. */
+struct embed {
+    const bf16 *weight;
+    bf16 *out; /* [tokens, in_features] */
+    int64_t out_stride;
+    int64_t in_features;
+    double scale; /* of the rows */
+    int64_t first_row, num_rows; /* that the weight has, of a larger one that ranks share */
+};
+
+/* The norm of a row. With `residual`, that is added to the row first, and then holds the sum; or with `is_added` the
+ * norm is added to it, which then holds the result, and `out` is not written. */
+struct rms_norm {
+    const bf16 *x;
+    int64_t x_stride;
+    bf16 *residual; /* or NULL */
+    int64_t residual_stride;
+    const bf16 *weight; /* [size], of which `offset` is added */
+    bf16 *out;
+    int64_t out_stride;
+    int64_t size, is_added;
+    double offset, eps;
+};
+
+struct rope_table {
+    const float *frequencies; /* [pairs] radians a position */
+    float *cos, *sin;         /* [tokens, 2 * pairs], each half of the sines with its sign */
+    int64_t pairs;
+    double factor;
+};
+
+/* Queries and keys normalised, where they are, and rotated; keys and values into the cache; queries stay in place. */
+struct rope_store {
+    bf16 *q;       /* [tokens, heads, dim] */
+    const bf16 *k; /* [tokens, kv_heads, dim] */
+    const bf16 *v;
+    int64_t q_stride, k_stride, v_stride;
+    int64_t heads, kv_heads, dim;
+    const bf16 *q_norm, *k_norm; /* [dim], or NULL */
+    double offset, eps;          /* of the norms */
+    const float *cos, *sin;      /* as of rope_table */
+    int64_t rotary_dim;          /* 0: nothing is rotated */
+    bf16 *k_cache, *v_cache;     /* see attention.c */
+    int64_t block_size, block_stride;
+};
+
+struct attention {
+    const bf16 *q; /* [tokens, heads, dim] */
+    int64_t q_stride;
+    bf16 *out; /* the same shape */
+    int64_t out_stride;
+    const bf16 *k_cache, *v_cache;
+    int64_t heads, kv_heads, dim, block_size, block_stride;
+    double scale;
+    int64_t window;  /* keys that a query sees, its own included; 0: all */
+    double soft_cap; /* 0: none */
+    const float *sinks; /* [heads], or NULL */
+};
+
+/* act(gate) * up. */
+struct activation {
+    int64_t activation; /* SILU, GELU_TANH or CLAMPED_SILU */
+    double alpha, limit; /* of CLAMPED_SILU */
+};
+enum { SILU, GELU_TANH, CLAMPED_SILU };
+
+/* Of the two side by side. */
+struct gated {
+    const bf16 *gate_up; /* [tokens * per_token, 2 * size] */
+    int64_t stride;
+    bf16 *out; /* [tokens * per_token, size] */
+    int64_t out_stride;
+    int64_t size, per_token;
+    struct activation by;
+};
+
+/* `gated` of `linear`, bit for bit, of which the output alone is written. */
+struct gated_linear {
+    struct linear linear; /* out: [tokens, out_features / 2] bf16; out_features is a multiple of 2 * PANEL */
+    struct activation by;
+};
+
+/* Runs of rows, each by its own weight of a stack. */
+struct grouped_linear {
+    const bf16 *x; /* [rows, in_features]; with `tokens` [tokens, in_features] */
+    int64_t x_stride;
+    const int64_t *tokens; /* [rows] rows of x in this order, or NULL: as they are */
+    const bf16 *weight; /* packed, one after the other: out_features is a multiple of PANEL */
+    const bf16 *bias;   /* [groups, out_features] or NULL */
+    bf16 *out;          /* [rows, out_features], 0 past the last run */
+    int64_t out_stride;
+    const int64_t *counts; /* [groups] rows of each run */
+    int64_t groups, in_features, out_features;
+    int64_t per_token; /* rows */
+};
+
+/* Each head's part of a row by its own weight. */
+struct headed_linear {
+    const bf16 *x; /* [tokens, heads, in_features] */
+    int64_t x_stride, x_step; /* the second from head to head */
+    const bf16 *weight; /* packed, one after the other, each filled up to a multiple of PANEL outputs */
+    bf16 *out;          /* [tokens, heads, out_features] */
+    int64_t out_stride, out_step;
+    int64_t heads, in_features, out_features;
+};
+
+/* What heads share of a token, normalised and rotated, into the cache; and queries rotated, beside their latents. */
+struct latent_store {
+    const bf16 *q; /* [tokens, heads, nope + rope] */
+    int64_t q_stride;
+    bf16 *latent_q; /* [tokens, heads, rank + rope], of which the last are written */
+    int64_t heads, nope, rank, rope;
+    const bf16 *latent; /* [tokens, rank + rope] */
+    int64_t latent_stride;
+    const bf16 *norm; /* [rank] */
+    double eps;
+    const float *cos, *sin; /* as of rope_table */
+    int64_t is_interleaved; /* whether neighbouring dimensions are rotated together, and then lie in halves */
+    bf16 *cache;            /* [blocks, block_size, rank + rope] */
+    int64_t block_size, block_stride;
+};
+
+/* Attention of all heads to the same cached vectors, of which the first `rank` elements are also the values. */
+struct latent_attention {
+    const bf16 *q; /* [tokens, heads, dim] */
+    int64_t q_stride;
+    bf16 *out; /* [tokens, heads, rank] */
+    int64_t out_stride;
+    const bf16 *cache; /* [blocks, block_size, dim] */
+    int64_t heads, rank, dim, block_size, block_stride;
+    double scale;
+};
+
+/* Heads behind each other, each element times the sigmoid of its gate where there are gates. */
+struct gate_heads {
+    const bf16 *x; /* [tokens, heads, dim] */
+    int64_t x_stride, x_step; /* the second from head to head */
+    const bf16 *gate; /* the same shape, or NULL */
+    int64_t gate_stride, gate_step;
+    bf16 *out; /* [tokens, heads, dim] */
+    int64_t out_stride;
+    int64_t heads, dim;
+};
+
+/* A gated delta net between its projections. */
+struct delta_net {
+    const bf16 *x; /* [tokens, key_heads, 2 * (key_dim + group * value_dim)]: query, key, values, gates */
+    int64_t x_stride;
+    const bf16 *ba; /* [tokens, key_heads, 2 * group]: of each value head what its beta, then what its decay comes of */
+    int64_t ba_stride;
+    const bf16 *conv;            /* [channels, kernel] */
+    const bf16 *a_log, *dt_bias; /* [value heads] */
+    const bf16 *norm;            /* [value_dim] */
+    double eps;
+    bf16 *inputs;  /* [slots, channels, kernel - 1] the last */
+    float *states; /* [slots, value heads, key_dim, value_dim] */
+    bf16 *out;     /* [tokens, value heads, value_dim] */
+    int64_t out_stride;
+    int64_t key_heads, group, key_dim, value_dim, kernel; /* value_dim: a multiple of 16 */
+};
+
+/* In float32, for weights that are not packed. */
+struct float_linear {
+    const bf16 *x; /* [tokens, in_features] */
+    int64_t x_stride;
+    const float *weight; /* [out_features, in_features] */
+    float *out;          /* [tokens, out_features] */
+    int64_t out_stride;
+    int64_t in_features, out_features;
+};
+
+/* The best experts of a token, of the best groups of experts, and their weights. Of equals the first is taken. */
+struct route {
+    const float *logits; /* [tokens, experts] */
+    int64_t stride;
+    const float *correction; /* [experts], which counts in the choice but not in the weights, or NULL */
+    float *weights;          /* [tokens, top_k] */
+    int64_t *ids;            /* [tokens, top_k], the best first */
+    int64_t experts, top_k, groups, top_groups;
+    int64_t scoring;     /* SOFTMAX or SIGMOID */
+    int64_t renormalize; /* whether a token's weights add up to 1, before they are scaled */
+    double scaling_factor;
+};
+enum { SOFTMAX, SIGMOID };
+
+/* The pairs of a token and one of its experts, by expert. */
+struct sort_pairs {
+    const int64_t *ids; /* [tokens, top_k] */
+    int64_t top_k, experts;
+    int64_t first;   /* expert that comes first; those before it follow the last */
+    int64_t *counts; /* [experts] pairs, in that order */
+    int64_t *tokens; /* [tokens * top_k] by place: whose the pair is */
+    int64_t *places; /* [tokens, top_k] where each pair went */
+};
+
+/* What a token's experts made of it, by their weights, in the order of its choice. */
+struct combine {
+    const bf16 *products; /* [tokens * top_k, size], sorted */
+    int64_t products_stride;
+    const float *weights;  /* [tokens, top_k] */
+    const int64_t *places; /* [tokens, top_k] */
+    const bf16 *beside;    /* [tokens, size] to be added, or NULL */
+    int64_t beside_stride;
+    const float *gate; /* [tokens] logits of the share of `beside` that is, or NULL: all */
+    bf16 *out; /* [tokens, size] */
+    int64_t out_stride;
+    int64_t size, top_k;
+};
+
+/* The likeliest token of each row of the product; what each thread has seen of it, until they are compared. */
+struct greedy_head {
+    const bf16 *x; /* [tokens, in_features] */
+    int64_t x_stride;
+    const bf16 *weight; /* packed */
+    const bf16 *bias;   /* [out_features] or NULL */
+    int64_t in_features, out_features;
+    float *peaks;    /* [threads, max_rows] */
+    int64_t *tokens; /* [threads, max_rows] */
+    int64_t max_rows;
+};
+
+/* The best of the threads', into the first one's. */
+struct greedy_choice {
+    const struct greedy_head *head;
+};
+
+/* Products, and rows of their weights, by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
+struct quantized_linear {
+    struct linear linear;
+    int64_t bits;
+};
+struct quantized_pack {
+    struct pack pack;
+    int64_t bits;
+};
+struct quantized_embed {
+    struct embed embed;
+    int64_t bits;
+};
+struct quantized_grouped_linear {
+    struct grouped_linear grouped;
+    int64_t bits;
+};
+
+/* Indexes of the k largest values of each row, descending, equal ones by index. `pieces` are the tasks that a row is
+ * cut into, here and below, and `ended` counts those that are done. */
+struct largest {
+    const float *values; /* [rows, width] */
+    int64_t stride, width, pieces;
+    int64_t k;      /* at most MAX_LARGEST and `width` */
+    uint64_t *best; /* [rows, pieces, k] */
+    int64_t *found; /* [rows, pieces] of those */
+    atomic_int *ended; /* [rows], 0 */
+    int64_t *ids;      /* [rows, k] */
+};
+#define MAX_LARGEST 1024
+
+/* A token for each of some rows by its random number: of all tokens, in the order of ids, or of those that filters
+ * leave, the likeliest first. Weights are float64. */
+struct draw {
+    const float *logits; /* [rows of logits, width] */
+    int64_t stride, width, pieces;
+    const float *peaks;  /* [rows of logits] the largest, finite */
+    const int64_t *rows; /* [rows] which of the logits' */
+    const float *temperature;
+    const int64_t *top_k;  /* at least 1; `width`: all */
+    const double *top_p;   /* 1: all */
+    const double *min_p;   /* at most 1 */
+    const double *uniform; /* below 1 */
+    const char *filtered;  /* whether a row has filters */
+    double *masses;    /* [rows, runs of WEIGHED tokens] */
+    uint64_t *best;    /* [rows, pieces, most] */
+    int64_t *found;    /* [rows, pieces] of those */
+    int64_t most;      /* LOOKED_AT, or any top_k of at most MAX_LARGEST that is more */
+    atomic_int *ended; /* [rows], 0 */
+    int64_t *tokens;   /* [rows] */
+};
+#define WEIGHED 256
+#define LOOKED_AT 64
+#define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
+
+/* A rank's place among those that share memory; see group.c. */
+struct group {
+    char *memory;
+    int64_t rank, size;
+    int64_t next;     /* the number of the next collective */
+    int64_t has_left; /* whether some rank has left the step, and this one with it */
+};
+
+/* The sum of all ranks' rows, in place. */
+struct all_reduce {
+    void *x; /* [tokens, columns] without gaps, bf16 or float32 */
+    int64_t columns, is_float;
+    struct group *group;
+};
+
+/* A replica's place among those that share experts out; see exchange.c. */
+struct exchange {
+    char *memory;
+    int64_t replica, replicas;
+    int64_t meetings; /* so far */
+    int64_t left_by;  /* 1 + a replica that has left for good, and this one with it; 0: none */
+};
+
+/* Rows as they are, from one place to another. */
+struct copy_rows {
+    const char *from; /* [tokens] */
+    int64_t from_stride; /* bytes */
+    const int64_t *places; /* [tokens] rows of `to` that they become, or NULL: the first ones */
+    char *to;
+    int64_t row_bytes;
+};
+
+/* Which pairs of a token, of any replica, and an expert this replica is to compute, and where its own come back. */
+struct share_tokens {
+    struct exchange *exchange;
+    const int64_t *ids; /* [tokens, top_k] experts */
+    int64_t top_k;
+    int64_t *shared_ids; /* [replicas, most_tokens, top_k], of all */
+    int64_t most_tokens; /* of a replica */
+    int64_t first_asked, asked; /* experts that the replicas have together */
+    int64_t first_local, local; /* of them this one */
+    int64_t *next;   /* [local] room to count in */
+    int64_t *counts; /* [local] pairs by expert */
+    int64_t *tokens; /* [pairs] by expert: whose they are, of [replicas * most_tokens] */
+    int64_t *to;     /* [pairs] where their answers go, of [replicas, most_tokens * top_k + 1], the last ones 0 */
+    int64_t *places; /* [tokens, top_k] where those to this replica's own come */
+    struct step *pairs; /* the step of as many pairs */
+};
+
+/* Until all replicas have written theirs. */
+struct await_answers {
+    struct exchange *exchange;
+};
+
+/* An operator on another step than the program's. */
+struct on_step {
+    int64_t number;
+    const void *arguments;
+    const struct step *step;
+};
+
+operator copy_rows, share_tokens, await_answers, on_step;
+operator all_reduce;
+operator greedy_head, greedy_choice;
+operator linear, pack, embed, rms_norm, rope_table, rope_store, attention, gated, grouped_linear, gated_linear;
+operator quantized_linear, quantized_pack, quantized_embed, quantized_grouped_linear;
+operator float_linear, route, sort_pairs, combine;
+operator largest, draw;
+operator headed_linear, latent_store, latent_attention, gate_heads, delta_net;
+
+extern operator *const operators[OPERATORS];
+
+/* act(gate) * up of PANEL columns; rows of the gates are `stride` apart, the others' PANEL. */
+void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, const bf16 *ups, int64_t rows,
+                bf16 *out);
+
+/* The best instruction set that this processor has, this build knows, and the kernel grants. */
+EXPORTED int kaon_isa(void);
+
+/* What a thread does before it uses tiles for something else, or rests. */
+void release_tiles(enum isa isa);
+
+#endif

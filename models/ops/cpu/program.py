@@ -1,0 +1,193 @@
+"""`record`: a model's forward pass as one call of the operators. Used by the model runner.
+
+A pass of a model whose code does nothing but call operators and look at their tensors from another side is the same
+list of operators for any number of tokens: only the number changes, and what the step's arrays hold. So it is written
+down once, over memory for the largest step, and run from then on without Python between the operators.
+"""
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.ops.cpu import runtime
+from models.ops.cpu.runtime import Library, Operations
+from models.ops.cpu.structures import Arguments, OnStep, Step
+from models.ops.memory import mapped_zeros
+
+_Memory = npt.NDArray[np.uint8]
+
+
+class NotRecordable(Exception):
+    """The model's code computes with something else than the operators."""
+
+
+class Program:
+    """The pass, for steps of up to `max_tokens` tokens."""
+
+    def __init__(
+        self, library: Library, operations: Operations, output: torch.Tensor, kept: list[Any], num_bytes: int
+    ) -> None:
+        self._library = library
+        self._operations = operations
+        self._output = output
+        self._kept = kept
+        self.max_tokens = len(output)
+        self.num_bytes = num_bytes
+        """Of the memory that a step of `max_tokens` commits, or this process's part of what several do together."""
+
+    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """The pass's output, valid until the next. # 2 x [tokens] int64 -> [tokens, features]"""
+        step.input_ids, step.positions = input_ids.data_ptr(), positions.data_ptr()
+        self._library.run(self._operations, step)
+        return self._output[: step.num_tokens]
+
+
+def record(
+    library: Library, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], max_tokens: int
+) -> Program:
+    """Write down `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
+    recorder = _Recorder(max_tokens)
+    with _sent_to(recorder), torch.inference_mode():
+        places = torch.zeros(max_tokens, dtype=torch.int64).as_subclass(_Rows)
+        output = forward(places, places)
+        with torch._C.DisableTorchFunctionSubclass():
+            output = output.as_subclass(torch.Tensor)
+    return Program(library, Operations(recorder.arguments), output, recorder.kept, recorder.num_bytes)
+
+
+def operators_of(
+    compute: Callable[[torch.Tensor], torch.Tensor], num_rows: int, columns: int
+) -> tuple[list[Arguments], list[torch.Tensor], torch.Tensor]:
+    """Those that `compute` calls on bfloat16 rows, the weights they point to, and its output. Raises `NotRecordable`.
+
+    The output holds nothing: it tells which of the operators' it is, and of what shape.
+    """
+    recorder = _Recorder(num_rows)
+    with _sent_to(recorder), torch.inference_mode():
+        output = compute(recorder.rows(num_rows, columns))
+        with torch._C.DisableTorchFunctionSubclass():
+            output = output.as_subclass(torch.Tensor)
+    return recorder.arguments, recorder.constants, output
+
+
+class _Recorder:
+    """Writes operators down. Memory that the pass no longer refers to is given to later operators, as at run time."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.arguments: list[Arguments] = []
+        self.memory: list[_Memory] = []
+        self.constants: list[Any] = []
+        self._free: dict[int, list[_Memory]] = defaultdict(list)
+        self._inner: dict[tuple[int, int], _Recorder] = {}
+        """By their rows, and by how many share these."""
+
+    @property
+    def kept(self) -> list[Any]:
+        """What the operators point to."""
+        return [*self.memory, *self.constants, *(inner.kept for inner in self._inner.values())]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory, with this process's part of what several share."""
+        inner = sum(each.num_bytes // num_sharers for (_, num_sharers), each in self._inner.items())
+        return inner + sum(map(len, self.memory))
+
+    def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """See `Runtime`."""
+        self.per_token(num_rows)  # Refuses rows that are none of the step's.
+        return self.fixed(num_rows * columns, dtype).view(num_rows, columns)
+
+    def fixed(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Runtime`."""
+        num_bytes = size * dtype.itemsize
+        free = self._free[num_bytes]
+        if not free:
+            self.memory.append(np.frombuffer(mapped_zeros(num_bytes), dtype=np.uint8))
+            free.append(self.memory[-1])
+        memory = free.pop()
+        view = memory[:]
+        # The view lives as long as any tensor over it.
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).as_subclass(_Rows)
+
+    def per_token(self, num_rows: int) -> int:
+        """See `Runtime`."""
+        if num_rows % self.max_tokens:
+            raise NotRecordable(f"an operator has {num_rows} rows where the step has {self.max_tokens} tokens")
+        return num_rows // self.max_tokens
+
+    def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
+        """See `Runtime`."""
+        del step  # Each run has its own.
+        self.arguments.append(arguments)
+        self.constants.extend(tensor for tensor in kept if tensor is not None and not isinstance(tensor, _Rows))
+
+    @contextmanager
+    def on(self, step: Step, most_rows: int, num_sharers: int) -> Iterator[int]:
+        """See `Runtime`."""
+        # One of them for all layers, whose memory they use in turn.
+        inner = self._inner.setdefault((most_rows, num_sharers), _Recorder(most_rows))
+        before = len(inner.arguments)
+        with _sent_to(inner):
+            yield most_rows
+        for arguments in inner.arguments[before:]:
+            self.arguments.append(OnStep(arguments.kind, ctypes.addressof(arguments), ctypes.addressof(step)))
+        self.constants += inner.arguments[before:]
+        self.constants.append(step)
+
+
+_LOOKS = frozenset(
+    {
+        torch.Tensor.__len__,
+        torch.Tensor.chunk,
+        torch.Tensor.data_ptr,
+        torch.Tensor.device.__get__,
+        torch.Tensor.dim,
+        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.size,
+        torch.Tensor.split,
+        torch.Tensor.stride,
+        torch.Tensor.unsqueeze,
+        torch.Tensor.view,
+    }
+)
+"""What leaves a tensor's memory as it is."""
+
+
+class _Rows(torch.Tensor):
+    """A tensor of the step, which code may look at from another side, and not compute with.
+
+    By `__torch_function__`, since a dispatch mode imports half a second's worth of torch's compiler.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_slicing = func is torch.Tensor.__getitem__ and not _holds_tensor(args[1])
+        if not (is_slicing or func in _LOOKS):
+            raise NotRecordable(f"the model's code calls {getattr(func, '__name__', func)}")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _holds_tensor(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor | list) for part in parts)
+
+
+@contextmanager
+def _sent_to(recorder: _Recorder) -> Iterator[None]:
+    before = runtime.redirect(recorder)
+    try:
+        yield
+    finally:
+        runtime.redirect(before)

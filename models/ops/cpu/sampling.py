@@ -1,0 +1,177 @@
+"""The operators that choose tokens from rows of float32 logits, where they lie. Called by the sampler.
+
+What a row gets depends neither on other rows nor on the number of threads.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime as library
+from models.ops.cpu.program import NotRecordable, operators_of
+from models.ops.cpu.runtime import Library, Operations
+from models.ops.cpu.structures import LOOKED_AT, MAX_LARGEST, WEIGHED, Step
+
+_SMALLEST_PIECE = 8192
+"""Values of a row for which another thread is worth waking."""
+
+
+def chooses(values: torch.Tensor) -> bool:
+    """Whether the operators choose from such rows. # [R, V]"""
+    return (
+        runtime.active()
+        and values.device.type == "cpu"
+        and values.dtype is torch.float32
+        and values.stride(1) == 1
+        and 0 < values.shape[1] <= structures.MAX_DRAWN
+    )
+
+
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indexes of the `k` largest values of each row, descending, equal ones by index. # [R, V] -> [R, k] int64
+
+    A NaN is larger than any number, unless its sign is set. `k` is 1 to the lesser of V and `MAX_LARGEST`.
+    """
+    num_rows, width = values.shape
+    pieces = _pieces(num_rows, width)
+    best, found, ended = _room(num_rows, pieces, k)
+    ids = torch.empty(num_rows, k, dtype=torch.int64)
+    arguments = structures.Largest(
+        values.data_ptr(),
+        values.stride(0),
+        width,
+        pieces,
+        k,
+        best.ctypes.data,
+        found.ctypes.data,
+        ended.ctypes.data,
+        ids.data_ptr(),
+    )
+    runtime.current().run(arguments, Step(num_tokens=num_rows), ())
+    return ids
+
+
+def draw(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    *,
+    rows: npt.NDArray[np.int64],
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float64],
+    uniform: npt.NDArray[np.float64],
+    filtered: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """A token for each of D rows of the logits, as `engine.sampling.sampler` has it. # [N, V], [N, 1], 7 x [D] -> [D]
+
+    `peaks` are the rows' finite maxima. A row that is not `filtered` is drawn from in the order of ids, one that is in
+    descending order, equal tokens by id. `top_k` is 1 to V, `uniform` in [0, 1).
+    """
+    num_rows, width = len(rows), logits.shape[1]
+    pieces = _pieces(num_rows, width)
+    most = int(top_k[top_k <= MAX_LARGEST].max(initial=LOOKED_AT))
+    best, found, ended = _room(num_rows, pieces, most)
+    masses = np.empty((num_rows, -(-width // WEIGHED)), np.float64)
+    tokens = np.empty(num_rows, np.int64)
+    arguments = structures.Draw(
+        logits.data_ptr(),
+        logits.stride(0),
+        width,
+        pieces,
+        peaks.data_ptr(),
+        rows.ctypes.data,
+        temperature.ctypes.data,
+        top_k.ctypes.data,
+        top_p.ctypes.data,
+        min_p.ctypes.data,
+        uniform.ctypes.data,
+        filtered.ctypes.data,
+        masses.ctypes.data,
+        best.ctypes.data,
+        found.ctypes.data,
+        most,
+        ended.ctypes.data,
+        tokens.ctypes.data,
+    )
+    runtime.current().run(arguments, Step(num_tokens=num_rows), ())
+    return tokens
+
+
+def _pieces(num_rows: int, width: int) -> int:
+    """Tasks that a row is cut into: one where there are rows for all threads."""
+    native = library.load_library()
+    assert native is not None, "operators run, so their library was loaded"
+    return max(1, min(-(-native.threads // max(1, num_rows)), width // _SMALLEST_PIECE))
+
+
+def _room(
+    num_rows: int, pieces: int, most: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """For the best of each piece, their number, and how many pieces are done."""
+    best = np.empty((num_rows, pieces, most), np.uint64)
+    return best, np.empty((num_rows, pieces), np.int64), np.zeros(num_rows, np.int32)
+
+
+# [greedy] `GreedyHead`: the likeliest tokens from a model's final hidden states, as one call. Used by the model
+# runner.
+
+
+class GreedyHead:
+    """The choice that `compute_logits` and an argmax would make, without the logits between them."""
+
+    def __init__(
+        self, native: Library, product: structures.Linear, vocab_size: int, max_rows: int, kept: list[torch.Tensor]
+    ) -> None:
+        """`product` makes the logits of at least `vocab_size` tokens; `kept` is the memory of its weight."""
+        self._library = native
+        self._head = structures.GreedyHead(
+            weight=product.weight,
+            bias=product.bias,
+            in_features=product.in_features,
+            out_features=vocab_size,
+            max_rows=max_rows,
+        )
+        self._operations = Operations((self._head, structures.GreedyChoice(ctypes.addressof(self._head))))
+        self._kept = kept
+        self._step = Step()
+        self.max_rows = max_rows
+        self._make_room(native.threads)
+
+    def _make_room(self, threads: int) -> None:
+        """For what each of so many threads sees."""
+        self._peaks = np.zeros((threads, self.max_rows), dtype=np.float32)
+        self._tokens = np.zeros((threads, self.max_rows), dtype=np.int64)
+        self._head.peaks, self._head.tokens = self._peaks.ctypes.data, self._tokens.ctypes.data
+
+    @classmethod
+    def of(
+        cls, native: Library, compute_logits: Callable[[torch.Tensor], torch.Tensor], hidden_size: int, max_rows: int
+    ) -> "GreedyHead | None":
+        """That of a model whose logits are one product in bfloat16 with a packed weight; None for any other."""
+        try:
+            arguments, weights, logits = operators_of(compute_logits, max_rows, hidden_size)
+        except NotRecordable:
+            return None
+        [product] = arguments if len(arguments) == 1 else [None]
+        if not isinstance(product, structures.Linear) or product.out != logits.data_ptr() or not product.is_float:
+            return None
+        # A vocabulary may be smaller than its weight, which is filled up.
+        return cls(native, product, logits.shape[1], max_rows, weights)
+
+    def choose(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Each row's likeliest token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
+
+        `hidden` is bfloat16, of at most `max_rows` rows. Of equal logits the first wins, and a NaN before any number.
+        """
+        num_rows = len(hidden)
+        if self._library.threads != len(self._peaks):
+            self._make_room(self._library.threads)
+        self._head.x, self._head.x_stride = hidden.data_ptr(), hidden.stride(0)
+        self._step.num_tokens = num_rows
+        self._library.run(self._operations, self._step)
+        return self._tokens[0, :num_rows], self._peaks[0, :num_rows]

@@ -1,0 +1,105 @@
+"""Zeroed host memory, committed as it is written, in huge pages where it is large. Used for weights and caches."""
+
+import contextlib
+import ctypes
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+HUGE_PAGE = 2 << 20
+"""Bytes that are committed at a time where memory is large."""
+
+
+def mapped_zeros(num_bytes: int) -> mmap.mmap:
+    """Memory that nothing else holds. Raises `OSError` or `OverflowError` where the system refuses it.
+
+    Huge pages are committed at several times the speed of small ones, and seldom miss the processor's table of pages.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Kernels may be built without them.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def aligned_zeros(num_bytes: int) -> memoryview:
+    """The same, from the beginning of a huge page on where it takes one, so that each holds nothing else."""
+    if num_bytes < HUGE_PAGE:
+        return memoryview(mapped_zeros(num_bytes))
+    pages = mapped_zeros(num_bytes + HUGE_PAGE)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
+    return memoryview(pages)[first : first + num_bytes]
+
+
+# [upload] `upload`: a step's small arrays, brought to the device in one asynchronous copy; `Packing`: how they share
+# it.
+
+Send: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
+"""Brings arrays to the device; a tensor holds its array by the time at which what is enqueued now has run."""
+
+_ALIGNED = 16
+"""Bytes, so that kernels may read any of the arrays in the widest way."""
+_TORCH = {
+    np.dtype(f"{kind}{size}"): getattr(torch, f"{name}{8 * size}")
+    for kind, name, sizes in (("i", "int", (1, 2, 4, 8)), ("u", "uint", (1, 2, 4, 8)), ("f", "float", (2, 4, 8)))
+    for size in sizes
+} | {np.dtype(bool): torch.bool}
+
+
+class Packing:
+    """Arrays that lie in one buffer of bytes, one after the other."""
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> None:
+        """`first`: where the first lies, in bytes from the buffer's beginning; a multiple of 16."""
+        self._arrays = arrays
+        self._begins = []
+        self.end = first
+        """Of the last, in bytes from the beginning of the buffer."""
+        for array in arrays:
+            self._begins.append(self.end)
+            self.end += -(-array.nbytes // _ALIGNED) * _ALIGNED
+
+    def write(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Fill a buffer on the host. # [end or more] uint8"""
+        for array, begin in zip(self._arrays, self._begins, strict=True):
+            np.ndarray(array.shape, array.dtype, buffer, begin)[...] = array
+
+    def read(self, views: "Views") -> list[torch.Tensor]:
+        """The arrays in a buffer on any device, as views of it."""
+        return [
+            views.array(array.dtype, array.shape, begin)
+            for array, begin in zip(self._arrays, self._begins, strict=True)
+        ]
+
+
+class Views:
+    """A buffer of bytes on any device, seen as arrays."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        """# [a multiple of 16] uint8"""
+        self._typed: dict[torch.dtype, torch.Tensor] = {torch.uint8: buffer}
+
+    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int) -> torch.Tensor:
+        """The array of that type and shape which begins at that byte."""
+        torch_dtype = _TORCH[dtype]
+        typed = self._typed.get(torch_dtype)
+        if typed is None:
+            typed = self._typed[torch_dtype] = self._typed[torch.uint8].view(torch_dtype)
+        begin //= dtype.itemsize
+        if len(shape) == 1:
+            return typed[begin : begin + shape[0]]
+        return typed[begin : begin + math.prod(shape)].view(shape)
+
+
+def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, views of one buffer. The host does not wait for them to arrive."""
+    packing = Packing(arrays)
+    staged = torch.empty(packing.end, dtype=torch.uint8, pin_memory=device.type != "cpu" and packing.end > 0)
+    packing.write(staged.numpy())
+    return packing.read(Views(staged.to(device, non_blocking=True)))

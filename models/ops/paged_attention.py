@@ -1,0 +1,93 @@
+"""Attention over the paged cache in plain torch, a row at a time, and what is stored for it."""
+
+import torch
+
+from models.ops.norm import rms_norm
+from models.ops.rotary import rotate
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
+
+
+def store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCacheTensor,
+    slots: torch.Tensor,
+    options: AttentionOptions,
+    norms: HeadNorms | None = None,
+    rotation: Rotation | None = None,
+) -> torch.Tensor:
+    """See `models.ops.triton.cache_store.store`."""
+    if norms is not None:
+        q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    kept = slots >= 0
+    block_size = cache.k_cache.shape[2]
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    for pages, x, scale in ((cache.k_cache, k, options.k_scale), (cache.v_cache, v, options.v_scale)):
+        _write(pages, blocks, offsets, x[kept], scale)
+    return q
+
+
+def _write(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, x: torch.Tensor, scale: float) -> None:
+    if pages.dtype.itemsize > 1:
+        pages[blocks, :, offsets] = x.to(pages.dtype)
+        return
+    limit = torch.finfo(pages.dtype).max
+    stored = (x.float() / scale).clamp_(-limit, limit).to(pages.dtype)
+    pages.view(torch.uint8)[blocks, :, offsets] = stored.view(torch.uint8)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: KVCacheTensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each row's last tokens to all of it, causally. # q [T, Hq, D] -> [T, Hq, D]
+
+    `query_starts` [B + 1]: where each row's tokens begin among the T. `seq_lens` [B], `block_tables` [B, max_blocks].
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts = query_starts.tolist()
+    for row, length in enumerate(seq_lens.tolist()):
+        tokens = slice(starts[row], starts[row + 1])
+        blocks = block_tables[row, : -(-length // cache.k_cache.shape[2])].long()
+        k, v = _gathered(cache.k_cache, blocks, length), _gathered(cache.v_cache, blocks, length)
+        out[tokens] = _attend_row(q[tokens], k * options.k_scale, v * options.v_scale, options, sinks)
+    return out
+
+
+def _gathered(pages: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """# -> [Hkv, length, D] float32"""
+    taken = pages.view(torch.uint8)[blocks].view(pages.dtype) if pages.dtype.itemsize == 1 else pages[blocks]
+    return taken.transpose(0, 1).flatten(1, 2)[:, :length].float()
+
+
+def _attend_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """# q [n, Hq, D], k and v [Hkv, length, D] float32 -> [n, Hq, D]"""
+    num_queries, num_heads, _ = q.shape
+    num_kv_heads, length, _ = k.shape
+    queries = q.float().view(num_queries, num_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [Hkv, group, n, D]
+    scores = queries @ k[:, None].transpose(-1, -2) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * torch.tanh(scores / options.soft_cap)
+    keys = torch.arange(length, device=q.device)
+    positions = keys[length - num_queries :, None]
+    hidden = keys > positions
+    if options.sliding_window is not None:
+        hidden |= keys <= positions - options.sliding_window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        beside = sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    out = weights @ v[:, None]
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1).to(q.dtype)

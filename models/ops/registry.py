@@ -1,0 +1,153 @@
+"""What computes each operator: chosen once at start, by what there is and what `kernel_backend` says, and printed."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from models.ops import aiter, triton
+from models.ops.aiter import probe
+from models.ops.aiter.cases import Sizes
+from models.ops.aiter.library import OPERATORS as AITER_OPERATORS
+
+OPERATORS = ("attention", "norm", "activation", "moe", "linear", "recurrent", "sampling", "gemm", "all_reduce")
+"""Attention of every kind and its stores; norms; gated activations; experts and their routing; products with weights
+that stay quantised; recurrent layers; sampling; products with weights that are dense; sums over ranks."""
+DECODE = "decode"
+"""Attention's rows of one token, by another than its spans, where that is asked for."""
+AUTO, TRITON, TORCH, AITER = "auto", "triton", "torch", "aiter"
+BACKENDS = (AUTO, TRITON, TORCH, AITER)
+WHEN_ASKED = frozenset({DECODE, "gemm", "all_reduce"})
+"""What aiter computes only where it is asked to."""
+_WITHOUT_TRITON = frozenset({"gemm", "all_reduce"})
+"""What there is no Triton kernel for: torch's libraries compute it."""
+_BESIDE_TRITON = frozenset({"attention", DECODE, "linear"})
+"""What aiter computes of what Triton's kernels have stored or rounded."""
+
+
+class Choice(NamedTuple):
+    """What computes one operator."""
+
+    operator: str
+    backend: str
+    reason: str | None = None
+    """Why it is not what was asked for."""
+
+    def __str__(self) -> str:
+        return f"{self.operator} by {self.backend}" + (f" ({self.reason})" if self.reason else "")
+
+
+def parse(words: Sequence[str]) -> dict[str, str]:
+    """By operator, which backend is asked for: `BACKEND` is for all, `OPERATOR=BACKEND` for one, the last counts.
+
+    Decodes are in it where they are named, and after `aiter` for all.
+    Raises `ValueError`, a sentence, for a name that there is not.
+    """
+    wanted = dict.fromkeys(OPERATORS, AUTO)
+    for word in words:
+        operator, equals, backend = word.rpartition("=")
+        if backend not in BACKENDS or (equals and operator not in (*OPERATORS, DECODE)):
+            raise ValueError(
+                f"kernel_backend is {word}; it must be one of {', '.join(BACKENDS)}, or OPERATOR=BACKEND for one of "
+                f"{', '.join((*OPERATORS, DECODE))}"
+            )
+        if (operator in _WITHOUT_TRITON and backend == TRITON) or (operator == DECODE and backend == TORCH):
+            other = TRITON if operator == DECODE else TORCH
+            raise ValueError(f"kernel_backend is {word}, but {operator} is computed by {other} or {AITER}; name one")
+        if equals:
+            wanted[operator] = backend
+        else:
+            wanted = dict.fromkeys(OPERATORS, backend)
+            if backend == AITER:
+                wanted[DECODE] = backend
+        if wanted.get(DECODE) == AUTO:
+            del wanted[DECODE]
+    return wanted
+
+
+def named(words: Sequence[str], backend: str) -> frozenset[str]:
+    """Operators that the words of `kernel_backend` give to a backend by name, the last word counting."""
+    by_name: dict[str, str] = {}
+    for word in words:
+        operator, equals, given = word.rpartition("=")
+        by_name = {**by_name, operator: given} if equals else {}
+    return frozenset(operator for operator, given in by_name.items() if given == backend)
+
+
+def choose(
+    wanted: Mapping[str, str], triton_reason: str | None, aiter_reasons: Mapping[str, str | None]
+) -> tuple[Choice, ...]:
+    """What computes each operator of a GPU.
+
+    `triton_reason`: why Triton computes nothing, None where it does. `aiter_reasons`: the same of aiter by operator;
+    those that are not in it, it is not called for. What is missing never fails: what is next computes.
+    """
+    choices = [_choice(operator, asked, triton_reason, aiter_reasons) for operator, asked in wanted.items()]
+    if choices[0].backend == TORCH:
+        choices = [Choice(DECODE, TORCH, "attention is") if one.operator == DECODE else one for one in choices]
+    return tuple(choices)
+
+
+def _choice(operator: str, wanted: str, triton_reason: str | None, aiter_reasons: Mapping[str, str | None]) -> Choice:
+    if wanted == TORCH:
+        return Choice(operator, TORCH)
+    unfit = aiter_reasons.get(operator, "Kaon does not call it for this")
+    if operator in _BESIDE_TRITON and unfit is None:
+        unfit = triton_reason
+    if unfit is None and (wanted == AITER or (wanted == AUTO and operator not in WHEN_ASKED)):
+        return Choice(operator, AITER)
+    reason = f"not aiter: {unfit}" if wanted == AITER else None
+    if operator in _WITHOUT_TRITON:
+        return Choice(operator, TORCH, reason)
+    if triton_reason is None:
+        return Choice(operator, TRITON, reason)
+    if reason is None or unfit == triton_reason:
+        return Choice(operator, TORCH, triton_reason)
+    return Choice(operator, TORCH, f"{reason}; {triton_reason}")
+
+
+def start(device: torch.device, words: Sequence[str], sizes: Sizes = Sizes()) -> tuple[Choice, ...]:  # noqa: B008
+    """Probe what there is on a GPU, choose, and have layers call it from here on. Raises `ValueError` as `parse`.
+
+    `sizes`: of the model's problems, which aiter is probed with.
+    """
+    wanted = parse(words)
+    triton_reason = None if set(wanted.values()) == {TORCH} else triton.start(device)
+    reasons = aiter_reasons(
+        device, [operator for operator, asked in wanted.items() if _may_take(operator, asked)], sizes
+    )
+    choices = choose(wanted, triton_reason, reasons)
+    try:
+        _start_aiter(choices, decodes_apart=DECODE in wanted)
+    # What works in its probe may yet fail here, where other libraries are loaded.
+    except Exception as error:  # noqa: BLE001
+        aiter.stop()
+        failed = f"it failed after its probe: {type(error).__name__}: {error}".splitlines()[0]
+        choices = choose(wanted, triton_reason, dict.fromkeys(reasons, failed))
+    triton.leave_to_torch(frozenset(choice.operator for choice in choices if choice.backend == TORCH))
+    return choices
+
+
+def _start_aiter(choices: Sequence[Choice], *, decodes_apart: bool) -> None:
+    by_aiter = frozenset(choice.operator for choice in choices if choice.backend == AITER)
+    aiter.start(by_aiter, decodes_apart=decodes_apart)
+
+
+def _may_take(operator: str, wanted: str) -> bool:
+    """Whether aiter is to be probed for an operator."""
+    return operator in AITER_OPERATORS and (wanted == AITER or (wanted == AUTO and operator not in WHEN_ASKED))
+
+
+def aiter_reasons(
+    device: torch.device,
+    operators: Collection[str] = AITER_OPERATORS,
+    sizes: Sizes = Sizes(),  # noqa: B008, immutable
+) -> dict[str, str | None]:
+    """By operator that Kaon calls aiter for, why it is not used on a GPU; None where it may be."""
+    if not operators:
+        return {}
+    if torch.version.hip is None:
+        return dict.fromkeys(operators, "aiter is for AMD GPUs")
+    arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    unfit = probe.unfit(arch)
+    return probe.probe(str(device), operators, sizes) if unfit is None else dict.fromkeys(operators, unfit)

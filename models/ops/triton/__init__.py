@@ -1,0 +1,101 @@
+"""The door to the Triton kernels. Layers ask `runs`, and import a kernel's file only where it says yes.
+
+Triton is imported by `start`, never before: a server on a CPU has none of it in memory. Where a layer calls a kernel,
+`import file as kernels` costs the host a third of what `from file import function` does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+
+import torch
+
+_device_type: str | None = None
+_is_there: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
+"""Whether a tensor is on a device of that type; told sooner than the type's name."""
+_left: frozenset[str] = frozenset()
+_is_idle = False
+
+
+def start(device: torch.device) -> str | None:
+    """Have the kernels compute tensors of such a device from here on; None, or why they cannot, in words.
+
+    A small kernel is compiled, run and checked first. A CPU takes Triton's interpreter, as the tests set it up.
+    """
+    global _device_type, _is_there
+    from models.ops.triton.probe import probe
+
+    reason = probe(device)
+    _device_type, _is_there = device.type if reason is None else None, attrgetter(f"is_{device.type}")
+    return reason
+
+
+def stop() -> None:
+    """Have torch compute everything again."""
+    global _device_type, _left
+    _device_type, _left = None, frozenset()
+
+
+def leave_to_torch(operators: frozenset[str]) -> None:
+    """Have torch compute these of `models.ops.registry.OPERATORS`, and the kernels the others."""
+    global _left
+    _left = operators
+
+
+def left() -> frozenset[str]:
+    """What is left to torch."""
+    return _left
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """For a pass whose numbers are nobody's: no kernel of these runs. What only they multiply by may give anything."""
+    global _device_type, _is_idle
+    before, _device_type, _is_idle = _device_type, None, True
+    try:
+        yield
+    finally:
+        _device_type, _is_idle = before, False
+
+
+def is_idle() -> bool:
+    """Whether such a pass runs."""
+    return _is_idle
+
+
+def version() -> str:
+    """Triton's own."""
+    from models.ops.triton import probe_kernel
+
+    return probe_kernel.version()
+
+
+def leaves(operator: str) -> bool:
+    """Whether torch is to compute an operator, whatever the kernels can."""
+    return operator in _left
+
+
+def takes(operator: str) -> bool:
+    """Whether the kernels were started for an operator."""
+    return _device_type is not None and operator not in _left
+
+
+def active() -> bool:
+    """Whether the kernels were started."""
+    return _device_type is not None
+
+
+def runs(*tensors: torch.Tensor, operator: str = "") -> bool:
+    """Whether the kernels compute an operator of tensors such as these: on their device, rows without gaps.
+
+    Not inside what torch compiles: it fuses such operators with what is around them.
+    """
+    if _device_type is None or operator in _left or torch.compiler.is_compiling():
+        return False
+    # All layers of all steps come by: a loop, as a generator takes longer, and first what is quickest to ask.
+    for tensor in tensors:
+        if not _is_there(tensor):
+            return False
+        if not tensor.is_contiguous() and tensor.stride(-1) != 1:
+            return False
+    return True

@@ -1,0 +1,679 @@
+"""One tile of attention: some queries against some keys of the paged cache. Shared by the prefill and decode kernels.
+
+Online softmax (Milakov and Gimelshein, 2018) in powers of two, accumulated in registers as FlashAttention-2 does
+(Dao, 2023). `peak` [M] is the largest score so far, `total` [M] the sum of weights under it, `acc` [M, D] the weighted
+sum of values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from models.ops.triton import grids as pieces
+from models.ops.triton.compilation import Compilation
+from models.ops.triton.configs import TARGETS, WHOLE, Config, Target, config_of, launch_of, target_of
+from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.types import AttentionOptions, KVCacheTensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NOTHING_YET = tl.constexpr(-1.0e30)
+"""A peak below any score, and finite: a row that has seen no key keeps a total of zero."""
+
+PIECE = tl.constexpr(pieces.PIECE)
+MAX_PIECES = tl.constexpr(pieces.MAX_PIECES)
+
+
+@triton.jit
+def piece_length(length):
+    """Tokens of each of a row's pieces but the last."""
+    return PIECE * tl.maximum(tl.cdiv(length, PIECE * MAX_PIECES), 1)
+
+
+@triton.jit
+def page_offsets(
+    table_ptr,  # of the row
+    keys,  # [N], positions
+    is_key,  # [N]
+    block_stride,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Where keys, and values, begin in their caches. # [N] int64"""
+    blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    return blocks * block_stride + kv_head * (BLOCK_SIZE * HEAD_DIM) + (keys % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def load_dims(
+    cache_ptr,
+    offsets,  # [N], of vectors
+    is_key,  # [N]
+    first,
+    IS_MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """WIDTH dimensions of cached vectors from `first` on. # [N, WIDTH]"""
+    dims = first + tl.arange(0, WIDTH)
+    offsets = offsets[:, None] + dims[None, :]
+    # What lies past a row's end may be not finite, and its weight of zero is multiplied by it.
+    if D_TILE != HEAD_DIM:
+        loaded = tl.load(cache_ptr + offsets, mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif IS_MASKED:
+        loaded = tl.load(cache_ptr + offsets, mask=is_key[:, None], other=0.0)
+    else:
+        loaded = tl.load(cache_ptr + offsets)
+    return loaded
+
+
+@triton.jit
+def attend_tile(
+    q,  # [M, D_TILE]; where DEPTH is less, pointers to the queries, [M, 1]
+    is_query,  # [M]
+    acc,  # [M, D_TILE] float32
+    peak,  # [M] float32
+    total,  # [M] float32
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    first_key,
+    end,  # keys from here on are not the row's
+    positions,  # [M], of the queries
+    kv_head,
+    block_stride,
+    scale,  # of the products, the keys' own included; over the soft cap where there is one
+    soft_cap,
+    window,
+    head_dim,  # HEAD_DIM, as the compiler does not know it: of parts whose number it knows it would load all at once
+    IS_MASKED: tl.constexpr,  # whether some query may not see all keys
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr,  # dimensions of queries and keys that are multiplied at a time
+):
+    """`acc`, `peak` and `total` with BLOCK_N more keys."""
+    keys = first_key + tl.arange(0, BLOCK_N)
+    is_key = keys < end if IS_MASKED else tl.full([BLOCK_N], True, tl.int1)
+    offsets = page_offsets(table_ptr, keys, is_key, block_stride, kv_head, BLOCK_SIZE, HEAD_DIM)
+    dtype: tl.constexpr = q.dtype.element_ty if DEPTH < D_TILE else q.dtype
+    if DEPTH < D_TILE:
+        scores = tl.zeros([acc.shape[0], BLOCK_N], tl.float32)
+        for first in range(0, head_dim, DEPTH):
+            dims = first + tl.arange(0, DEPTH)
+            part = tl.load(q + dims[None, :], mask=is_query[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+            k = load_dims(k_cache_ptr, offsets, is_key, first, IS_MASKED, HEAD_DIM, D_TILE, DEPTH)
+            scores = tl.dot(part, tl.trans(k.to(dtype)), scores, input_precision="ieee")
+        v = load_dims(v_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
+    else:
+        k = load_dims(k_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
+        v = load_dims(v_cache_ptr, offsets, is_key, 0, IS_MASKED, HEAD_DIM, D_TILE, D_TILE)
+        scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee")
+    scores = scores * scale  # [M, N]
+    if HAS_SOFT_CAP:
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0))  # soft_cap * tanh(scores)
+    scores *= LOG2_E
+    if IS_MASKED:
+        is_seen = (keys[None, :] <= positions[:, None]) & is_key[None, :]
+        if HAS_WINDOW:
+            is_seen &= keys[None, :] > positions[:, None] - window
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrunk = tl.exp2(peak - new_peak)
+    total = total * shrunk + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(dtype), v.to(dtype), acc * shrunk[:, None], input_precision="ieee")
+    return acc, new_peak, total
+
+
+# [attention_prefill] Causal attention of spans of tokens over the paged cache: prompts, and chunks of them after a
+# cached prefix.
+#
+# FlashAttention-2 (Dao, 2023) over pages (Kwon et al., 2023). A program takes a tile of queries of one row, with all
+# the query heads that share a KV head as further rows of the tile, so that each page is read once for all of them.
+
+
+@triton.jit(do_not_specialize=["table_stride"])  # It differs from step to step.
+def attention_prefill_kernel(
+    q_ptr,  # [T, Hq, D]
+    out_ptr,  # [T, Hq, D], contiguous
+    k_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]
+    v_cache_ptr,
+    tiles_ptr,  # [tiles, 2] int32: row, and the first of its tokens
+    query_starts_ptr,  # [B + 1] int32
+    seq_lens_ptr,  # [B] int32
+    tables_ptr,  # [B, max_blocks] int32
+    sinks_ptr,  # [Hq]
+    q_stride,
+    q_head_stride,
+    block_stride,
+    table_stride,
+    scale,
+    soft_cap,
+    v_scale,
+    window,
+    head_dim,  # as in attend_tile
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
+):
+    """Grid: KV heads x tiles. KV heads come first: on MI300 neighbours run on different dies, each with its own L2."""
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
+    row = tl.load(tiles_ptr + 2 * tile)
+    first_token = tl.load(tiles_ptr + 2 * tile + 1)
+    query_start = tl.load(query_starts_ptr + row)
+    num_queries = tl.load(query_starts_ptr + row + 1) - query_start
+    length = tl.load(seq_lens_ptr + row)
+    context = length - num_queries
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+
+    # The tile's rows: GROUP heads of one token, then of the next.
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    members = tl.arange(0, BLOCK_M)
+    tokens = first_token + members // GROUP
+    heads = kv_head * GROUP + members % GROUP
+    is_query = (members < TOKENS * GROUP) & (tokens < num_queries)
+    positions = tl.where(is_query, context + tokens, -1)
+    dims = tl.arange(0, D_TILE)
+    is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    places = (query_start + tokens).to(tl.int64)
+    q_rows = places[:, None] * q_stride + heads[:, None] * q_head_stride
+    q = q_ptr + q_rows if DEPTH < D_TILE else tl.load(q_ptr + (q_rows + dims[None, :]), mask=is_value, other=0.0)
+
+    acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks_ptr + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        peak = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+
+    first_position = context + first_token
+    end = tl.minimum(first_position + TOKENS, length)
+    start = 0
+    if HAS_WINDOW:
+        start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        # Tiles of keys that every query sees need no mask.
+        start = (first_position + 1) // BLOCK_N * BLOCK_N
+        for key in range(0, start, BLOCK_N):
+            acc, peak, total = attend_tile(
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+                block_stride, scale, soft_cap, window, head_dim, False, False, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+                D_TILE, BLOCK_N, DEPTH,
+            )  # fmt: skip
+    for key in range(start, end, BLOCK_N):
+        acc, peak, total = attend_tile(
+            q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+            block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+            D_TILE, BLOCK_N, DEPTH,
+        )  # fmt: skip
+
+    out = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    out_offsets = (places * (KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=is_value)
+
+
+def tokens_of_tile(q: torch.Tensor, kv_heads: int) -> int:
+    """Tokens that one program takes of a row. # q [T, Hq, D]"""
+    group = q.shape[1] // kv_heads
+    config = config_of("attention_prefill", target_of(q.device), head_dim=q.shape[2], element=q.element_size())
+    return _tile_rows(config, group) // group
+
+
+def _tile_rows(config: Config, group: int) -> int:
+    """At least one token's heads."""
+    return max(config.blocks["BLOCK_M"], next_power_of_2(group))
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    tiles: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attend from each span's tokens to all before them and themselves, into the same places of `out`.
+
+    q [T, Hq, D]: any strides but the last, 1; `out` [T, Hq, D] contiguous. `tiles` [tiles, 2] int32: rows, and the
+    first token of each in `tokens_of_tile` of its span; tokens of no tile are left alone. `query_starts` [B + 1],
+    `seq_lens` [B], `block_tables` [B, max_blocks]: int32. Caches as in `store`, the step's own K and V in them.
+    """
+    if len(tiles) == 0:
+        return
+    kv_heads, block_size, head_dim = cache.k_cache.shape[1:]
+    group = q.shape[1] // kv_heads
+    target = target_of(q.device)
+    config = config_of("attention_prefill", target, head_dim=head_dim, element=q.element_size())
+    scale = options.scale * options.k_scale
+    attention_prefill_kernel[(kv_heads, len(tiles))](
+        q,
+        out,
+        cache.k_cache,
+        cache.v_cache,
+        tiles,
+        query_starts,
+        seq_lens,
+        block_tables,
+        q if sinks is None else sinks,
+        q.stride(0),
+        q.stride(1),
+        cache.k_cache.stride(0),
+        block_tables.stride(0),
+        scale if options.soft_cap is None else scale / options.soft_cap,
+        options.soft_cap or 0.0,
+        options.v_scale,
+        options.sliding_window or 0,
+        head_dim,
+        HAS_WINDOW=options.sliding_window is not None,
+        HAS_SOFT_CAP=options.soft_cap is not None,
+        HAS_SINKS=sinks is not None,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        D_TILE=max(16, next_power_of_2(head_dim)),
+        **{**config.blocks, "BLOCK_M": _tile_rows(config, group)},
+        **config.options(target),
+    )
+
+
+def _prefill_compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
+    own = f"*{more.get('dtype', 'bf16')}"
+    cache_type = target.fp8_pointer if more.get("fp8") else own
+    pointers = {"q_ptr": own, "out_ptr": own, "k_cache_ptr": cache_type, "v_cache_ptr": cache_type}
+    tables = dict.fromkeys(("tiles_ptr", "query_starts_ptr", "seq_lens_ptr", "tables_ptr"), "*i32")
+    strides = ("q_stride", "q_head_stride", "block_stride")
+    return Compilation(
+        kernel=attention_prefill_kernel,
+        variant=variant,
+        target=target,
+        config=config_of("attention_prefill", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
+        signature={
+            **pointers,
+            **tables,
+            "sinks_ptr": own,
+            **dict.fromkeys((*strides, "table_stride", "window", "head_dim"), "i32"),
+            **dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32"),
+        },
+        constexprs={
+            "HAS_WINDOW": bool(more.get("window")),
+            "HAS_SOFT_CAP": bool(more.get("soft_cap")),
+            "HAS_SINKS": bool(more.get("sinks")),
+            "KV_HEADS": 8,
+            "GROUP": group,
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "D_TILE": next_power_of_2(head_dim),
+        },
+        divisible=frozenset(strides),
+        large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
+        has_dot=own != "*fp32" or target.has_float32_matrices,
+        # Sinks are read one a row of the tile.
+        narrow_loads=8 if more.get("sinks") else 0,
+    )
+
+
+_ATTENTION_PREFILL_COMPILATIONS = tuple(
+    compilation
+    for target in TARGETS.values()
+    for compilation in (
+        _prefill_compilation("bf16 d64 window sinks", target, 64, 8, window=True, sinks=True),
+        _prefill_compilation("bf16 d80", target, 80, 1),
+        _prefill_compilation("bf16 d128", target, 128, 4),
+        _prefill_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
+        _prefill_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
+        _prefill_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
+        *((_prefill_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
+    )
+)
+
+
+# [attention_decode] Attention of one token a row, or a few, over the paged cache, each row cut into pieces that run
+# apart (split-KV).
+#
+# Flash-Decoding (Dao et al., 2023) over pages. How a row is cut follows from its length alone, so its result does
+# not depend on its batch: pieces of PIECE tokens, of a multiple of that where more than MAX_PIECES would be needed.
+# What comes of the pieces is put together by `attention_merge`.
+#
+# Programs walk a list of pieces (a persistent grid): a captured graph has one grid, whatever its rows' lengths are.
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
+def attention_decode_kernel(
+    q_ptr,  # [B * QUERY_LEN, Hq, D]
+    partial_ptr,  # [B, pieces, QUERY_LEN * Hq, D] float32
+    partial_lse_ptr,  # [B, pieces, QUERY_LEN * Hq] float32, logarithms to base 2
+    k_cache_ptr,  # [num_blocks, Hkv, BLOCK_SIZE, D]
+    v_cache_ptr,
+    items_ptr,  # [items] int32: row * MAX_PIECES + piece
+    num_items_ptr,  # [1] int32
+    seq_lens_ptr,  # [B] int32
+    tables_ptr,  # [B, max_blocks] int32
+    q_stride,
+    q_head_stride,
+    block_stride,
+    table_stride,
+    num_pieces,
+    scale,
+    soft_cap,
+    window,
+    head_dim,  # as in attend_tile
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # as in attend_tile
+):
+    """Grid: KV heads and their tiles x programs that share the items out.
+
+    The query heads of a KV head, of all of a row's tokens, are the rows of one tile, or of several.
+    """
+    kv_head = tl.program_id(0) // TILES
+    members = tl.program_id(0) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    tokens = members // GROUP
+    heads = kv_head * GROUP + members % GROUP
+    is_query = tokens < QUERY_LEN
+    dims = tl.arange(0, D_TILE)
+    is_value = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = tokens[:, None] * q_stride + heads[:, None] * q_head_stride
+    q_offsets = q_rows + dims[None, :]
+
+    for item in range(tl.program_id(1), tl.load(num_items_ptr), tl.num_programs(1)):
+        place = tl.load(items_ptr + item)
+        row = place // MAX_PIECES
+        piece = place % MAX_PIECES
+        length = tl.load(seq_lens_ptr + row)
+        piece_len = piece_length(length)
+        end = tl.minimum((piece + 1) * piece_len, length)
+        start = piece * piece_len
+        if HAS_WINDOW:
+            # From the first key that the row's first query sees. None may be left: the piece then adds nothing.
+            start = tl.maximum(start, tl.maximum(length - QUERY_LEN - window + 1, 0) // BLOCK_N * BLOCK_N)
+        positions = tl.where(is_query, length - QUERY_LEN + tokens, -1)
+        if DEPTH < D_TILE:
+            q = q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_rows
+        else:
+            q = tl.load(q_ptr + row.to(tl.int64) * (QUERY_LEN * q_stride) + q_offsets, mask=is_value, other=0.0)
+        acc = tl.zeros([BLOCK_M, D_TILE], tl.float32)
+        peak = tl.full([BLOCK_M], NOTHING_YET, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        for key in range(start, end, BLOCK_N):
+            acc, peak, total = attend_tile(
+                q, is_query, acc, peak, total, k_cache_ptr, v_cache_ptr, table_ptr, key, end, positions, kv_head,
+                block_stride, scale, soft_cap, window, head_dim, True, HAS_WINDOW, HAS_SOFT_CAP, BLOCK_SIZE, HEAD_DIM,
+                D_TILE, BLOCK_N, DEPTH,
+            )  # fmt: skip
+        is_any = total > 0
+        safe = tl.where(is_any, total, 1.0)
+        lse = tl.where(is_any, peak + tl.log2(safe), float("-inf"))
+        places = (row * num_pieces + piece).to(tl.int64) * (QUERY_LEN * KV_HEADS * GROUP)
+        places += tokens * (KV_HEADS * GROUP) + heads
+        tl.store(partial_lse_ptr + places, lse, mask=is_query)
+        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / safe[:, None], mask=is_value)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    cache: KVCacheTensor,
+    items: torch.Tensor,
+    num_items: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    options: AttentionOptions,
+    *,
+    query_len: int = 1,
+    max_programs: int | None = None,
+) -> None:
+    """Attend from the last `query_len` tokens of each row, piece by piece.
+
+    q [B * query_len, Hq, D]: any strides but the last, 1. `partial` [B, pieces, query_len * Hq, D] and `partial_lse`
+    [B, pieces, query_len * Hq], float32, get the pieces' results and the logarithms, to base 2, of their weights.
+    `items` and `num_items` [1], int32: what `pieces.list_pieces` gives; `items` may be longer. `seq_lens` [B] and
+    `block_tables` [B, max_blocks], int32. Caches as in `store`, the step's own K and V in them. As many programs run
+    as there are items and KV heads, unless `max_programs` is less.
+    """
+    kv_heads, block_size, head_dim = cache.k_cache.shape[1:]
+    group = q.shape[1] // kv_heads
+    launch = launch_of("attention_decode", q.device, head_dim=head_dim, element=q.element_size())
+    rows, tiles = _tiles(query_len * group, head_dim)
+    programs = items.shape[0]
+    if max_programs is not None:
+        programs = min(programs, cdiv(max_programs, kv_heads * tiles))
+    if programs == 0:
+        return
+    scale = options.scale * options.k_scale
+    attention_decode_kernel[(kv_heads * tiles, programs)](
+        q,
+        partial,
+        partial_lse,
+        cache.k_cache,
+        cache.v_cache,
+        items,
+        num_items,
+        seq_lens,
+        block_tables,
+        *q.stride()[:2],
+        cache.k_cache.stride(0),
+        block_tables.stride(0),
+        partial.shape[1],
+        scale if options.soft_cap is None else scale / options.soft_cap,
+        options.soft_cap or 0.0,
+        options.sliding_window or 0,
+        head_dim,
+        HAS_WINDOW=options.sliding_window is not None,
+        HAS_SOFT_CAP=options.soft_cap is not None,
+        QUERY_LEN=query_len,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        D_TILE=max(16, next_power_of_2(head_dim)),
+        BLOCK_M=rows,
+        TILES=tiles,
+        **launch.keywords,
+    )
+
+
+def _tiles(queries: int, head_dim: int) -> tuple[int, int]:
+    """Rows of a tile, and tiles, of so many queries.
+
+    A matrix instruction has at least 16 rows; more than the most here, and registers spill.
+    """
+    rows = min(max(16, next_power_of_2(queries)), 64 if head_dim <= 128 else 32)
+    return rows, cdiv(queries, rows)
+
+
+def _decode_compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
+    own = f"*{more.get('dtype', 'bf16')}"
+    cache_type = target.fp8_pointer if more.get("fp8") else own
+    strides = ("q_stride", "q_head_stride", "block_stride")
+    query_len = int(str(more.get("tokens", 1)))
+    rows, tiles = _tiles(query_len * group, head_dim)
+    return Compilation(
+        kernel=attention_decode_kernel,
+        variant=variant,
+        target=target,
+        config=config_of("attention_decode", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
+        signature={
+            "q_ptr": own,
+            **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
+            **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type),
+            **dict.fromkeys(("items_ptr", "num_items_ptr", "seq_lens_ptr", "tables_ptr"), "*i32"),
+            **dict.fromkeys((*strides, "table_stride", "num_pieces", "window", "head_dim"), "i32"),
+            **dict.fromkeys(("scale", "soft_cap"), "fp32"),
+        },
+        constexprs={
+            "HAS_WINDOW": bool(more.get("window")),
+            "HAS_SOFT_CAP": bool(more.get("soft_cap")),
+            "QUERY_LEN": query_len,
+            "KV_HEADS": 8,
+            "GROUP": group,
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": head_dim,
+            "D_TILE": next_power_of_2(head_dim),
+            "BLOCK_M": rows,
+            "TILES": tiles,
+        },
+        divisible=frozenset(strides),
+        large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
+        has_dot=own != "*fp32" or target.has_float32_matrices,
+    )
+
+
+_ATTENTION_DECODE_COMPILATIONS = tuple(
+    compilation
+    for target in TARGETS.values()
+    for compilation in (
+        _decode_compilation("bf16 d64 window", target, 64, 8, window=True),
+        _decode_compilation("bf16 d128", target, 128, 4),
+        _decode_compilation("bf16 d128, 4 tokens a row", target, 128, 4, tokens=4),
+        _decode_compilation("bf16 d128, 17 tokens a row", target, 128, 8, tokens=17),
+        _decode_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
+        _decode_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
+        _decode_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
+        *((_decode_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
+    )
+)
+
+
+# [attention_merge] What comes of the pieces of `attention_decode`, put together: each counts by the weight that its
+# keys had.
+
+
+@triton.jit(do_not_specialize=["num_pieces"])  # It differs from step to step.
+def attention_merge_kernel(
+    partial_ptr,  # [B, pieces, QUERY_LEN * HEADS, D] float32
+    partial_lse_ptr,  # [B, pieces, QUERY_LEN * HEADS] float32
+    out_ptr,  # [B * QUERY_LEN, HEADS, D]
+    seq_lens_ptr,  # [B] int32
+    sinks_ptr,  # [HEADS]
+    num_pieces,
+    v_scale,
+    HAS_SINKS: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_TILE: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # pieces at a time
+):
+    """Grid: rows x queries of a row. The order of the sums depends on nothing but the row's length."""
+    row = tl.program_id(0).to(tl.int64)
+    member = tl.program_id(1)
+    length = tl.load(seq_lens_ptr + row)
+    count = tl.cdiv(length, piece_length(length))
+    dims = tl.arange(0, D_TILE)
+    acc = tl.zeros([D_TILE], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks_ptr + member % HEADS).to(tl.float32) * LOG2_E
+        total = 1.0
+    else:
+        peak = NOTHING_YET
+        total = 0.0
+    for first in range(0, count, BLOCK_P):
+        pieces = first + tl.arange(0, BLOCK_P)
+        places = (row * num_pieces + pieces) * (QUERY_LEN * HEADS) + member
+        lse = tl.load(partial_lse_ptr + places, mask=pieces < count, other=float("-inf"))
+        # A piece without keys has left no values.
+        is_kept = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+        values = tl.load(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=is_kept, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_peak)
+        shrunk = tl.exp2(peak - new_peak)
+        acc = acc * shrunk + tl.sum(values * weights[:, None], 0)
+        total = total * shrunk + tl.sum(weights, 0)
+        peak = new_peak
+    out = acc * (v_scale / tl.where(total > 0, total, 1.0))
+    places = (row * (QUERY_LEN * HEADS) + member) * HEAD_DIM + dims
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def attention_merge(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    v_scale: float,
+    sinks: torch.Tensor | None = None,
+    *,
+    query_len: int = 1,
+) -> None:
+    """The rows' attention from that of their pieces, with the `sinks` [Hq] that take probability and add no value.
+
+    `partial` and `partial_lse`: what `attention_decode` left. `out` [B * query_len, Hq, D], contiguous; a row of
+    length 0 gets zeros. `seq_lens` [B] int32.
+    """
+    num_rows, pieces, members, head_dim = partial.shape
+    attention_merge_kernel[(num_rows, members)](
+        partial,
+        partial_lse,
+        out,
+        seq_lens,
+        out if sinks is None else sinks,
+        pieces,
+        v_scale,
+        HAS_SINKS=sinks is not None,
+        QUERY_LEN=query_len,
+        HEADS=members // query_len,
+        HEAD_DIM=head_dim,
+        D_TILE=next_power_of_2(head_dim),
+        **launch_of("attention_merge", out.device).keywords,
+    )
+
+
+_ATTENTION_MERGE_COMPILATIONS = tuple(
+    Compilation(
+        kernel=attention_merge_kernel,
+        variant=f"bf16 d{head_dim}" + (" sinks" if has_sinks else ""),
+        target=target,
+        config=config_of("attention_merge", target),
+        signature={
+            **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
+            "out_ptr": "*bf16",
+            "seq_lens_ptr": "*i32",
+            "sinks_ptr": "*bf16",
+            "num_pieces": "i32",
+            "v_scale": "fp32",
+        },
+        constexprs={
+            "HAS_SINKS": has_sinks,
+            "QUERY_LEN": 1,
+            "HEADS": 32,
+            "HEAD_DIM": head_dim,
+            "D_TILE": next_power_of_2(head_dim),
+        },
+        # The head's sink.
+        narrow_loads=int(has_sinks),
+    )
+    for target in TARGETS.values()
+    for head_dim, has_sinks in ((128, False), (64, True))
+)
+
+COMPILATIONS = (*_ATTENTION_PREFILL_COMPILATIONS, *_ATTENTION_DECODE_COMPILATIONS, *_ATTENTION_MERGE_COMPILATIONS)

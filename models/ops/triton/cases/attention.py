@@ -1,0 +1,197 @@
+"""Attention over the paged cache, and what is stored for it, against torch."""
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from models.attention.context import AttentionMetaData
+from models.attention.triton import TritonAttentionBackend
+from models.ops import paged_attention as reference
+from models.ops.rotary import rotate
+from models.ops.self_test import Finding, Numbers, excess, of_fp8, slack, unless
+from models.ops.triton.attention import tokens_of_tile
+from models.ops.triton.cache_store import as_hardware_reads, store
+from models.ops.triton.grids import PIECE
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
+
+_WIDEST = 4096
+"""Of the windows that a row goes beyond."""
+
+
+class AttentionForm(NamedTuple):
+    """How a layer attends."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    options: AttentionOptions
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    block_size: int
+    has_sinks: bool
+    norms: HeadNorms | None
+    rotary_dim: int | None
+    tokens_a_row: int = 1
+    """Of decodes: more where they verify drafts."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for layers that the same kernels compute."""
+        norms = None if self.norms is None else tuple((norm.eps, norm.offset) for norm in self.norms)
+        options = dataclasses.replace(self.options, k_scale=1.0, v_scale=1.0)
+        return self._replace(norms=None, options=options), norms
+
+    def check(self, numbers: Numbers) -> Iterator[Finding]:
+        """Decodes and spans, short and over several pieces, in one step: what is stored, then what is attended to."""
+        step = _Step(self, numbers)
+        before = step.pool.clone()
+        q, k, v = step.queries_keys_values()
+        rotation, norms = step.rotation, self.norms
+        cache, options = as_hardware_reads(step.cache, self.options, numbers.device)
+        stored_q = store(q, k, v, cache, step.metadata.slot_mapping, options, norms, rotation)
+        rounded, of = slack(self.dtype), str(self)
+        if norms is not None or rotation is not None:
+            exact, magnitude = _moved(q, None if norms is None else norms.q, rotation)
+            yield Finding(f"queries of {of}", excess(stored_q, exact, rounded * magnitude))
+        sides = (
+            ("keys", k, cache.k_cache, options.k_scale, None if norms is None else norms.k, rotation),
+            ("values", v, cache.v_cache, options.v_scale, None, None),
+        )
+        for what, x, pages, scale, norm, turned in sides:
+            exact, magnitude = _moved(x, norm, turned)
+            bound = rounded * magnitude
+            found = step.stored(pages)
+            if pages.dtype.itemsize == 1:
+                found, exact, bound = of_fp8(found, exact, bound, scale, pages.dtype)
+            yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
+        yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
+
+        found = step.backend.forward(
+            q.clone(), k, v, step.cache, step.metadata, self.options, step.sinks, norms, rotation
+        )
+        exact, magnitude = (
+            reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
+            for each in (cache, KVCacheTensor(cache.k_cache, _absolute(cache.v_cache)))
+        )
+        count = step.metadata.num_decodes * self.tokens_a_row
+        for what, some in (("decodes", slice(0, count)), ("prompts", slice(count, None))):
+            yield Finding(f"{what} of {of}", excess(found[some], exact[some], rounded * magnitude[some]))
+
+    def __str__(self) -> str:
+        window = self.options.sliding_window
+        parts = [f"{self.heads} heads to {self.kv_heads} of {self.head_dim}"]
+        parts += [f"a window of {window}"] if window is not None else []
+        parts += ["a soft cap"] if self.options.soft_cap is not None else []
+        parts += ["sinks"] if self.has_sinks else []
+        parts += [f"{self.tokens_a_row} tokens a row"] if self.tokens_a_row > 1 else []
+        parts += ["a cache in FP8"] if self.cache_dtype.itemsize == 1 else []
+        return parts[0] + (f" with {' and '.join(parts[1:])}" if parts[1:] else "")
+
+
+class _Step:
+    """A step over a cache whose blocks lie apart, with what are no numbers around them."""
+
+    def __init__(self, form: AttentionForm, numbers: Numbers) -> None:
+        self._form, self._numbers = form, numbers
+        # More than a piece, and more than a tile of queries.
+        long = PIECE + 30
+        tile = 3 + tokens_of_tile(
+            torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=numbers.device), form.kv_heads
+        )
+        self.backend = TritonAttentionBackend(numbers.device)
+        decodes, spans = [max(5, form.tokens_a_row), 17, long], [(3, 30), (tile, tile), (7, long)]
+        if form.options.sliding_window is not None:
+            beyond = min(form.options.sliding_window, _WIDEST) + 70
+            decodes, spans = [*decodes, beyond], [*spans, (7, beyond)]
+        queries = [form.tokens_a_row] * len(decodes) + [count for count, _ in spans]
+        lengths = decodes + [each for _, each in spans]
+        block = form.block_size
+        counts = [-(-length // block) for length in lengths]
+        order = 1 + numbers.order(sum(counts)).numpy()
+        tables = np.zeros((len(lengths), max(counts)), np.int32)
+        places, is_of_step = [], []
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            tables[row, :count], order = order[:count], order[count:]
+            tokens = np.arange(length)
+            places.append(tables[row, tokens // block].astype(np.int64) * block + tokens % block)
+            is_of_step.append(tokens >= length - queries[row])
+        slots, now = np.concatenate(places), np.concatenate(is_of_step)
+        self.metadata: AttentionMetaData = self.backend.build_metadata(
+            query_lens=queries,
+            seq_lens=lengths,
+            block_tables=tables,
+            slot_mapping=slots[now],
+            num_decodes=len(decodes),
+            query_len=form.tokens_a_row,
+        )
+        shape = sum(counts) + 1, 4 * form.kv_heads, block, form.head_dim
+        self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=numbers.device).to(form.cache_dtype)
+        pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
+        self.cache = KVCacheTensor(*(self.pool[:, some] for some in pages))
+        self.sinks = numbers.normal(form.heads, dtype=form.dtype) if form.has_sinks else None
+        self._num_tokens = int(now.sum())
+        cache, options = as_hardware_reads(self.cache, form.options, numbers.device)
+        earlier = torch.from_numpy(slots[~now]).to(numbers.device)
+        k, v = (numbers.normal(len(earlier), form.kv_heads, form.head_dim, dtype=form.dtype) for _ in range(2))
+        reference.store(k, k, v, cache, earlier, options)
+
+    def queries_keys_values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the step's tokens, as a projection leaves them: side by side. # [T, Hq, D], 2 x [T, Hkv, D]"""
+        form = self._form
+        heads = form.heads + 2 * form.kv_heads
+        qkv = self._numbers.normal(self._num_tokens, heads * form.head_dim, dtype=form.dtype, scale=1.5)
+        by_head = qkv.view(self._num_tokens, heads, form.head_dim)
+        q, k, v = torch.split(by_head, [form.heads, form.kv_heads, form.kv_heads], dim=1)
+        return q, k, v
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """By any angles."""
+        if self._form.rotary_dim is None:
+            return None
+        half = Numbers(self._numbers.device, 1).normal(self._num_tokens, 1, self._form.rotary_dim // 2, scale=9.0)
+        return torch.cat((half, half), -1).cos(), torch.cat((-half, half), -1).sin()
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As the reference takes them."""
+        return self.metadata.cu_seqlens_q, self.metadata.seq_lens, self.metadata.block_tables
+
+    def stored(self, pages: torch.Tensor) -> torch.Tensor:
+        """What the step's tokens have in a cache. # [T, Hkv, D] float32"""
+        blocks, offsets = self._places
+        return pages.view(torch.uint8)[blocks, :, offsets].view(pages.dtype).float()
+
+    def is_elsewhere_as(self, before: torch.Tensor) -> bool:
+        """Whether all is as it was but for the step's keys and values."""
+        blocks, offsets = self._places
+        heads = self._form.kv_heads
+        now, then = self.pool.view(torch.uint8), before.view(torch.uint8)
+        then[blocks, heads : 3 * heads, offsets] = now[blocks, heads : 3 * heads, offsets]
+        return torch.equal(now, then)
+
+    @property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.metadata.slot_mapping
+        return slots // self._form.block_size, slots % self._form.block_size
+
+
+def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads as they are stored, in float32, and how large the terms of each number are."""
+    exact = x.float()
+    if norm is not None:
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)
+        exact = exact * scale * (norm.weight.float() + norm.offset)
+    if rotation is None:
+        return exact, exact.abs()
+    cos, sin = rotation
+    return rotate(exact, cos, sin), rotate(exact.abs(), cos.abs(), sin.abs())
+
+
+def _absolute(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype.itemsize > 1:
+        return values.abs()
+    return (values.view(torch.uint8) & 0x7F).view(values.dtype)

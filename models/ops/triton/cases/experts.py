@@ -1,0 +1,266 @@
+"""Routing, and mixtures of experts, against torch."""
+
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from models.layers.moe import FusedMoE, multiply
+from models.ops.activation import Gating, gating_of
+from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack, unless
+from models.ops.triton.cases.elementwise import reference_gated
+from models.ops.triton.cases.quantized_products import as_multiplied, ends_of, product_of
+from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
+from models.quantization.stored import stored_of
+
+# [moe_route] What `models.ops.triton.expert_routing` computes, in torch; `topk` would leave open which of equals it
+# takes.
+
+
+def reference_moe_route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    sigmoid: bool,
+    renormalize: bool,
+    correction: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel's launcher."""
+    scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
+    choice = scores if correction is None else scores + correction
+    if top_groups < num_groups:
+        groups = choice.view(len(choice), num_groups, -1)
+        counted = 1 if correction is None else 2
+        goodness = groups.sort(-1, descending=True).values[..., :counted].sum(-1)
+        best = goodness.argsort(dim=-1, descending=True, stable=True)[:, :top_groups]
+        left_out = torch.ones_like(goodness, dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+    ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling_factor, ids
+
+
+# [moe_sort] What `models.ops.triton.expert_routing` computes, in torch: of each block its expert and its pairs, in
+# their order.
+
+
+def reference_moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> list[tuple[int, list[int]]]:
+    """Blocks of up to `block` pairs, as they follow each other. # ids [tokens, top_k] int64"""
+    experts = ids.flatten()
+    blocks = []
+    for expert in range(num_experts):
+        pairs = (experts == expert).nonzero()[:, 0].tolist()
+        blocks += [(expert, pairs[first : first + block]) for first in range(0, len(pairs), block)]
+    return blocks
+
+
+_TOKENS = 9
+_PAIRS = 16
+"""That are looked at."""
+_PAIRS_OF_AN_EXPERT = (16, 128)
+"""Over which `block_of` takes larger blocks."""
+_SUMS = 32
+"""Tokens whose sums are looked at."""
+_STEEPEST = 1.13
+"""Slope of an activation."""
+
+
+class RouteForm(NamedTuple):
+    """How experts are chosen."""
+
+    experts: int
+    top_k: int
+    sigmoid: bool
+    renormalize: bool
+    has_correction: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+
+    def check(self, numbers: Numbers) -> Iterator[Finding]:
+        """Who is chosen must be as good as the best, and have its own weight. Near ties may go either way."""
+        logits = numbers.normal(_TOKENS, self.experts, scale=2.0)
+        correction = numbers.normal(self.experts, scale=0.1) if self.has_correction else None
+        how: dict[str, Any] = {
+            "sigmoid": self.sigmoid,
+            "num_groups": self.num_groups,
+            "top_groups": self.top_groups,
+            "correction": correction,
+        }
+        weights, ids = moe_route(
+            logits, self.top_k, renormalize=self.renormalize, scaling_factor=self.scaling_factor, **how
+        )
+        of = f"a choice of {self.top_k} of {self.experts} experts"
+        ordered = ids.sort(-1).values
+        is_choice = bool(((ids >= 0) & (ids < self.experts)).all() and (ordered[:, 1:] > ordered[:, :-1]).all())
+        yield Finding(of, unless(is_choice))
+        _, best = reference_moe_route(logits, self.top_k, renormalize=False, **how)
+        every = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        goodness = every if correction is None else every + correction
+        found, expected = (goodness.gather(-1, each).sort(-1).values for each in (ids, best))
+        yield Finding(of, excess(found, expected, slack(torch.float32) * expected.abs().clamp(min=1e-3)))
+        exact = every.gather(-1, ids)
+        if self.renormalize:
+            exact = exact / (exact.sum(-1, keepdim=True) + 1e-20)
+        exact = exact * self.scaling_factor
+        yield Finding(f"weights of {of}", excess(weights, exact, slack(torch.float32) * exact.abs()))
+
+
+class ExpertsForm(NamedTuple):
+    """A layer of experts, as its weights are."""
+
+    layer: FusedMoE
+    top_k: int
+    dtype: torch.dtype
+    max_tokens: int
+    """Of a step."""
+    has_beside: bool = False
+    """Whether every token has something besides its experts, which one rank alone adds to them."""
+    has_gate: bool = False
+    """And takes a share of it."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for layers that the same kernels compute."""
+        layer = self.layer
+        sides = [(tuple(weight.shape), weight.dtype, stored_of(weight)) for weight in (layer.w13, layer.w2)]
+        kinds = tuple((*side, None if stored is None else stored.form) for *side, stored in sides)
+        forms = layer.w13_bias is not None, self.has_beside, self.has_gate, gating_of(layer.activation)
+        return kinds, forms, self.top_k, layer.num_experts
+
+    def check(self, numbers: Numbers) -> Iterator[Finding]:
+        """Steps of as many tokens as each size of block takes."""
+        num = self.layer.num_experts
+        for each in (0, *_PAIRS_OF_AN_EXPERT):
+            tokens = (each + 1) * num // self.top_k + 1 if each else min(3, self.max_tokens)
+            if tokens <= self.max_tokens:
+                yield from self._of_tokens(numbers, tokens)
+
+    def _of_tokens(self, numbers: Numbers, tokens: int) -> Iterator[Finding]:
+        layer, held = self.layer, len(self.layer.local_experts)
+        hidden = numbers.normal(tokens, layer.w13.shape[2], dtype=self.dtype)
+        chosen = numbers.rows_of_different(layer.num_experts, tokens, self.top_k)
+        ids = chosen if layer.expert_map is None else layer.expert_map[chosen]
+        num_pairs, of = ids.numel(), f"{tokens} tokens by {self.top_k} of {layer.num_experts} experts"
+        block = block_of(num_pairs, layer.num_experts)
+        pairs = moe_sort(ids, held, block)
+        yield Finding(f"the order of {of}", unless(_blocks(pairs) == reference_moe_sort(ids.cpu(), held, block)))
+
+        gating = gating_of(layer.activation)
+        inner = multiply(hidden, layer.w13, layer.w13_bias, pairs, num_pairs, gating)
+        looked_at = numbers.some(num_pairs, _PAIRS)
+        experts = ids.flatten()[looked_at].tolist()
+        here = [(pair, expert) for pair, expert in zip(looked_at, experts, strict=True) if expert < held]
+        first, second = _Side(layer.w13, layer.w13_bias, gating), _Side(layer.w2, layer.w2_bias, None)
+        for pair, expert in here:
+            row = hidden[pair // self.top_k]
+            yield Finding(f"gates of {of}", first.error(row, expert, inner[pair], self.dtype))
+        if gating is None:
+            inner = layer.activation(inner)
+        products = multiply(inner, layer.w2, layer.w2_bias, pairs, num_pairs)
+        for pair, expert in here:
+            yield Finding(f"products of {of}", second.error(inner[pair], expert, products[pair], self.dtype))
+        yield from self._sums(numbers, products, ids, of)
+
+    def _sums(self, numbers: Numbers, products: torch.Tensor, ids: torch.Tensor, of: str) -> Iterator[Finding]:
+        held, tokens, last = len(self.layer.local_experts), len(ids), slice(-_SUMS, None)
+        weights = numbers.near_one(*ids.shape) / ids.shape[1]
+        terms = products.view(*ids.shape, -1)[last].float().masked_fill((ids[last] >= held)[..., None], 0.0)
+        terms = terms * weights[last, :, None]
+        rounded, total, magnitude = slack(self.dtype), terms.sum(1), terms.abs().sum(1)
+        bound = rounded * total.abs() + FLOAT32 * magnitude
+        beside = gate = None
+        if self.has_beside:
+            beside = numbers.normal(tokens, products.shape[1], dtype=self.dtype)
+            gate = numbers.normal(tokens, 1) if self.has_gate else None
+            shared = beside[last].float() * (1.0 if gate is None else gate[last].sigmoid())
+            total = total + shared
+            bound = bound + rounded * (shared.abs() + total.abs())
+        found = moe_combine(products, weights, ids, held, beside, gate)
+        yield Finding(f"the sum of {of}", excess(found[last], total, bound))
+
+
+class _Side(NamedTuple):
+    """One of a layer's two products."""
+
+    weight: torch.nn.Parameter
+    bias: torch.Tensor | None
+    gating: Gating | None
+
+    def error(self, row: torch.Tensor, expert: int, found: torch.Tensor, dtype: torch.dtype) -> float:
+        """Of one pair. # [inputs], [outputs]"""
+        stored = stored_of(self.weight)
+        x = as_multiplied(row[None], None if stored is None else stored.kind)
+        worst = 0.0
+        for some in ends_of(len(found)):
+            exact, bound = self._product(x, expert, some, dtype)
+            if self.gating is not None:
+                behind = slice(some.start + len(found), some.stop + len(found))
+                up, up_bound = self._product(x, expert, behind, dtype)
+                activation, alpha, limit = self.gating
+                gate, size = exact, up.abs() + 1
+                exact = reference_gated(torch.cat((gate, up), -1), activation, alpha=alpha, limit=limit)
+                bound = _STEEPEST * bound * (size + up_bound) + gate.abs() * (up_bound + FLOAT32 * size)
+            worst = max(worst, excess(found[None, some], exact, bound + slack(dtype) * exact.abs()))
+        return worst
+
+    def _product(
+        self, x: torch.Tensor, expert: int, some: slice, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = stored_of(self.weight)
+        weight = self.weight[expert, some].float() if stored is None else stored.part((expert, some))
+        return product_of(x, weight, None if self.bias is None else self.bias[expert, some], dtype)
+
+
+def _blocks(pairs: SortedPairs) -> list[tuple[int, list[int]]]:
+    """As the reference gives them."""
+    table = pairs.pairs.view(-1, pairs.block).cpu()
+    count = int(pairs.num_blocks)
+    experts, rows = pairs.block_experts[:count].tolist(), pairs.block_rows[:count].tolist()
+    return [(expert, table[nth, :row].tolist()) for nth, (expert, row) in enumerate(zip(experts, rows, strict=True))]
+
+
+# [moe_gemm] What `models.ops.triton.expert_products` and `moe_combine` compute, in torch: a pair at a time, in float32.
+
+
+def reference_moe_gemm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ids: torch.Tensor,
+    *,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """Each pair's row by its expert's weight; zero for experts that there are not. # ids [tokens, top_k] int64"""
+    experts = ids.flatten()
+    pairs = rows.repeat_interleave(len(experts) // len(rows), 0).float()
+    here = experts < len(weight)
+    products = pairs.new_zeros(len(experts), weight.shape[1])
+    chosen = weight[experts[here]].float()
+    products[here] = (chosen @ pairs[here, :, None])[:, :, 0]
+    if bias is not None:
+        products[here] += bias[experts[here]].float()
+    if gating is not None:
+        products = reference_gated(products, gating.activation, alpha=gating.alpha, limit=gating.limit)
+    return products.to(rows.dtype)
+
+
+def reference_moe_combine(
+    products: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    beside: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the kernel's launcher."""
+    by_token = products.float().view(*ids.shape, -1).masked_fill((ids >= num_experts)[..., None], 0.0)
+    total = (by_token * weights[..., None]).sum(1).to(products.dtype)
+    if beside is None:
+        return total
+    return total + (beside if gate is None else (beside.float() * gate.sigmoid()).to(beside.dtype))

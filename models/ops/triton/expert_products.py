@@ -1,0 +1,576 @@
+"""What the grouped GEMMs of experts share: the pairs that a program has, and what becomes of its sums.
+
+`moe_gemm` has dense weights, `moe_fp8_gemm` and `moe_four_bit_gemm` those that stay quantised.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import models.ops.triton.configs  # noqa: F401, the rows of this kernel
+from models.ops.activation import Gating
+from models.ops.cpu.structures import CLAMPED_SILU, SILU
+from models.ops.triton.compilation import Compilation
+from models.ops.triton.configs import TARGETS, Target, config_of, launch_of
+from models.ops.triton.elementwise import gated_product
+from models.ops.triton.expert_routing import SortedPairs
+from models.ops.triton.grids import cdiv
+from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, add_group, add_runs, operands
+from models.ops.types import FP8_GROUP
+
+NO_ACTIVATION = -1
+
+
+@triton.jit
+def pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M: tl.constexpr):
+    """A block's pairs, which of its rows are some, and their expert. # [BLOCK_M] int64, [BLOCK_M], int64"""
+    lanes = tl.arange(0, BLOCK_M)
+    is_pair = lanes < tl.load(block_rows + block)
+    pair = tl.load(pairs + block * BLOCK_M + lanes, mask=is_pair, other=0).to(tl.int64)
+    return pair, is_pair, tl.load(block_experts + block).to(tl.int64)
+
+
+@triton.jit
+def store_products(
+    acc,  # [BLOCK_M, columns of the tile] float32
+    up,  # The same of what `acc` gates, `columns` further on in the weight; any where there is no ACTIVATION
+    bias,  # [experts, columns or twice as many]; any pointer where not HAS_BIAS
+    out,  # [num_pairs, columns]
+    pair,
+    is_pair,
+    weight_row,  # [columns of the tile], among those of all experts
+    column,  # [columns of the tile]
+    columns,
+    alpha,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Adds biases, gates, and writes to the places of the pairs."""
+    if HAS_BIAS:
+        acc += tl.load(bias + weight_row).to(tl.float32)[None, :]
+    if ACTIVATION >= 0:
+        if HAS_BIAS:
+            up += tl.load(bias + weight_row + columns).to(tl.float32)[None, :]
+        acc = gated_product(acc, up, alpha, limit, ACTIVATION)
+    at = out + pair[:, None] * columns + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=is_pair[:, None] & (column < columns)[None, :])
+
+
+class Products(NamedTuple):
+    """A grouped GEMM's outputs, and those arguments of its launch that are the same whatever the weights are."""
+
+    out: torch.Tensor  # [num_pairs, columns]
+    pairs: tuple[torch.Tensor, ...]
+    columns: int
+    gating: Gating
+    forms: Mapping[str, int]
+    """constexprs"""
+
+
+def products_of(
+    rows: torch.Tensor,
+    outputs: int,
+    bias: torch.Tensor | None,
+    sorted_pairs: SortedPairs,
+    num_pairs: int,
+    gating: Gating | None,
+) -> Products:
+    """For `rows` [tokens, inner] or [num_pairs, inner] and a weight of `outputs` rows an expert."""
+    columns = outputs // (1 if gating is None else 2)
+    gating = gating or Gating(NO_ACTIVATION)
+    forms = {
+        "PAIRS_PER_ROW": num_pairs // max(1, rows.shape[0]),
+        "HAS_BIAS": bias is not None,
+        "ACTIVATION": gating.activation,
+    }
+    return Products(rows.new_empty(num_pairs, columns), tuple(sorted_pairs[:4]), columns, gating, forms)
+
+
+class Form(NamedTuple):
+    """A grouped GEMM that is compiled ahead of time."""
+
+    block: int
+    gating: Gating
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight has gates and what they gate."""
+        return self.gating.activation != NO_ACTIVATION
+
+    @property
+    def name(self) -> str:
+        """Of the variant."""
+        clamped = " clamped" if self.gating.activation == CLAMPED_SILU else ""
+        return f"{'gate-up' if self.is_gated else 'down'} {self.block}{clamped}"
+
+
+BLOCKS = (16, 64, 128)
+"""Pairs of a block, as `block_of` chooses."""
+FORMS = tuple(Form(block, Gating(activation)) for activation in (SILU, NO_ACTIVATION) for block in BLOCKS)
+CLAMPED_FORMS = tuple(
+    Form(block, Gating(activation)) for activation in (CLAMPED_SILU, NO_ACTIVATION) for block in BLOCKS
+)
+"""gpt-oss's."""
+
+
+def compilation_of(
+    kernel: Any,
+    table: str,
+    form: Form,
+    target: Target,
+    *,
+    prefix: str,
+    pointers: Mapping[str, str],
+    integers: tuple[str, ...],
+    constexprs: Mapping[str, object],
+    divisible: frozenset[str],
+    has_bias: bool = False,
+    narrow_loads: int = 0,
+    **shape: object,
+) -> Compilation:
+    """One form of a grouped GEMM on one target. `pointers` and `integers`: beside those that all have."""
+    return Compilation(
+        kernel=kernel,
+        variant=f"{prefix} {form.name}",
+        target=target,
+        config=config_of(table, target, block=form.block, gated=form.is_gated, **shape),
+        signature={
+            **dict.fromkeys(("bias", "out"), "*bf16"),
+            **pointers,
+            **dict.fromkeys(("pairs", "block_experts", "block_rows", "num_blocks"), "*i32"),
+            **dict.fromkeys(("columns", "inner", "row_stride", *integers), "i32"),
+            **dict.fromkeys(("alpha", "limit"), "fp32"),
+        },
+        constexprs={
+            "PAIRS_PER_ROW": 8 if form.is_gated else 1,
+            "HAS_BIAS": has_bias,
+            "ACTIVATION": form.gating.activation,
+            **constexprs,
+        },
+        divisible=divisible | {"columns", "inner", "row_stride"},
+        large=frozenset({"rows", "weight", "scales", "zeros", "out"}),
+        has_dot=True,
+        narrow_loads=narrow_loads,
+    )
+
+
+# [moe_gemm] Grouped GEMM of a mixture of experts: each block of pairs by its own expert's weight. Called by
+# `FusedMoE`.
+#
+# The first of a layer's two products multiplies gate and up in one pass over the tokens and applies the activation
+# to the sums in registers, so that the wide intermediate is never written. Pairs are gathered by index as they are
+# read and scattered as they are written: tokens are never copied into the order of experts.
+
+
+@triton.jit
+def _load_run(at, is_inside, IS_WHOLE: tl.constexpr):
+    return tl.load(at) if IS_WHOLE else tl.load(at, mask=is_inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def moe_gemm_kernel(
+    rows,  # [tokens, inner], or [num_pairs, inner]
+    weight,  # [experts, columns or twice as many, inner]
+    bias,  # [experts, columns or twice as many]; any pointer where not HAS_BIAS
+    out,  # [num_pairs, columns]
+    pairs,  # [max_blocks * BLOCK_M] int32
+    block_experts,  # [max_blocks] int32
+    block_rows,  # [max_blocks] int32
+    num_blocks,  # [1] int32
+    columns,
+    inner,
+    row_stride,
+    expert_stride,
+    weight_stride,
+    alpha,
+    limit,
+    max_blocks,
+    PAIRS_PER_ROW: tl.constexpr,  # Neighbouring pairs that read the same row
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # Of columns of gates and, `columns` further, what they gate; -1 where there is none
+    IS_WHOLE: tl.constexpr,  # The inner dimension is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # Blocks of pairs that stay together, to find each other's weights in the cache
+):
+    """A tile [BLOCK_M pairs of one expert, BLOCK_N columns] in float32. Grid: (max_blocks * tiles of columns,)."""
+    tiles = tl.cdiv(columns, BLOCK_N)
+    together = GROUP * tiles
+    group, within = tl.program_id(0) // together, tl.program_id(0) % together
+    height = tl.minimum(max_blocks - group * GROUP, GROUP)
+    block, tile = group * GROUP + within % height, within // height
+    if block >= tl.load(num_blocks):
+        return
+    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What lies past the edges is read from row 0, and never written.
+    read = tl.where(column < columns, column, 0)
+    ks = tl.arange(0, BLOCK_K)
+    left = rows + (pair // PAIRS_PER_ROW)[:, None] * row_stride + ks[None, :]
+    right = weight + expert * expert_stride + read[None, :] * weight_stride + ks[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = acc
+    if ACTIVATION >= 0:
+        up_right = right + columns * weight_stride
+    for first in range(0, inner, BLOCK_K):
+        a = _load_run(left, ks[None, :] < inner - first, IS_WHOLE)
+        acc = tl.dot(a, _load_run(right, ks[:, None] < inner - first, IS_WHOLE), acc, input_precision="ieee")
+        if ACTIVATION >= 0:
+            up = tl.dot(a, _load_run(up_right, ks[:, None] < inner - first, IS_WHOLE), up, input_precision="ieee")
+            up_right += BLOCK_K
+        left += BLOCK_K
+        right += BLOCK_K
+    parts = 2 if ACTIVATION >= 0 else 1
+    weight_row = expert * columns * parts + read
+    store_products(
+        acc, up, bias, out, pair, is_pair, weight_row, column, columns, alpha, limit, HAS_BIAS, ACTIVATION
+    )  # fmt: skip
+
+
+def moe_gemm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sorted_pairs: SortedPairs,
+    num_pairs: int,
+    *,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """Each pair's row by its expert's weight, summed in float32 in the order of the inner dimension.
+
+    # [tokens, inner] or [num_pairs, inner], [experts, out, inner], [experts, out] -> [num_pairs, out]
+
+    With `gating` the weight's rows are gates and then what they gate, and the result is [num_pairs, out / 2]. Rows of
+    pairs that `sorted_pairs` left out are undefined. `weight` must lie with its inner dimension side by side.
+    """
+    _, outputs, inner = weight.shape
+    made = products_of(rows, outputs, bias, sorted_pairs, num_pairs, gating)
+    shape = {"block": sorted_pairs.block, "gated": gating is not None, "element": rows.element_size()}
+    launch = launch_of("moe_gemm", rows.device, **shape)
+    tiles = cdiv(made.columns, launch.blocks["BLOCK_N"])
+    moe_gemm_kernel[(sorted_pairs.max_blocks * tiles,)](
+        rows,
+        weight,
+        weight if bias is None else bias,
+        made.out,
+        *made.pairs,
+        made.columns,
+        inner,
+        rows.stride(0),
+        *weight.stride()[:2],
+        made.gating.alpha,
+        made.gating.limit,
+        sorted_pairs.max_blocks,
+        IS_WHOLE=inner % launch.blocks["BLOCK_K"] == 0,
+        **made.forms,
+        **launch.keywords,
+    )
+    return made.out
+
+
+_MOE_GEMM_COMPILATIONS = tuple(
+    compilation_of(
+        moe_gemm_kernel,
+        "moe_gemm",
+        form,
+        target,
+        prefix="bf16",
+        pointers=dict.fromkeys(("rows", "weight"), "*bf16"),
+        integers=("expert_stride", "weight_stride", "max_blocks"),
+        constexprs={"IS_WHOLE": True},
+        divisible=frozenset({"expert_stride", "weight_stride"}),
+        has_bias=form.gating.activation == CLAMPED_SILU,
+        # A bias is read once a tile, as the sums lie.
+        narrow_loads=64 if form.gating.activation == CLAMPED_SILU else 0,
+        element=2,
+    )
+    for target in TARGETS.values()
+    for form in (*FORMS, Form(128, Gating(CLAMPED_SILU)))
+)
+
+
+# [moe_fp8_gemm] Grouped GEMM of experts whose weights stay FP8: `moe_gemm`, with scales as in `fp8`. Called by
+# `FusedMoE`.
+
+
+@triton.jit
+def moe_fp8_gemm_kernel(
+    rows,  # [tokens, inner], or [num_pairs, inner]: FP8, or not rounded
+    row_scales,  # [tokens or num_pairs, groups] float32; any pointer where not IS_ROUNDED
+    weight,  # [experts, columns or twice as many, inner] FP8, or its bytes where not IS_ROUNDED
+    scales,  # [experts, columns or twice as many] float32, and groups where IS_BLOCKED
+    bias,  # [experts, columns or twice as many]; any pointer where not HAS_BIAS
+    out,  # [num_pairs, columns]
+    pairs,  # [max_blocks * BLOCK_M] int32
+    block_experts,  # [max_blocks] int32
+    block_rows,  # [max_blocks] int32
+    num_blocks,  # [1] int32
+    columns,
+    inner,
+    row_stride,
+    num_groups,
+    alpha,
+    limit,
+    PAIRS_PER_ROW: tl.constexpr,  # Neighbouring pairs that read the same row
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # As moe_gemm's
+    IS_ROUNDED: tl.constexpr,
+    IS_BLOCKED: tl.constexpr,
+    DEPTH: tl.constexpr,  # Of a group
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile [BLOCK_M pairs of one expert, COLUMNS] in float32. Grid: (tiles of columns, max_blocks)."""
+    block = tl.program_id(1)
+    if block >= tl.load(num_blocks):
+        return
+    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # What lies past the edges is read from row 0, and never written.
+    read = tl.where(column < columns, column, 0)
+    parts = 2 if ACTIVATION >= 0 else 1
+    weight_row = expert * columns * parts + read
+    depth = tl.arange(0, DEPTH)
+    row = pair // PAIRS_PER_ROW
+    x_at = rows + row[:, None] * row_stride + depth[None, :]
+    x_scale_at = row_scales + row[:, None] * num_groups
+    weight_at = weight + weight_row[:, None] * inner + depth[None, :]
+    scale_at = scales + (weight_row * num_groups if IS_BLOCKED else weight_row)
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    up = acc
+    if ACTIVATION >= 0:
+        up_at = weight_at + columns.to(tl.int64) * inner
+        up_scale_at = scale_at + (columns.to(tl.int64) * num_groups if IS_BLOCKED else columns)
+    for group in range(num_groups):
+        exists = depth[None, :] < inner - group * DEPTH
+        a = tl.load(x_at, mask=exists, other=0.0)
+        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
+        acc = add_group(acc, a, a_scale, weight_at, scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+        if ACTIVATION >= 0:
+            up = add_group(up, a, a_scale, up_at, up_scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+            up_at += DEPTH
+        x_at += DEPTH
+        weight_at += DEPTH
+    if not IS_BLOCKED:
+        acc = acc * tl.load(scale_at)[None, :]
+        if ACTIVATION >= 0:
+            up = up * tl.load(up_scale_at)[None, :]
+    store_products(
+        acc, up, bias, out, pair, is_pair, weight_row, column, columns, alpha, limit, HAS_BIAS, ACTIVATION
+    )  # fmt: skip
+
+
+def moe_fp8_gemm(
+    rows: torch.Tensor,
+    weight: FP8Weight,
+    bias: torch.Tensor | None,
+    sorted_pairs: SortedPairs,
+    num_pairs: int,
+    *,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """As `moe_gemm`, of a stack of weights in FP8, and of rows rounded as `fp8` says.
+
+    # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
+    """
+    inner = weight.codes.shape[2]
+    made = products_of(rows, weight.codes.shape[1], bias, sorted_pairs, num_pairs, gating)
+    if not sorted_pairs.max_blocks:
+        return made.out
+    sides = operands(rows, weight)
+    launch = launch_of("moe_fp8_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
+    moe_fp8_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
+        sides.rows,
+        weight.scales if sides.row_scales is None else sides.row_scales,
+        sides.codes,
+        weight.scales,
+        weight.scales if bias is None else bias,
+        made.out,
+        *made.pairs,
+        made.columns,
+        inner,
+        sides.rows.stride(0),
+        cdiv(inner, FP8_GROUP),
+        made.gating.alpha,
+        made.gating.limit,
+        IS_ROUNDED=sides.row_scales is not None,
+        IS_BLOCKED=weight.is_blocked,
+        DEPTH=FP8_GROUP,
+        **made.forms,
+        **launch.keywords,
+    )
+    return made.out
+
+
+_MOE_FP8_GEMM_COMPILATIONS = tuple(
+    compilation_of(
+        moe_fp8_gemm_kernel,
+        "moe_fp8_gemm",
+        form,
+        target,
+        prefix="blocks" if is_blocked else "channels",
+        pointers={
+            "rows": "*bf16" if target.fp8 is None else target.fp8_pointer,
+            "weight": "*u8" if target.fp8 is None else target.fp8_pointer,
+            **dict.fromkeys(("row_scales", "scales"), "*fp32"),
+        },
+        integers=("num_groups",),
+        constexprs={"IS_ROUNDED": target.fp8 is not None, "IS_BLOCKED": is_blocked, "DEPTH": FP8_GROUP},
+        divisible=frozenset(),
+    )
+    for target in TARGETS.values()
+    for form in FORMS
+    # Scales of channels leave out an addition a group: where blocks fit, they do.
+    for is_blocked in ((True, False) if form.block == 16 else (True,))
+)
+
+
+# [moe_four_bit_gemm] Grouped GEMM of experts whose weights stay 4-bit: `moe_gemm`, of weights that become bfloat16
+# in registers.
+#
+# Called by `FusedMoE`. A decode reads the weights of the experts it meets and little else: these are a quarter of
+# what they are dense. See `four_bit` for their layout and numbers.
+
+
+@triton.jit
+def moe_four_bit_gemm_kernel(
+    rows,  # [tokens, inner], or [num_pairs, inner]
+    weight,  # [experts, columns or twice as many, inner / 2] uint8
+    scales,  # [experts, columns or twice as many, groups] of rows' type; with MXFP4 uint8 exponents of two
+    zeros,  # The same in uint8; any pointer with MXFP4
+    bias,  # [experts, columns or twice as many]; any pointer where not HAS_BIAS
+    out,  # [num_pairs, columns]
+    pairs,  # [max_blocks * BLOCK_M] int32
+    block_experts,  # [max_blocks] int32
+    block_rows,  # [max_blocks] int32
+    num_blocks,  # [1] int32
+    columns,
+    inner,
+    row_stride,
+    num_groups,
+    alpha,
+    limit,
+    PAIRS_PER_ROW: tl.constexpr,  # Neighbouring pairs that read the same row
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # As moe_gemm's
+    IS_MXFP4: tl.constexpr,
+    SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
+):
+    """A tile [BLOCK_M pairs of one expert, COLUMNS] in float32. Grid: (tiles of columns, max_blocks)."""
+    block = tl.program_id(1)
+    if block >= tl.load(num_blocks):
+        return
+    pair, is_pair, expert = pairs_of_block(pairs, block_experts, block_rows, block, BLOCK_M)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # What lies past the edges is read from row 0, and never written.
+    read = tl.where(column < columns, column, 0)
+    parts = 2 if ACTIVATION >= 0 else 1
+    weight_row = expert * columns * parts + read
+    half, run = tl.arange(0, DEPTH // 2), tl.arange(0, DEPTH // 64)
+    inputs = half // 32 * 64 + half % 32
+    x_at = rows + (pair // PAIRS_PER_ROW)[:, None] * row_stride + inputs[None, :]
+    bytes_of_run = run[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    codes_at = weight + weight_row[:, None, None] * (inner // 2) + bytes_of_run
+    group = weight_row[:, None] * num_groups
+    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    up = acc
+    if ACTIVATION >= 0:
+        up_codes_at = codes_at + columns.to(tl.int64) * (inner // 2)
+        up_group = group + columns.to(tl.int64) * num_groups
+    for start in range(0, inner, DEPTH):
+        exists = (start + inputs < inner)[None, :]
+        runs = start // 64 + run[None, :]
+        has_run = runs * 64 < inner
+        low_x = tl.load(x_at, mask=exists, other=0.0)
+        high_x = tl.load(x_at + 32, mask=exists, other=0.0)
+        acc = add_runs(
+            acc, low_x, high_x, codes_at, scales + group, zeros + group, runs, has_run, IS_MXFP4, SUBGROUPS, COLUMNS,
+            DEPTH,
+        )  # fmt: skip
+        if ACTIVATION >= 0:
+            up = add_runs(
+                up, low_x, high_x, up_codes_at, scales + up_group, zeros + up_group, runs, has_run, IS_MXFP4,
+                SUBGROUPS, COLUMNS, DEPTH,
+            )  # fmt: skip
+            up_codes_at += DEPTH // 2
+        x_at += DEPTH
+        codes_at += DEPTH // 2
+    store_products(
+        acc, up, bias, out, pair, is_pair, weight_row, column, columns, alpha, limit, HAS_BIAS, ACTIVATION
+    )  # fmt: skip
+
+
+def moe_four_bit_gemm(
+    rows: torch.Tensor,
+    weight: FourBitWeight,
+    bias: torch.Tensor | None,
+    sorted_pairs: SortedPairs,
+    num_pairs: int,
+    *,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """As `moe_gemm`, of weights [experts, out, in / 2] with scales, and zero points, [experts, out, groups].
+
+    # [tokens, inner] or [num_pairs, inner], [experts, out] -> [num_pairs, out], or half as many with `gating`
+    """
+    inner, groups = 2 * weight.packed.shape[2], weight.scales.shape[2]
+    made = products_of(rows, weight.packed.shape[1], bias, sorted_pairs, num_pairs, gating)
+    if not sorted_pairs.max_blocks:
+        return made.out
+    launch = launch_of("moe_four_bit_gemm", rows.device, block=sorted_pairs.block, gated=gating is not None)
+    moe_four_bit_gemm_kernel[(cdiv(made.columns, launch.blocks["COLUMNS"]), sorted_pairs.max_blocks)](
+        rows,
+        weight.packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if bias is None else bias,
+        made.out,
+        *made.pairs,
+        made.columns,
+        inner,
+        rows.stride(0),
+        groups,
+        made.gating.alpha,
+        made.gating.limit,
+        IS_MXFP4=weight.zeros is None,
+        SUBGROUPS=inner // groups // 32,
+        **made.forms,
+        **launch.keywords,
+    )
+    return made.out
+
+
+_MOE_FOUR_BIT_GEMM_COMPILATIONS = tuple(
+    compilation_of(
+        moe_four_bit_gemm_kernel,
+        "moe_four_bit_gemm",
+        form,
+        target,
+        prefix="mxfp4" if is_mxfp4 else "int4 g128",
+        pointers={
+            "rows": "*bf16",
+            **dict.fromkeys(("weight", "zeros"), "*u8"),
+            "scales": "*u8" if is_mxfp4 else "*bf16",
+        },
+        integers=("num_groups",),
+        constexprs={"IS_MXFP4": is_mxfp4, "SUBGROUPS": 1 if is_mxfp4 else 4},
+        divisible=frozenset(),
+        # gpt-oss's have a bias.
+        has_bias=is_mxfp4,
+        # A scale, and a zero point, of each run of weights that a thread has, and biases.
+        narrow_loads=64,
+    )
+    for target in TARGETS.values()
+    for is_mxfp4 in (True, False)
+    for form in (CLAMPED_FORMS if is_mxfp4 else FORMS)
+)
+
+COMPILATIONS = (*_MOE_GEMM_COMPILATIONS, *_MOE_FP8_GEMM_COMPILATIONS, *_MOE_FOUR_BIT_GEMM_COMPILATIONS)

@@ -1,0 +1,756 @@
+"""A gated delta net between its projections: convolution, delta rule, gated norm. Called by `GatedDeltaNet`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+import models.ops.triton.configs  # noqa: F401, the rows of these kernels
+from models.ops.memory import upload
+from models.ops.triton.compilation import Compilation
+from models.ops.triton.configs import TARGETS, WHOLE, Target, config_of, launch_of, target_of
+from models.ops.triton.grids import cdiv, next_power_of_2
+
+# [delta_conv] The short causal convolution of a gated delta net, over each row's tokens and the last inputs of its
+# slot.
+#
+# Channels are read where the projection left them, a key head's queries, keys and values side by side, and are
+# written in the order of the convolution's weight: all queries, all keys, all values.
+
+
+@triton.jit
+def _channels(head, columns, num_key_heads, KEY: tl.constexpr, VALUES: tl.constexpr):
+    """The convolution's channels of a key head's columns. # [COLUMNS]"""
+    of_keys = tl.where(columns < KEY, head * KEY + columns, num_key_heads * KEY + head * KEY + columns - KEY)
+    return tl.where(columns < 2 * KEY, of_keys, 2 * num_key_heads * KEY + head * VALUES + columns - 2 * KEY)
+
+
+# What differs from step to step; the slots of spans may begin anywhere among those of a step.
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["slots"])
+def delta_conv_kernel(
+    projected,  # [T, num_key_heads * (2 * KEY + 2 * VALUES)]
+    weight,  # [channels, 1, TAPS]
+    inputs,  # [slots, channels, TAPS - 1], what came before
+    slots,  # [rows] int64, -1 for a row that is none
+    spans,  # [rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence
+    token_rows,  # [T - first_token] int32; this and spans any pointers where IS_DECODE
+    out,  # [T, channels]
+    first_token,  # Of the rows; decodes begin at 0
+    stride,  # Of projected
+    slot_stride,  # Of inputs
+    num_key_heads,
+    num_channels,
+    KEY: tl.constexpr,
+    VALUES: tl.constexpr,  # A key head's value heads' dimensions together
+    COLUMNS: tl.constexpr,  # 2 * KEY + VALUES, filled up to a power of two
+    TAPS: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # Every row has one token: its slot is brought up to date as well
+):
+    """The channels of one key head for one token. Grid: (tokens of the rows, key heads)."""
+    token, head = first_token + tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, COLUMNS)
+    exists = columns < 2 * KEY + VALUES
+    channels = _channels(head, columns, num_key_heads, KEY, VALUES)
+    row = token
+    start, is_new = token, 0
+    if not IS_DECODE:
+        row = tl.load(token_rows + tl.program_id(0))
+        start, is_new = tl.load(spans + row * 4), tl.load(spans + row * 4 + 3)
+    slot = tl.load(slots + row)
+    if slot < 0:
+        return
+    before = inputs + slot * slot_stride + channels * (TAPS - 1)
+    at = projected + token.to(tl.int64) * stride + head * (2 * KEY + 2 * VALUES) + columns
+    place = token - start  # Among its row's tokens
+    summed = tl.zeros([COLUMNS], tl.float32)
+    for tap in tl.static_range(TAPS):
+        # An input of this step, or one of the last of the steps before.
+        is_here = place >= TAPS - 1 - tap
+        x = tl.load(at - (TAPS - 1 - tap) * stride, mask=exists & is_here, other=0.0)
+        if tap < TAPS - 1:
+            was = exists & (is_here == 0) & (is_new == 0)
+            x = tl.where(is_here, x, tl.load(before + place + tap, mask=was, other=0.0).to(x.dtype))
+        if IS_DECODE and tap > 0:
+            tl.debug_barrier()  # A thread may hold the same channel as another, which still reads it.
+            tl.store(before + tap - 1, x.to(inputs.dtype.element_ty), mask=exists)
+        share = tl.load(weight + channels * TAPS + tap, mask=exists, other=0.0)
+        summed += x.to(tl.float32) * share.to(tl.float32)
+    summed = summed * tl.sigmoid(summed)
+    tl.store(out + token.to(tl.int64) * num_channels + channels, summed.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def keep_inputs_kernel(
+    projected,  # As above
+    inputs,
+    slots,
+    spans,
+    stride,
+    slot_stride,
+    num_key_heads,
+    KEY: tl.constexpr,
+    VALUES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """A row's last inputs into its slot, once every token was convolved. Grid: (rows, key heads)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    columns = tl.arange(0, COLUMNS)
+    exists = columns < 2 * KEY + VALUES
+    channels = _channels(head, columns, num_key_heads, KEY, VALUES)
+    start, count, is_new = tl.load(spans + row * 4), tl.load(spans + row * 4 + 1), tl.load(spans + row * 4 + 3)
+    at = projected + start.to(tl.int64) * stride + head * (2 * KEY + 2 * VALUES) + columns
+    before = inputs + tl.load(slots + row) * slot_stride + channels * (TAPS - 1)
+    for tap in tl.static_range(TAPS - 1):
+        place = count - (TAPS - 1) + tap
+        # A row of few tokens keeps some of the inputs before them; they lie behind where this tap's is written.
+        x = tl.load(at + place.to(tl.int64) * stride, mask=exists & (place >= 0), other=0.0)
+        was = tl.load(before + count + tap, mask=exists & (place < 0) & (is_new == 0), other=0.0)
+        tl.debug_barrier()  # A thread may hold the same channel as another, which still reads it.
+        tl.store(before + tap, tl.where(place >= 0, x.to(was.dtype), was), mask=exists)
+
+
+def delta_conv(
+    projected: torch.Tensor,
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    spans: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    key_dim: int,
+    key_heads: int,
+    first_token: int = 0,
+) -> None:
+    """`silu` of the convolution of some rows' tokens, to their rows of `out`; `inputs` are brought up to date.
+
+    # projected [T, key_heads * (2 * key_dim + 2 * values)], weight [channels, 1, taps], out [T, channels],
+    # inputs [slots, channels, taps - 1], slots [rows] int64
+
+    `spans`: the rows as `gated_delta_span.delta_spans` has them, and [T - first_token] int32, the row of each token
+    from `first_token` on. None: each of the first tokens is a row of its own.
+    """
+    num_channels = out.shape[1]
+    values = num_channels // key_heads - 2 * key_dim
+    launch = launch_of("delta_conv", projected.device)
+    shape = {
+        "KEY": key_dim,
+        "VALUES": values,
+        "COLUMNS": next_power_of_2(2 * key_dim + values),
+        "TAPS": weight.shape[-1],
+    }
+    table, token_rows = (slots, slots) if spans is None else spans
+    delta_conv_kernel[(len(token_rows), key_heads)](
+        projected,
+        weight,
+        inputs,
+        slots,
+        table,
+        token_rows,
+        out,
+        first_token,
+        projected.stride(0),
+        inputs.stride(0),
+        key_heads,
+        num_channels,
+        **shape,
+        IS_DECODE=spans is None,
+        **launch.keywords,
+    )
+    if spans is not None:
+        keep_inputs_kernel[(len(slots), key_heads)](
+            projected,
+            inputs,
+            slots,
+            table,
+            projected.stride(0),
+            inputs.stride(0),
+            key_heads,
+            **shape,
+            **launch.keywords,
+        )
+
+
+_SIGNATURE = {
+    **dict.fromkeys(("projected", "weight", "inputs", "out"), "*bf16"),
+    "slots": "*i64",
+    "spans": "*i32",
+    "token_rows": "*i32",
+    **dict.fromkeys(("first_token", "stride", "slot_stride", "num_key_heads", "num_channels"), "i32"),
+}
+_SHAPE = {"KEY": 128, "VALUES": 256, "COLUMNS": 512, "TAPS": 4}
+_DELTA_CONV_COMPILATIONS = tuple(
+    Compilation(
+        kernel=kernel,
+        variant=variant,
+        target=target,
+        config=config_of("delta_conv", target),
+        signature=_SIGNATURE,
+        constexprs={**_SHAPE, **more},
+        divisible=frozenset({"stride", "slot_stride", "num_channels"}),
+        large=frozenset({"inputs"}),
+        # The weight and the slots have a channel's taps side by side: loads of neighbouring channels lie apart.
+        has_wide_loads=False,
+        narrow_loads=64,
+    )
+    for target in TARGETS.values()
+    for kernel, variant, more in (
+        (delta_conv_kernel, "decode 512x4", {"IS_DECODE": True}),
+        (delta_conv_kernel, "spans 512x4", {"IS_DECODE": False}),
+        (keep_inputs_kernel, "512x4", {}),
+    )
+)
+
+
+# [gated_delta] The gated delta rule (Yang, Kautz and Hatamizadeh, 2025) for one token of each sequence, and the norm
+# behind it.
+#
+# The arithmetic is that of `models.ops.gated_delta_rule`. Queries and keys come as the convolution left them and
+# get unit length here; decay and share come of the projection. States are float32, in their slots, and changed
+# there.
+
+LENGTH_EPS = tl.constexpr(1e-6)
+"""Of the lengths of queries and keys."""
+
+
+@triton.jit
+def unit_rows(at, mask, scale):
+    """Rows of unit length, times `scale`. # [n, KEY] or [KEY] float32"""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    axis: tl.constexpr = len(x.shape) - 1
+    return x * (scale * tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + LENGTH_EPS))
+
+
+@triton.jit
+def gates(ba, ba_stride, a_log, dt_bias, tokens, head, mask, GROUP: tl.constexpr):
+    """Logarithm of a value head's decay, and its share beta, at some tokens. # 2 x [tokens] float32"""
+    at = ba + tokens.to(tl.int64) * ba_stride + head // GROUP * (2 * GROUP) + head % GROUP
+    share = tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    x = tl.load(at + GROUP, mask=mask, other=0.0).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    # log(1 + e^x) without overflow.
+    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return -tl.exp(tl.load(a_log + head).to(tl.float32)) * softplus, share
+
+
+@triton.jit
+def gated_delta_step_kernel(
+    convolved,  # [T, channels]: queries and keys of all key heads, values of all value heads
+    ba,  # [T, key heads * 2 * GROUP]
+    a_log,  # [value heads]
+    dt_bias,  # [value heads]
+    states,  # [slots, value heads, KEY, VALUE] float32
+    slots,  # [B] int64, -1 for a row that is none
+    out,  # [T, value heads, VALUE]
+    ba_stride,
+    num_heads,
+    num_channels,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    GROUP: tl.constexpr,  # Value heads of a key head
+    KEY_TILE: tl.constexpr,  # KEY filled up to a power of two
+    VALUES: tl.constexpr,  # Of one program
+):
+    """One token of one value head: a tile [KEY, VALUES] of its state. Grid: (tiles of values, value heads, B)."""
+    token, head = tl.program_id(2), tl.program_id(1)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    keys, values = tl.arange(0, KEY_TILE), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    has_key, has_value = keys < KEY, values < VALUE
+    row = convolved + token.to(tl.int64) * num_channels
+    key_head, key_channels = head // GROUP, num_heads // GROUP * KEY
+    q = unit_rows(row + key_head * KEY + keys, has_key, KEY**-0.5)
+    k = unit_rows(row + key_channels + key_head * KEY + keys, has_key, 1.0)
+    v = tl.load(row + 2 * key_channels + head * VALUE + values, mask=has_value, other=0.0).to(tl.float32)
+    decay, share = gates(ba, ba_stride, a_log, dt_bias, token, head, True, GROUP)
+
+    at = states + (slot * num_heads + head) * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
+    mask = has_key[:, None] & has_value[None, :]
+    state = tl.load(at, mask=mask, other=0.0) * tl.exp(decay)
+    held = tl.sum(state * k[:, None], 0)
+    state += k[:, None] * ((v - held) * share)[None, :]
+    tl.store(at, state, mask=mask)
+    read = tl.sum(state * q[:, None], 0)
+    place = (token.to(tl.int64) * num_heads + head) * VALUE
+    tl.store(out + place + values, read.to(out.dtype.element_ty), mask=has_value)
+
+
+@triton.jit
+def gated_norm_kernel(
+    read,  # [T, value heads, VALUE]
+    projected,  # [T, key heads * (2 * KEY + 2 * GROUP * VALUE)], the gates last in each key head's part
+    weight,  # [VALUE]
+    out,  # [T, value heads * VALUE]
+    stride,  # Of projected
+    num_heads,
+    eps,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+):
+    """`weight * rms_norm(read) * silu(gate)` of one value head. Grid: (T, value heads)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    values = tl.arange(0, VALUE_TILE)
+    mask = values < VALUE
+    place = (token * num_heads + head) * VALUE + values
+    x = tl.load(read + place, mask=mask, other=0.0).to(tl.float32)
+    part: tl.constexpr = 2 * KEY + 2 * GROUP * VALUE
+    at = projected + token * stride + head // GROUP * part + 2 * KEY + (GROUP + head % GROUP) * VALUE + values
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps)
+    # Rounded between, as the norm's output is.
+    x = x.to(out.dtype.element_ty).to(tl.float32) * tl.load(weight + values, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, (x * gate * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=mask)
+
+
+def delta_step(
+    convolved: torch.Tensor,
+    ba: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """One token of each of B sequences through its state, which is brought up to date; what queries read to `out`.
+
+    # convolved [B, channels], ba [B, key heads * 2 * group], a_log and dt_bias [value heads],
+    # states [slots, value heads, key_dim, value_dim] float32, slots [B] int64, -1 for a row that is none,
+    # out [B, value heads, value_dim]
+    """
+    _, heads, key_dim, value_dim = states.shape
+    launch = launch_of("gated_delta_step", convolved.device)
+    gated_delta_step_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(out))](
+        convolved,
+        ba,
+        a_log,
+        dt_bias,
+        states,
+        slots,
+        out,
+        ba.stride(0),
+        heads,
+        convolved.shape[1],
+        KEY=key_dim,
+        VALUE=value_dim,
+        GROUP=heads // key_heads_of(convolved, states),
+        KEY_TILE=max(16, next_power_of_2(key_dim)),
+        **launch.keywords,
+    )
+
+
+def key_heads_of(convolved: torch.Tensor, states: torch.Tensor) -> int:
+    """How many there are beside the value heads of these channels."""
+    _, heads, key_dim, value_dim = states.shape
+    return int(convolved.shape[1] - heads * value_dim) // (2 * key_dim)
+
+
+def gated_norm(
+    read: torch.Tensor, projected: torch.Tensor, weight: torch.Tensor, eps: float, *, key_dim: int, group: int
+) -> torch.Tensor:
+    """The norm of what each head read, gated by its part of the projection. # [T, value heads, v] -> [T, all]"""
+    num_tokens, heads, value_dim = read.shape
+    out = read.new_empty(num_tokens, heads * value_dim)
+    launch = launch_of("gated_norm", read.device)
+    gated_norm_kernel[(num_tokens, heads)](
+        read,
+        projected,
+        weight,
+        out,
+        projected.stride(0),
+        heads,
+        eps,
+        KEY=key_dim,
+        VALUE=value_dim,
+        GROUP=group,
+        VALUE_TILE=next_power_of_2(value_dim),
+        **launch.keywords,
+    )
+    return out
+
+
+_STEP = dict.fromkeys(("convolved", "ba", "a_log", "dt_bias", "out"), "*bf16")
+_NORM = dict.fromkeys(("read", "projected", "weight", "out"), "*bf16")
+_GATED_DELTA_COMPILATIONS = tuple(
+    compilation
+    for target in TARGETS.values()
+    for compilation in (
+        Compilation(
+            kernel=gated_delta_step_kernel,
+            variant="bf16 128x128",
+            target=target,
+            config=config_of("gated_delta_step", target),
+            signature={**_STEP, "states": "*fp32", "slots": "*i64"}
+            | dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
+            constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "KEY_TILE": 128},
+            divisible=frozenset({"num_channels"}),
+            large=frozenset({"states"}),
+            # Two gates and, of the token's channels, what one thread has.
+            narrow_loads=24,
+        ),
+        Compilation(
+            kernel=gated_norm_kernel,
+            variant="bf16 128",
+            target=target,
+            config=config_of("gated_norm", target),
+            signature={**_NORM, "stride": "i32", "num_heads": "i32", "eps": "fp32"},
+            constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "VALUE_TILE": 128},
+            divisible=frozenset({"stride"}),
+            has_wide_loads=False,
+        ),
+    )
+)
+
+
+# [gated_delta_span] The gated delta rule over spans of tokens, chunk by chunk (Yang, Kautz and Hatamizadeh, 2025,
+# section 3.3).
+#
+# The arithmetic is that of `models.ops.gated_delta_rule`. A chunk's corrections solve a unit lower triangular
+# system that depends on its keys alone: those inverses are made first, for all chunks at once, and a span's chunks,
+# which follow one another, are then left with products.
+
+
+@triton.jit
+def delta_inverse_kernel(
+    convolved,  # [T, channels]: queries and keys of all key heads, values of all value heads
+    ba,  # [T, key heads * 2 * GROUP]
+    a_log,  # [value heads]
+    dt_bias,  # [value heads]
+    chunks,  # [chunks, 2] int32, first token and tokens of each
+    decays,  # [chunks, value heads, CHUNK] float32, logarithms from before the chunk to behind each token
+    inverses,  # [chunks, value heads, CHUNK, CHUNK] float32, times the shares
+    ba_stride,
+    num_heads,
+    num_channels,
+    KEY: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The inverse of I + L of one chunk and value head, by forward substitution. Grid: (chunks, value heads).
+
+    L[t, j] = beta_t (k_t . k_j) times the decay from j to t. Column t of the inverse takes beta_t, which every
+    right-hand side has.
+    """
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(chunks + chunk * 2), tl.load(chunks + chunk * 2 + 1)
+    places, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_TILE)
+    exists = places < count
+    tokens = first + places
+    decay, share = gates(ba, ba_stride, a_log, dt_bias, tokens, head, exists, GROUP)
+    decay = tl.cumsum(tl.where(exists, decay, 0.0), 0)
+    share = tl.where(exists, share, 0.0)
+    rows = convolved + tokens[:, None].to(tl.int64) * num_channels + (num_heads + head) // GROUP * KEY
+    k = unit_rows(rows + keys[None, :], exists[:, None] & (keys < KEY)[None, :], 1.0)
+    overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION) * share[:, None]
+    is_before = places[:, None] > places[None, :]
+    # Where j is behind t the difference is positive and may overflow: it is hidden before it is raised.
+    between = tl.exp(tl.where(is_before, decay[:, None] - decay[None, :], float("-inf")))
+    overlap = overlap * between
+    inverse = tl.where(places[:, None] == places[None, :], 1.0, 0.0)
+    for row in range(1, CHUNK):
+        is_row = places == row
+        of_row = tl.sum(tl.where(is_row[:, None], overlap, 0.0), 0)  # [CHUNK], nothing from `row` on
+        solved = tl.sum(of_row[:, None] * inverse, 0)
+        inverse = tl.where(is_row[:, None], inverse - solved[None, :], inverse)
+    place = chunk.to(tl.int64) * num_heads + head
+    tl.store(decays + place * CHUNK + places, decay)
+    at = inverses + (place * CHUNK + places[:, None]) * CHUNK + places[None, :]
+    tl.store(at, inverse * share[None, :])
+
+
+@triton.jit
+def _unit_parts(rows, exists, scale, KEY: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """As `unit_rows`, in parts of PART keys. # pointers [CHUNK, 1], [CHUNK] -> PARTS x [CHUNK, PART] float32"""
+    loaded = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        x = tl.load(rows + keys[None, :], mask=exists[:, None] & (keys < KEY)[None, :], other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, 1, keep_dims=True)
+        if part == 0:
+            length = squares
+        else:
+            length += squares
+        loaded += (x,)
+    unit = scale * tl.rsqrt(length + LENGTH_EPS)
+    parts = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        parts += (loaded[part] * unit,)
+    return parts
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # They may begin anywhere among those of a step.
+def gated_delta_span_kernel(
+    convolved,  # As above
+    decays,
+    inverses,
+    spans,  # [rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence
+    slots,  # [rows] int64
+    states,  # [slots, value heads, KEY, VALUE] float32
+    out,  # [T, value heads, VALUE]
+    num_heads,
+    num_channels,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr = WHOLE,  # Keys that are multiplied at a time
+):
+    """A span's chunks, one after the other, for a tile [KEY, VALUES] of one state that stays in registers.
+
+    Grid: (tiles of values, value heads, rows).
+    """
+    PART: tl.constexpr = DEPTH if DEPTH < KEY_TILE else KEY_TILE
+    PARTS: tl.constexpr = KEY_TILE // PART
+    head, span = tl.program_id(1), spans + tl.program_id(2) * 4
+    first, count = tl.load(span), tl.load(span + 1)
+    chunk, is_new = tl.load(span + 2), tl.load(span + 3)
+    places = tl.arange(0, CHUNK)
+    values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    has_value = values < VALUE
+    key_head, key_channels = head // GROUP, num_heads // GROUP * KEY
+
+    at_state = states + (tl.load(slots + tl.program_id(2)) * num_heads + head) * (KEY * VALUE)
+    state = tl.tuple(())
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        in_state = (keys < KEY)[:, None] & has_value[None, :] & (is_new == 0)
+        state += (tl.load(at_state + keys[:, None] * VALUE + values[None, :], mask=in_state, other=0.0),)
+    for start in range(0, count, CHUNK):
+        tokens = (first + start + places).to(tl.int64)
+        exists = start + places < count
+        rows = convolved + tokens[:, None] * num_channels
+        k = _unit_parts(rows + key_channels + key_head * KEY, exists, 1.0, KEY, PARTS, PART)
+        in_values = exists[:, None] & has_value[None, :]
+        v = tl.load(rows + 2 * key_channels + head * VALUE + values[None, :], mask=in_values, other=0.0)
+        place = chunk.to(tl.int64) * num_heads + head
+        decay = tl.load(decays + place * CHUNK + places)
+        inverse = tl.load(inverses + (place * CHUNK + places[:, None]) * CHUNK + places[None, :])
+
+        shrunk = tl.exp(decay)[:, None]
+        held = tl.zeros([CHUNK, VALUES], tl.float32)
+        for part in tl.static_range(PARTS):
+            held = tl.dot(k[part], state[part], held, input_precision=PRECISION)
+        wanted = v.to(tl.float32) - shrunk * held
+        corrections = tl.dot(inverse, tl.where(in_values, wanted, 0.0), input_precision=PRECISION)
+        q = _unit_parts(rows + key_head * KEY, exists, KEY**-0.5, KEY, PARTS, PART)
+        seen = places[:, None] >= places[None, :]
+        between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
+        overlap = tl.zeros([CHUNK, CHUNK], tl.float32)
+        read = tl.zeros([CHUNK, VALUES], tl.float32)
+        for part in tl.static_range(PARTS):
+            overlap = tl.dot(q[part], tl.trans(k[part]), overlap, input_precision=PRECISION)
+            read = tl.dot(q[part], state[part], read, input_precision=PRECISION)
+        read = tl.dot(overlap * between, corrections, shrunk * read, input_precision=PRECISION)
+        at = out + (tokens[:, None] * num_heads + head) * VALUE + values[None, :]
+        tl.store(at, read.to(out.dtype.element_ty), mask=in_values)
+
+        # Behind the last token the decay stays what it was there.
+        to_end = tl.min(decay, 0)
+        behind = tl.tuple(())
+        for part in tl.static_range(PARTS):
+            added = tl.trans(k[part] * tl.exp(to_end - decay)[:, None])
+            behind += (tl.dot(added, corrections, state[part] * tl.exp(to_end), input_precision=PRECISION),)
+        state = behind
+        chunk += 1
+    for part in tl.static_range(PARTS):
+        keys = part * PART + tl.arange(0, PART)
+        in_state = (keys < KEY)[:, None] & has_value[None, :]
+        tl.store(at_state + keys[:, None] * VALUE + values[None, :], state[part], mask=in_state)
+
+
+def delta_spans(
+    convolved: torch.Tensor,
+    ba: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    spans: torch.Tensor,
+    chunks: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Each row's tokens through its state, which is brought up to date; what queries read to `out`.
+
+    As `delta_step`, of all the step's tokens; `slots` [rows] int64, `spans` [rows, 4] int32: first token, tokens,
+    first chunk, whether it begins its sequence; `chunks` [chunks, 2] int32: first token and tokens, of `chunk_size`.
+    """
+    _, heads, key_dim, value_dim = states.shape
+    device = convolved.device
+    size = chunk_size(device)
+    precision = _precision(target_of(device))
+    decays = states.new_empty(len(chunks), heads, size)
+    inverses = states.new_empty(len(chunks), heads, size, size)
+    shape = {
+        "KEY": key_dim,
+        "GROUP": heads // key_heads_of(convolved, states),
+        "KEY_TILE": max(16, next_power_of_2(key_dim)),
+        "PRECISION": precision,
+    }
+    delta_inverse_kernel[(len(chunks), heads)](
+        convolved,
+        ba,
+        a_log,
+        dt_bias,
+        chunks,
+        decays,
+        inverses,
+        ba.stride(0),
+        heads,
+        convolved.shape[1],
+        **shape,
+        **launch_of("delta_inverse", device).keywords,
+    )
+    launch = launch_of("gated_delta_span", device)
+    gated_delta_span_kernel[(cdiv(value_dim, launch.blocks["VALUES"]), heads, len(spans))](
+        convolved,
+        decays,
+        inverses,
+        spans,
+        slots,
+        states,
+        out,
+        heads,
+        convolved.shape[1],
+        VALUE=value_dim,
+        **shape,
+        **launch.keywords,
+    )
+
+
+def chunk_size(device: torch.device) -> int:
+    """Tokens of a chunk, of which a span's last may have fewer."""
+    return launch_of("gated_delta_span", device).blocks["CHUNK"]
+
+
+def _precision(target: Target) -> str:
+    """Of products of float32: NVIDIA's matrix units have no such, and round what goes in to 10 bits of mantissa."""
+    return "tf32" if target.backend == "cuda" else "ieee"
+
+
+_GATED_DELTA_SPAN_COMPILATIONS = tuple(
+    Compilation(
+        kernel=kernel,
+        variant="bf16 128x128",
+        target=target,
+        config=config_of(name, target),
+        signature={
+            **dict.fromkeys(("convolved", "ba", "a_log", "dt_bias", "out"), "*bf16"),
+            **dict.fromkeys(("decays", "inverses", "states"), "*fp32"),
+            "chunks": "*i32",
+            "spans": "*i32",
+            "slots": "*i64",
+            **dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
+        },
+        constexprs={"KEY": 128, "GROUP": 2, "KEY_TILE": 128, "PRECISION": _precision(target)}
+        | ({"VALUE": 128} if name == "gated_delta_span" else {}),
+        divisible=frozenset({"num_channels"}),
+        large=frozenset({"states", "inverses"}),
+        # NVIDIA's take it rounded.
+        has_dot=target.has_float32_matrices or target.backend == "cuda",
+        narrow_loads=16,
+    )
+    for target in TARGETS.values()
+    for kernel, name in ((delta_inverse_kernel, "delta_inverse"), (gated_delta_span_kernel, "gated_delta_span"))
+)
+
+
+class DeltaPlan(NamedTuple):
+    """A step's rows as the kernels read them; the same for all layers."""
+
+    num_decodes: int
+    slots: torch.Tensor  # [B] int64
+    spans: torch.Tensor | None = None
+    """[rows, 4] int32: first token, tokens, first chunk, whether it begins its sequence; None where all decode"""
+    token_rows: torch.Tensor | None = None  # [T - num_decodes] int32
+    chunks: torch.Tensor | None = None  # [chunks, 2] int32: first token and tokens
+
+
+def make_plan(query_lens: Sequence[int], seq_lens: Sequence[int], slots: torch.Tensor, num_decodes: int) -> DeltaPlan:
+    """Of a step whose first `num_decodes` rows have one token each. `slots` [B] int64 lies on the device."""
+    if num_decodes == len(query_lens):
+        return DeltaPlan(num_decodes, slots)
+    size = chunk_size(slots.device)
+    spans: list[tuple[int, int, int, bool]] = []
+    chunks: list[tuple[int, int]] = []
+    first = num_decodes
+    for count, length in zip(query_lens[num_decodes:], seq_lens[num_decodes:], strict=True):
+        spans.append((first, count, len(chunks), count == length))
+        chunks += [(first + start, min(size, count - start)) for start in range(0, count, size)]
+        first += count
+    token_rows = np.repeat(np.arange(len(spans)), [count for _, count, _, _ in spans])
+    tables = [np.array(table, np.int32) for table in (spans, token_rows, chunks)]
+    return DeltaPlan(num_decodes, slots, *upload(tables, slots.device))
+
+
+def remember(
+    projected: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    plan: DeltaPlan,
+    *,
+    key_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the convolution gives of each token, and what it reads of its state: `delta_net` before its norm.
+
+    # -> [T, channels], [T, value heads, value_dim]
+    """
+    _, heads, key_dim, value_dim = states.shape
+    num_tokens = projected.shape[0]
+    convolved = projected.new_empty(num_tokens, conv.shape[0])
+    read = projected.new_empty(num_tokens, heads, value_dim)
+    decodes, gates = plan.num_decodes, (ba, a_log, dt_bias)
+    shape = {"key_dim": key_dim, "key_heads": key_heads}
+    if decodes:
+        slots, of_decodes = plan.slots, read
+        if plan.spans is not None:
+            slots, of_decodes = slots[:decodes], read[:decodes]
+        delta_conv(projected, conv, inputs, slots, convolved, None, **shape)
+        delta_step(convolved, *gates, states, slots, of_decodes)
+    if plan.spans is not None:
+        assert plan.token_rows is not None
+        assert plan.chunks is not None
+        slots = plan.slots[decodes:]
+        spans = plan.spans, plan.token_rows
+        delta_conv(projected, conv, inputs, slots, convolved, spans, first_token=decodes, **shape)
+        delta_spans(convolved, *gates, states, slots, plan.spans, plan.chunks, read)
+    return convolved, read
+
+
+def delta_net(
+    projected: torch.Tensor,
+    ba: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    plan: DeltaPlan,
+    *,
+    key_heads: int,
+) -> torch.Tensor:
+    """Each row's tokens through its convolution and its state, which are brought up to date, and a gated norm.
+
+    # projected [T, key_heads * 2 * (key_dim + group * value_dim)], ba [T, key_heads * 2 * group],
+    # conv [channels, 1, taps], a_log and dt_bias [value heads], inputs [slots, channels, taps - 1],
+    # states [slots, value heads, key_dim, value_dim] float32 -> [T, value heads * value_dim]
+    """
+    _, heads, key_dim, _ = states.shape
+    _, read = remember(projected, ba, conv, a_log, dt_bias, inputs, states, plan, key_heads=key_heads)
+    return gated_norm(read, projected, *norm, key_dim=key_dim, group=heads // key_heads)
+
+
+COMPILATIONS = (*_DELTA_CONV_COMPILATIONS, *_GATED_DELTA_COMPILATIONS, *_GATED_DELTA_SPAN_COMPILATIONS)

@@ -1,0 +1,512 @@
+"""FP8 weights and activations: how they lie, how activations are rounded, and a step of their products.
+
+Used by the dense and by the experts' products (DeepSeek-V3, 2024, section 3.3). Weights have a scale a block of
+128 x 128, an output feature or a tensor, activations one for 128 inputs. A group's products are summed by the matrix
+units, then scaled and added up in float32. Hardware without FP8 multiplies activations as they are, by weights that
+become numbers of their type in registers.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import models.ops.triton.configs  # noqa: F401, the rows of these kernels
+from models.ops.triton.compilation import Compilation
+from models.ops.triton.configs import TARGETS, config_of, launch_of, target_of
+from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.types import FP8_GROUP
+
+
+@triton.jit
+def quantize_groups_kernel(
+    x,  # [M, K]
+    codes,  # [M, K] FP8
+    scales,  # [M, groups] float32
+    x_stride,
+    K,
+    num_groups,
+    LARGEST: tl.constexpr,  # Finite number of the FP8
+    DEPTH: tl.constexpr,  # Of a group
+    GROUPS: tl.constexpr,  # Of one program
+):
+    """Some groups of one row, each by its largest value. Grid: (M, tiles of groups)."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = groups[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    values = tl.load(x + row * x_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), 1)
+    scale = tl.where(largest > 0.0, largest / LARGEST, 1.0)
+    # Division may round the largest value past the end.
+    values = tl.clamp(values / scale[:, None], -LARGEST, LARGEST)
+    tl.store(codes + row * K + columns, values.to(codes.dtype.element_ty), mask=columns < K)
+    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+
+
+@triton.jit
+def fp8_values(codes, dtype: tl.constexpr):
+    """The numbers of e4m3fn's bytes, exact in bfloat16; NaN is not among them.
+
+    A code's bits, moved to float32's places, are the number but for the bias, also those without a leading one.
+    """
+    bits = ((codes & 0x80).to(tl.int32) << 24) | ((codes & 0x7F).to(tl.int32) << 20)
+    return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+
+
+@triton.jit
+def add_group(
+    total,  # [ROWS, COLUMNS] float32
+    x,  # [ROWS, FP8_GROUP]
+    row_scale,  # [ROWS, 1] float32; any where x was not rounded
+    weight_at,  # [COLUMNS, FP8_GROUP]
+    column_scale_at,  # [COLUMNS]; any where not IS_BLOCKED
+    exists,  # [1, FP8_GROUP]
+    IS_ROUNDED: tl.constexpr,
+    IS_BLOCKED: tl.constexpr,
+):
+    """`total` and the product of one group of inputs, which is scaled before it is added."""
+    weight = tl.load(weight_at, mask=exists, other=0.0)
+    if not IS_ROUNDED:
+        weight = fp8_values(weight, x.dtype)
+    if IS_ROUNDED or IS_BLOCKED:
+        product = tl.dot(x, tl.trans(weight), input_precision="ieee")
+        if IS_ROUNDED:
+            product = product * row_scale
+        if IS_BLOCKED:
+            product = product * tl.load(column_scale_at)[None, :]
+        return total + product
+    return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+
+
+class FP8Weight(NamedTuple):
+    """A weight in the FP8 of its device, with its scales."""
+
+    codes: torch.Tensor  # [N, K] float8, or [experts, N, K]
+    scales: torch.Tensor
+    """float32: [N / 128, K / 128], rounded up, of blocks; [N, K / 128] of 128 inputs of a row; [N] of rows; [1].
+
+    Of a stack: [experts, N, K / 128] or [experts, N].
+    """
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a scale is of 128 inputs."""
+        return self.scales.dim() == self.codes.dim()
+
+    @property
+    def scale_rows(self) -> int:
+        """Output features that share a scale; 0: all. Not of a stack, where each has its own."""
+        num_scales = self.scales.shape[0]
+        return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else FP8_GROUP
+
+
+def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """OCP codes as `dtype`, the same numbers: e4m3fnuz reads the same bits as half of them, and has no negative zero.
+
+    # [N, K] float8_e4m3fn
+    """
+    if dtype is torch.float8_e4m3fn:
+        return codes, scales
+    bits = codes.view(torch.uint8)
+    return torch.where(bits == 0x80, 0, bits).to(torch.uint8).view(torch.float8_e4m3fnuz), scales * 2
+
+
+def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds groups of 128 of each row to the device's FP8; codes, and what they are to be multiplied by.
+
+    # [M, K] -> [M, K], [M, groups] float32
+
+    Raises `ValueError` on a device without FP8.
+    """
+    target = target_of(x.device)
+    if target.fp8 is None:
+        raise ValueError(f"{target.arch} has no FP8; activations stay as they are there")
+    rows, inputs = x.shape
+    groups = cdiv(inputs, FP8_GROUP)
+    codes = x.new_empty(rows, inputs, dtype=target.fp8_dtype)
+    scales = x.new_empty(rows, groups, dtype=torch.float32)
+    launch = launch_of("quantize_groups", x.device)
+    quantize_groups_kernel[(rows, cdiv(groups, launch.blocks["GROUPS"]))](
+        x,
+        codes,
+        scales,
+        x.stride(0),
+        inputs,
+        groups,
+        LARGEST=target.fp8_max,
+        DEPTH=FP8_GROUP,
+        **launch.keywords,
+    )
+    return codes, scales
+
+
+class Operands(NamedTuple):
+    """A product's two sides as the matrix units of their device take them."""
+
+    rows: torch.Tensor
+    row_scales: torch.Tensor | None
+    """[M, groups] float32 of rows that were rounded to FP8; None of those that were not."""
+    codes: torch.Tensor
+    """Of the weight; uint8 where the units know no FP8, and its numbers are made in registers."""
+
+
+def operands(x: torch.Tensor, weight: FP8Weight) -> Operands:
+    """Rounds rows to FP8 where the hardware multiplies it. # [M, K]"""
+    if target_of(x.device).fp8 is None:
+        return Operands(x, None, weight.codes.view(torch.uint8))
+    return Operands(*quantize_groups(x), weight.codes)
+
+
+_FP8_COMPILATIONS = tuple(
+    Compilation(
+        kernel=quantize_groups_kernel,
+        variant="bf16",
+        target=target,
+        config=config_of("quantize_groups", target),
+        signature={
+            "x": "*bf16",
+            "codes": target.fp8_pointer,
+            "scales": "*fp32",
+            **dict.fromkeys(("x_stride", "K", "num_groups"), "i32"),
+        },
+        constexprs={"LARGEST": target.fp8_max, "DEPTH": FP8_GROUP},
+        divisible=frozenset({"x_stride", "K"}),
+        has_wide_loads=False,
+    )
+    for target in TARGETS.values()
+    if target.fp8 is not None
+)
+
+
+# [fp8_gemm] Products of FP8 weights with activations, rounded to FP8 too where the hardware multiplies it. See
+# `fp8`.
+
+
+@triton.jit(do_not_specialize=["M"])  # It differs from step to step.
+def fp8_gemm_kernel(
+    x,  # [M, K] FP8, or not rounded
+    x_scales,  # [M, groups] float32; any pointer where not IS_ROUNDED
+    weight,  # [N, K] FP8, or its bytes where not IS_ROUNDED
+    weight_scales,  # float32; one for SCALE_ROWS output features and, where IS_BLOCKED, each group
+    bias,  # [N], or any pointer
+    out,  # [M, N]
+    M,
+    N,
+    K,
+    x_stride,
+    num_groups,
+    SCALE_ROWS: tl.constexpr,  # 0: one scale for all
+    IS_ROUNDED: tl.constexpr,
+    IS_BLOCKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`. Grid: (tiles of N, tiles of M)."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    # Rows and columns past the end compute what is never stored.
+    safe_rows, safe_columns = tl.minimum(rows, M - 1), tl.minimum(columns, N - 1)
+    x_at = x + safe_rows[:, None].to(tl.int64) * x_stride + depth[None, :]
+    weight_at = weight + safe_columns[:, None].to(tl.int64) * K + depth[None, :]
+    x_scale_at = x_scales + safe_rows[:, None] * num_groups
+    scale_rows = safe_columns * 0 if SCALE_ROWS == 0 else safe_columns // SCALE_ROWS
+    weight_scale_at = weight_scales + (scale_rows * num_groups if IS_BLOCKED else scale_rows)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for group in range(num_groups):
+        exists = depth[None, :] < K - group * DEPTH
+        a = tl.load(x_at, mask=exists, other=0.0)
+        a_scale = tl.load(x_scale_at + group) if IS_ROUNDED else 1.0
+        total = add_group(total, a, a_scale, weight_at, weight_scale_at + group, exists, IS_ROUNDED, IS_BLOCKED)
+        x_at += DEPTH
+        weight_at += DEPTH
+    if not IS_BLOCKED:
+        total = total * tl.load(weight_scale_at)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
+    at = out + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+def fp8_linear(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`, of activations rounded as `fp8` says. # [M, K] -> [M, N] of x's type"""
+    sides = operands(x, weight)
+    rows, inputs = x.shape
+    outputs = weight.codes.shape[0]
+    out = x.new_empty(rows, outputs)
+    launch = launch_of("fp8_gemm", x.device, rows=next_power_of_2(rows))
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
+    fp8_gemm_kernel[grid](
+        sides.rows,
+        weight.scales if sides.row_scales is None else sides.row_scales,
+        sides.codes,
+        weight.scales,
+        weight.scales if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        sides.rows.stride(0),
+        cdiv(inputs, FP8_GROUP),
+        SCALE_ROWS=weight.scale_rows,
+        IS_ROUNDED=sides.row_scales is not None,
+        IS_BLOCKED=weight.is_blocked,
+        HAS_BIAS=bias is not None,
+        DEPTH=FP8_GROUP,
+        **launch.keywords,
+    )
+    return out
+
+
+_FP8_GEMM_COMPILATIONS = tuple(
+    Compilation(
+        kernel=fp8_gemm_kernel,
+        variant=f"{'blocks' if is_blocked else 'channels'} m{rows}",
+        target=target,
+        config=config_of("fp8_gemm", target, rows=rows),
+        signature={
+            "x": "*bf16" if target.fp8 is None else target.fp8_pointer,
+            "weight": "*u8" if target.fp8 is None else target.fp8_pointer,
+            **dict.fromkeys(("x_scales", "weight_scales"), "*fp32"),
+            **dict.fromkeys(("bias", "out"), "*bf16"),
+            **dict.fromkeys(("M", "N", "K", "x_stride", "num_groups"), "i32"),
+        },
+        constexprs={
+            # As the loader keeps the scales of blocks: a row may then lie beside any other.
+            "SCALE_ROWS": 1,
+            "IS_ROUNDED": target.fp8 is not None,
+            "IS_BLOCKED": is_blocked,
+            "HAS_BIAS": False,
+            "DEPTH": FP8_GROUP,
+        },
+        divisible=frozenset({"N", "K", "x_stride"}),
+        large=frozenset({"x", "weight", "out"}),
+        has_dot=True,
+    )
+    for target in TARGETS.values()
+    for rows, is_blocked in ((16, True), (64, True), (128, True), (16, False), (128, False))
+)
+
+
+# [four_bit] How 4-bit weights lie for the kernels, and what their codes mean. Used by the dense and by the experts'
+# products.
+#
+# `[.., out, in / 2]` bytes: 32 of them hold 64 inputs, the first 32 in their low nibbles, the next in their high
+# ones. A tile of bytes is then two tiles of weights whose inputs lie in a row, and loads of activations stay wide.
+
+RUN = 32
+"""Inputs that lie in a row; a weight has an even number of such runs."""
+
+
+class FourBitWeight(NamedTuple):
+    """A weight of 4-bit codes with a scale a group of neighbouring inputs of an output feature."""
+
+    packed: torch.Tensor  # [.., out, in / 2] uint8, as `pack_nibbles` makes it
+    scales: torch.Tensor
+    """[.., out, groups] of the model's type; with MXFP4 the exponents of powers of two, uint8, biased by 127."""
+    zeros: torch.Tensor | None = None
+    """[.., out, groups] uint8, the code that means 0; None with MXFP4."""
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """# [.., in] uint8 below 16, `in` a multiple of 64 -> [.., in / 2] uint8"""
+    pairs = codes.view(*codes.shape[:-1], -1, 2, RUN)
+    return (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).flatten(-2)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_nibbles`. # [.., in / 2] uint8 -> [.., in] uint8"""
+    runs = packed.view(*packed.shape[:-1], -1, 1, RUN)
+    return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
+
+
+def mxfp4_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and exponents of what was MXFP4 before it was made dense: the same numbers again.
+
+    # [.., in], `in` a multiple of 32 -> [.., in] uint8 below 16, [.., in / 32] uint8
+
+    The exponent is the one with which a group's largest number is a code of 2 bits of exponent: all numbers of the
+    group that were codes with a larger exponent are codes with this one too, for both steps and range are E2M1's.
+    """
+    groups = dense.float().reshape(*dense.shape[:-1], -1, RUN)
+    _, exponents = torch.frexp(groups.abs().amax(-1))
+    # frexp's mantissa is from 0.5: the largest is 4 or 6 times the scale. A group of zeros has any scale.
+    exponents = (exponents - 3 + 127).clamp(0, 254)
+    magnitudes = groups.abs() / torch.exp2((exponents - 127).float())[..., None]
+    codes = torch.where(
+        magnitudes <= 2, magnitudes * 2, torch.where(magnitudes <= 4, magnitudes + 2, magnitudes / 2 + 4)
+    )
+    codes = codes.round().to(torch.uint8) | (torch.signbit(groups).to(torch.uint8) << 3)
+    return codes.flatten(-2), exponents.to(torch.uint8)
+
+
+@triton.jit
+def mxfp4_values(codes, exponents, dtype: tl.constexpr):
+    """The numbers of E2M1 codes times powers of two (OCP microscaling formats 1.0), exact in bfloat16.
+
+    A code's exponent and first bit of mantissa, moved to float32's places, are the number but for the bias; 0.5, which
+    has no leading one, is put right by hand.
+    """
+    magnitude = (codes & 7).to(tl.int32)
+    bits = tl.where(magnitude > 1, (magnitude << 22) + (126 << 23), magnitude * (126 << 23))
+    bits = bits | ((codes & 8).to(tl.int32) << 28)
+    scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return (bits.to(tl.float32, bitcast=True) * scale).to(dtype)
+
+
+@triton.jit
+def integer_values(codes, zeros, scales, dtype: tl.constexpr):
+    """`(code - zero) * scale`, rounded once."""
+    steps = codes.to(tl.int32) - zeros.to(tl.int32)
+    return (steps.to(tl.float32) * scales.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def add_runs(
+    total,  # [ROWS, COLUMNS] float32
+    low_x,  # [ROWS, DEPTH / 2], the inputs of low nibbles
+    high_x,
+    codes_at,  # [COLUMNS, RUNS, 32] of bytes
+    scales_at,  # [COLUMNS, 1] of each column's first
+    zeros_at,
+    run,  # [1, RUNS], which 64 inputs of the weight's
+    has_run,  # [1, RUNS]
+    IS_MXFP4: tl.constexpr,
+    SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
+):
+    """`total` and the product of one step: a tile of bytes is two of weights."""
+    codes = tl.load(codes_at, mask=has_run[:, :, None], other=0)
+    first, second = run * 2 // SUBGROUPS, (run * 2 + 1) // SUBGROUPS
+    low_scale = tl.load(scales_at + first, mask=has_run, other=0)[:, :, None]
+    high_scale = low_scale
+    if SUBGROUPS % 2:
+        high_scale = tl.load(scales_at + second, mask=has_run, other=0)[:, :, None]
+    if IS_MXFP4:
+        low = mxfp4_values(codes & 15, low_scale, low_x.dtype)
+        high = mxfp4_values(codes >> 4, high_scale, low_x.dtype)
+    else:
+        low_zero = tl.load(zeros_at + first, mask=has_run, other=0)[:, :, None]
+        high_zero = low_zero
+        if SUBGROUPS % 2:
+            high_zero = tl.load(zeros_at + second, mask=has_run, other=0)[:, :, None]
+        low = integer_values(codes & 15, low_zero, low_scale, low_x.dtype)
+        high = integer_values(codes >> 4, high_zero, high_scale, low_x.dtype)
+    low, high = tl.reshape(low, [COLUMNS, DEPTH // 2]), tl.reshape(high, [COLUMNS, DEPTH // 2])
+    total = tl.dot(low_x, tl.trans(low), total, input_precision="ieee")
+    return tl.dot(high_x, tl.trans(high), total, input_precision="ieee")
+
+
+# [four_bit_gemm] Products of 4-bit weights, MXFP4 or integers with zero points, with bfloat16 activations.
+#
+# Weights go through memory as they are stored and become bfloat16 in registers. See `four_bit` for their layout: a
+# byte holds inputs that lie 32 apart, so that both halves of a tile meet activations that lie in a row, and nothing
+# is interleaved.
+
+
+@triton.jit(do_not_specialize=["M"])  # It differs from step to step.
+def four_bit_gemm_kernel(
+    x,  # [M, K]
+    weight,  # [N, K / 2] uint8
+    scales,  # [N, groups] of x's type; with MXFP4 uint8 exponents of two
+    zeros,  # [N, groups] uint8, or any pointer with MXFP4
+    bias,  # [N], or any pointer
+    out,  # [M, N]
+    M,
+    N,
+    K,
+    x_stride,
+    num_groups,
+    IS_MXFP4: tl.constexpr,
+    SUBGROUPS: tl.constexpr,  # Runs of 32 inputs that share a scale
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # Inputs at a time, a multiple of 64
+):
+    """A tile [ROWS, COLUMNS] of `x @ weight.T + bias`. Grid: (tiles of N, tiles of M)."""
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Half of a tile's inputs, those in low nibbles: every other run of 32. A run shares a scale.
+    RUNS: tl.constexpr = DEPTH // 64
+    half, run = tl.arange(0, DEPTH // 2), tl.arange(0, RUNS)
+    inputs = half // 32 * 64 + half % 32
+    safe_rows, safe_columns = tl.minimum(rows, M - 1), tl.minimum(columns, N - 1)
+    x_at = x + safe_rows[:, None].to(tl.int64) * x_stride + inputs[None, :]
+    bytes_at = run[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    weight_at = weight + safe_columns[:, None, None].to(tl.int64) * (K // 2) + bytes_at
+    group_at = safe_columns[:, None] * num_groups
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, DEPTH):
+        exists = (start + inputs < K)[None, :]
+        runs = start // 64 + run[None, :]
+        low_x = tl.load(x_at, mask=exists, other=0.0)
+        high_x = tl.load(x_at + 32, mask=exists, other=0.0)
+        total = add_runs(
+            total, low_x, high_x, weight_at, scales + group_at, zeros + group_at, runs, runs * 64 < K, IS_MXFP4,
+            SUBGROUPS, COLUMNS, DEPTH,
+        )  # fmt: skip
+        x_at += DEPTH
+        weight_at += DEPTH // 2
+    if HAS_BIAS:
+        total += tl.load(bias + safe_columns).to(tl.float32)[None, :]
+    at = out + rows[:, None].to(tl.int64) * N + columns[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+def four_bit_linear(x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias`, of weights rounded to x's type, summed in float32. # [M, K] -> [M, N]"""
+    rows, inputs = x.shape
+    outputs, groups = weight.scales.shape
+    out = x.new_empty(rows, outputs)
+    launch = launch_of("four_bit_gemm", x.device, rows=next_power_of_2(rows))
+    grid = cdiv(outputs, launch.blocks["COLUMNS"]), cdiv(rows, launch.blocks["ROWS"])
+    four_bit_gemm_kernel[grid](
+        x,
+        weight.packed,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        weight.scales if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        groups,
+        IS_MXFP4=weight.zeros is None,
+        SUBGROUPS=inputs // groups // 32,
+        HAS_BIAS=bias is not None,
+        **launch.keywords,
+    )
+    return out
+
+
+_FOUR_BIT_GEMM_COMPILATIONS = tuple(
+    Compilation(
+        kernel=four_bit_gemm_kernel,
+        variant=f"{'mxfp4' if is_mxfp4 else 'int4 g128'} m{rows}",
+        target=target,
+        config=config_of("four_bit_gemm", target, rows=rows),
+        signature={
+            **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+            **dict.fromkeys(("weight", "zeros"), "*u8"),
+            **dict.fromkeys(("M", "N", "K", "x_stride", "num_groups"), "i32"),
+            "scales": "*u8" if is_mxfp4 else "*bf16",
+        },
+        constexprs={"IS_MXFP4": is_mxfp4, "SUBGROUPS": 1 if is_mxfp4 else 4, "HAS_BIAS": False},
+        divisible=frozenset({"N", "K", "x_stride"}),
+        large=frozenset({"x", "weight", "out"}),
+        has_dot=True,
+        # A scale, and a zero point, of each run of 32 weights that a thread has.
+        narrow_loads=32,
+    )
+    for target in TARGETS.values()
+    for is_mxfp4 in (True, False)
+    for rows in (16, 64, 128)
+)
+
+COMPILATIONS = (*_FP8_COMPILATIONS, *_FP8_GEMM_COMPILATIONS, *_FOUR_BIT_GEMM_COMPILATIONS)

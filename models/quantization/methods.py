@@ -1,0 +1,335 @@
+"""`parse_quantization`: the one way from a checkpoint's fields to a `QuantizationConfig`; a parser a method."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from models.config.fields import Fields
+from models.errors import CheckpointError
+from models.quantization.config import Granularity, LayerQuantConfig, QuantizationConfig, Storage
+
+# [common] Reads that several formats share.
+
+
+def group_size(section: Fields, name: str) -> int | None:
+    """Inputs that share a scale; None where the field is -1: all of them."""
+    if section.values.get(name) == -1:
+        return None
+    return section.integer(name)
+
+
+def pair(section: Fields, name: str) -> tuple[int, int]:
+    """A list of two counts."""
+    found = section.values.get(name)
+    if not isinstance(found, list) or len(found) != 2 or not all(type(item) is int and item > 0 for item in found):
+        raise section.invalid(name, "a list of 2 integers above 0")
+    return found[0], found[1]
+
+
+def scheme_error(section: Fields, text: str) -> CheckpointError:
+    """What a part of the checkpoint's configuration asks for that cannot be had; `text` has a verb."""
+    return CheckpointError(f"{section.where} {text}")
+
+
+# [fp8] Parser of `fp8` (DeepSeek's and transformers' finegrained blocks, or one scale a tensor) and of `fbgemm_fp8`.
+
+
+def parse_fp8(section: Fields, method: str) -> QuantizationConfig:
+    """`weight_block_size` makes a scale a block; without it a scale's own shape tells a tensor's from a channel's."""
+    if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise section.invalid("fmt", '"e4m3"')
+    if section.string("expert_dtype", "fp8") != "fp8":
+        raise section.invalid("expert_dtype", '"fp8"')
+    if not section.has("weight_block_size"):
+        layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.TENSOR, 8)
+    else:
+        layer = LayerQuantConfig(
+            Storage.SCALED, "fp8", Granularity.BLOCK, 8, block_shape=pair(section, "weight_block_size")
+        )
+    exclude = section.strings("modules_to_not_convert") + section.strings("ignored_layers")
+    return QuantizationConfig(method, layer, exclude_layers=exclude)
+
+
+def parse_fbgemm(section: Fields, method: str) -> QuantizationConfig:
+    """One scale an output feature."""
+    layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.CHANNEL, 8)
+    return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
+
+
+# [mxfp4] Parser of `mxfp4`, as gpt-oss is published: its experts alone, all of a layer in one tensor.
+
+GROUP_SIZE = 32
+"""Inputs that share a power of two, by the OCP microscaling specification."""
+
+
+def parse_mxfp4(section: Fields, method: str) -> QuantizationConfig:
+    """Nothing but the exclusions is said: the format has no options."""
+    layer = LayerQuantConfig(Storage.MXFP4_EXPERTS, "mxfp4", Granularity.GROUP, 4, group_size=GROUP_SIZE)
+    return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
+
+
+# [compressed_tensors] Parser of `compressed-tensors` (llm-compressor): groups of targets, each with its number type
+# and granularity.
+
+_STORAGES = {
+    "float-quantized": (Storage.SCALED, "float"),
+    "int-quantized": (Storage.SCALED, "int"),
+    "naive-quantized": (Storage.SCALED, None),
+    "pack-quantized": (Storage.PACKED, "int"),
+    "mxfp4-pack-quantized": (Storage.MXFP4, "float"),
+}
+"""By format; the number type that it must hold, None: either."""
+_GRANULARITIES = {
+    "tensor": Granularity.TENSOR,
+    "channel": Granularity.CHANNEL,
+    "block": Granularity.BLOCK,
+    "group": Granularity.GROUP,
+}
+_EVERY_LINEAR = ("Linear", "FusedMoELinear")
+"""Class names among the targets; whatever else begins with a capital is a class whose modules are not told apart."""
+
+
+def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig:
+    """Targets are module names and regular expressions, or `Linear` for all that no other group names."""
+    sparsity, transform = section.section("sparsity_config"), section.section("transform_config")
+    if sparsity is not None and sparsity.string("format", "dense") != "dense":
+        raise sparsity.invalid("format", '"dense"')
+    if transform is not None and transform.values:
+        raise section.invalid("transform_config", "left out: transformed weights do not run here")
+    groups = section.section("config_groups")
+    if not section.has("kv_cache_scheme") and (groups is None or not groups.values):
+        raise section.invalid("config_groups", "an object of quantisation groups")
+    everywhere: LayerQuantConfig | None = None
+    special: list[tuple[str, LayerQuantConfig | None]] = []
+    groups = groups or Fields({}, section.where)
+    for name in groups.values:
+        group = groups.section(name) or Fields({}, groups.where)
+        weights = group.section("weights")
+        if weights is None:
+            continue
+        layer = _layer(group.string("format", section.string("format", "unnamed")), group, weights)
+        for target in group.strings("targets"):
+            if target in _EVERY_LINEAR:
+                everywhere = layer
+            elif target[:1].isupper():
+                raise group.invalid("targets", f"module names, regular expressions, or {_EVERY_LINEAR[0]}")
+            else:
+                special.append((target, layer))
+    # A name goes before an expression.
+    special.sort(key=lambda entry: entry[0].startswith("re:"))
+    return QuantizationConfig(method, everywhere, tuple(special), exclude_layers=section.strings("ignore"))
+
+
+def _layer(storage_format: str, group: Fields, weights: Fields) -> LayerQuantConfig:
+    if storage_format not in _STORAGES:
+        raise scheme_error(group, f"has the format {storage_format!r}; it must be one of {', '.join(_STORAGES)}")
+    storage, wanted = _STORAGES[storage_format]
+    kind, bits = weights.string("type", "int"), weights.integer("num_bits", 8)
+    allowed = {Storage.SCALED: (8,), Storage.PACKED: (4, 8), Storage.MXFP4: (4,)}[storage]
+    if kind not in ("int", "float") or (wanted is not None and kind != wanted):
+        raise weights.invalid("type", f'"{wanted or "int"}" in the format {storage_format}')
+    if bits not in allowed:
+        raise weights.invalid("num_bits", f"{' or '.join(map(str, allowed))} in the format {storage_format}")
+    grouped = {None: "tensor", -1: "channel"}.get(weights.values.get("group_size"), "group")
+    strategy = weights.string("strategy", grouped)
+    if strategy not in _GRANULARITIES:
+        raise weights.invalid("strategy", f"one of {', '.join(_GRANULARITIES)}")
+    granularity = _GRANULARITIES[strategy]
+    if storage is Storage.MXFP4 and (granularity, weights.values.get("group_size")) != (Granularity.GROUP, GROUP_SIZE):
+        raise weights.invalid("group_size", f"{GROUP_SIZE}, with the strategy group, in the format {storage_format}")
+    return LayerQuantConfig(
+        storage,
+        "mxfp4" if storage is Storage.MXFP4 else "fp8" if kind == "float" else f"int{bits}",
+        granularity,
+        bits,
+        group_size=group_size(weights, "group_size") if granularity is Granularity.GROUP else None,
+        block_shape=_block_shape(weights) if granularity is Granularity.BLOCK else None,
+        symmetric=weights.boolean("symmetric", True),
+        # "weight" and "static" order the quantiser's work and leave groups of neighbours.
+        has_group_index=weights.values.get("actorder") in ("group", "dynamic", True),
+    )
+
+
+def _block_shape(weights: Fields) -> tuple[int, int]:
+    """A list, or text such as `128x128` in older checkpoints."""
+    written = weights.values.get("block_structure")
+    if isinstance(written, str):
+        rows, _, columns = written.partition("x")
+        if rows.isdigit() and columns.isdigit() and int(rows) and int(columns):
+            return int(rows), int(columns)
+    return pair(weights, "block_structure")
+
+
+# [quark] Parser of AMD `quark`: MXFP4 and FP8 weights, by layer name, with exclusions.
+
+_FP8_GRANULARITIES = {"per_tensor": Granularity.TENSOR, "per_channel": Granularity.CHANNEL}
+
+
+def parse_quark(section: Fields, method: str) -> QuantizationConfig:
+    """`layer_quant_config` goes by shell patterns of names, before `global_quant_config`."""
+    by_type = section.section("layer_type_quant_config")
+    if by_type is not None and by_type.values:
+        raise section.invalid("layer_type_quant_config", "empty: layers are told apart by name only")
+    special: list[tuple[str, LayerQuantConfig | None]] = []
+    layers = section.section("layer_quant_config") or Fields({}, section.where)
+    for pattern in layers.values:
+        special.append((pattern, _quark_layer(layers.section(pattern))))
+    return QuantizationConfig(
+        method,
+        _quark_layer(section.section("global_quant_config")),
+        tuple(special),
+        exclude_layers=section.strings("exclude"),
+    )
+
+
+def _quark_layer(section: Fields | None) -> LayerQuantConfig | None:
+    weight = None if section is None else section.section("weight")
+    if weight is None:
+        return None
+    dtype, scheme = weight.string("dtype", "unnamed"), weight.string("qscheme", "unnamed")
+    if dtype == "fp4":
+        if scheme != "per_group":
+            raise weight.invalid("qscheme", '"per_group" for fp4')
+        if weight.integer("group_size") != GROUP_SIZE:
+            raise weight.invalid("group_size", f"{GROUP_SIZE} for fp4")
+        if weight.string("scale_format", "e8m0") != "e8m0":
+            raise weight.invalid("scale_format", '"e8m0" for fp4')
+        return LayerQuantConfig(Storage.MXFP4, "mxfp4", Granularity.GROUP, 4, group_size=GROUP_SIZE)
+    if dtype != "fp8_e4m3":
+        raise weight.invalid("dtype", '"fp4" or "fp8_e4m3"')
+    if scheme not in _FP8_GRANULARITIES:
+        raise weight.invalid("qscheme", f"one of {', '.join(_FP8_GRANULARITIES)} for fp8_e4m3")
+    return LayerQuantConfig(Storage.SCALED, "fp8", _FP8_GRANULARITIES[scheme], 8)
+
+
+# [awq] Parser of `awq`: 4-bit groups with zero points, in the packing of AutoAWQ's `gemm` version.
+
+
+def parse_awq(section: Fields, method: str) -> QuantizationConfig:
+    """Older checkpoints call the fields `w_bit` and `q_group_size`."""
+    bits_field = "bits" if section.has("bits") else "w_bit"
+    if section.integer(bits_field, 4) != 4:
+        raise section.invalid(bits_field, "4")
+    if section.string("version", "gemm").lower() != "gemm":
+        raise section.invalid("version", '"gemm"')
+    if not section.boolean("zero_point", True):
+        raise section.invalid("zero_point", "true")
+    layer = LayerQuantConfig(
+        Storage.AWQ,
+        "int4",
+        Granularity.GROUP,
+        4,
+        group_size=group_size(section, "q_group_size" if section.has("q_group_size") else "group_size"),
+        symmetric=False,
+    )
+    return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
+
+
+# [gptq] Parser of `gptq`: 4- or 8-bit groups, of neighbours or in activation order, as AutoGPTQ and GPTQModel write
+# them.
+
+
+def parse_gptq(section: Fields, method: str) -> QuantizationConfig:
+    """`dynamic` (GPTQModel's) sets modules apart by regular expression: `-:` leaves them dense, else fields differ."""
+    checkpoint_format = section.string("checkpoint_format", "gptq")
+    if checkpoint_format not in ("gptq", "gptq_v2"):
+        raise section.invalid("checkpoint_format", '"gptq" or "gptq_v2"')
+    if section.boolean("is_marlin_format", False):
+        raise section.invalid("is_marlin_format", "false")
+    # The first format stores each zero point less one.
+    zero_offset = 1 if checkpoint_format == "gptq" else 0
+    exclude = list(section.strings("modules_to_not_convert"))
+    special: list[tuple[str, LayerQuantConfig | None]] = []
+    dynamic = section.section("dynamic") or Fields({}, section.where)
+    for pattern in dynamic.values:
+        expression = f"re:{pattern.removeprefix('-:').removeprefix('+:')}"
+        if pattern.startswith("-:"):
+            exclude.append(expression)
+        else:
+            changed = dynamic.section(pattern) or dynamic
+            special.append((expression, _gptq_layer(changed.with_defaults(section.values), zero_offset)))
+    return QuantizationConfig(method, _gptq_layer(section, zero_offset), tuple(special), exclude_layers=tuple(exclude))
+
+
+def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
+    bits = section.integer("bits")
+    if bits not in (4, 8):
+        raise section.invalid("bits", "4 or 8")
+    return LayerQuantConfig(
+        Storage.GPTQ,
+        f"int{bits}",
+        Granularity.GROUP,
+        bits,
+        group_size=group_size(section, "group_size"),
+        # The zero points are there also where they are all the middle of the range.
+        symmetric=False,
+        has_group_index=section.boolean("desc_act", False),
+        zero_offset=zero_offset,
+    )
+
+
+# [modelopt] Parser of NVIDIA ModelOpt's FP8: in config.json, or in the hf_quant_config.json that is common beside
+# it.
+
+
+def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
+    """The algorithm is under `quantization` in the file of its own, at the top in config.json."""
+    inner = section.section("quantization") or section
+    if inner.string("quant_algo", "") != "FP8":
+        raise inner.invalid("quant_algo", '"FP8"')
+    layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.TENSOR, 8)
+    exclude = inner.strings("exclude_modules") + inner.strings("ignore")
+    return QuantizationConfig(method, layer, exclude_layers=exclude)
+
+
+_SECTIONS = ("quantization_config", "compression_config")
+MODELOPT_FILE = "hf_quant_config.json"
+
+_PARSERS: Mapping[str, Callable[[Fields, str], QuantizationConfig]] = MappingProxyType(
+    {
+        "fp8": parse_fp8,
+        "fbgemm_fp8": parse_fbgemm,
+        "compressed-tensors": parse_compressed_tensors,
+        "mxfp4": parse_mxfp4,
+        "quark": parse_quark,
+        "awq": parse_awq,
+        "gptq": parse_gptq,
+        "modelopt": parse_modelopt,
+    }
+)
+QUANTIZATION_METHODS = tuple(_PARSERS)
+
+
+def parse_quantization(config: Fields, directory: Path | None = None) -> QuantizationConfig | None:
+    """What config.json, or ModelOpt's file beside it in `directory`, says of quantisation; None: all is dense.
+
+    Raises `CheckpointError`, a sentence naming the field and its value, for a scheme that cannot be read here.
+    """
+    for name in _SECTIONS:
+        section = config.section(name)
+        if section is not None:
+            return _parse(section, "compressed-tensors" if name == "compression_config" else "")
+    if directory is not None and (directory / MODELOPT_FILE).is_file():
+        return _parse(Fields.from_file(directory / MODELOPT_FILE), "modelopt")
+    return None
+
+
+def _parse(section: Fields, default: str) -> QuantizationConfig:
+    method = section.string("quant_method", default).replace("_", "-").lower()
+    for name, parse in _PARSERS.items():
+        if method == name.replace("_", "-"):
+            try:
+                return parse(section, name)
+            except re.error as error:
+                raise scheme_error(
+                    section, f"names modules by {error.pattern!r}, which is no regular expression: {error}"
+                ) from error
+    raise section.invalid("quant_method", f"one of {', '.join(QUANTIZATION_METHODS)}")
+
+
+# [quantization] Quantised checkpoints: what config.json says of them, and how their tensors become dense weights.
+#
+# `parse_quantization` is called by `ModelConfig`, `dequantize.Dequantizer` by the loader.
+
+__all__ = ["QUANTIZATION_METHODS", "LayerQuantConfig", "QuantizationConfig", "parse_quantization"]

@@ -1,1 +1,0 @@
-"""Dialects of reasoning, a file a dialect; `registry` lists them."""

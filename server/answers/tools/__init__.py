@@ -1,1 +1,0 @@
-"""Dialects of tool calls, a file a dialect; `registry` lists them."""

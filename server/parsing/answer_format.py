@@ -1,0 +1,327 @@
+"""`AnswerFormat`: how the loaded model writes reasoning and tool calls. Made at start-up, asked once a request."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from engine.text.chat_template import ChatTemplate
+from engine.text.structured.compiler import GrammarCompiler
+from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
+from engine.text.tokenizer import Tokenizer
+from server.parsing import registry as reasoning_registry
+from server.parsing import registry as tool_registry
+from server.parsing.dialects import harmony
+from server.parsing.grammar import (
+    ANY_TEXT,
+    Function,
+    LarkWriter,
+    allowed_functions,
+    enforced_functions,
+    literal_pattern,
+)
+from server.parsing.parser import AnswerParser, Behind, FirstCall
+from server.parsing.reasoning import TaggedReasoning
+from server.parsing.registry import ToolDialect
+from server.schemas.chat import ToolUse
+
+_AUTO, _NONE, _HARMONY = "auto", "none", "harmony"
+
+
+class AnswerFormat:
+    """One model's dialects."""
+
+    def __init__(self, tool_parser: str, reasoning_parser: str, special: Mapping[str, int] | None = None) -> None:
+        """Dialects by name, or `none`; `special` gives the ids of the special tokens of the vocabulary that are
+        among their markers. Raises `ValueError`, one sentence, for a name that is not known.
+        """
+        self.tool_parser = _known(
+            tool_parser, tool_registry.TOOL_NAMES, tool_registry.TOOL_ALIASES, "tool_call_parser"
+        )
+        self.reasoning_parser = _known(
+            reasoning_parser,
+            reasoning_registry.REASONING_NAMES,
+            reasoning_registry.REASONING_ALIASES,
+            "reasoning_parser",
+        )
+        pair = {self.tool_parser, self.reasoning_parser}
+        self._harmony = _HARMONY in pair
+        if self._harmony and not pair <= {_HARMONY, _NONE}:
+            raise ValueError(
+                f"tool_call_parser is {self.tool_parser} and reasoning_parser is {self.reasoning_parser}; harmony "
+                "goes with harmony or none only"
+            )
+        self._tools: ToolDialect | None = tool_registry.TOOL_DIALECTS.get(self.tool_parser)
+        self._reasoning: type[TaggedReasoning] | None = reasoning_registry.REASONING_DIALECTS.get(
+            self.reasoning_parser
+        )
+        self._special = {marker: special[marker] for marker in self.markers if marker in special} if special else {}
+        calls = () if self._harmony or self._tools is None else self._tools.markers
+        self._call_token_ids = frozenset(self._special[marker] for marker in calls if marker in self._special)
+
+    @staticmethod
+    def check_names(tool_parser: str, reasoning_parser: str) -> None:
+        """Raise `ValueError`, one sentence, unless both are `auto`, `none` or the names of dialects."""
+        AnswerFormat(tool_parser if tool_parser != _AUTO else _NONE, _NONE)
+        AnswerFormat(_NONE, reasoning_parser if reasoning_parser != _AUTO else _NONE)
+        if _AUTO not in (tool_parser, reasoning_parser):
+            AnswerFormat(tool_parser, reasoning_parser)
+
+    @classmethod
+    def of_model(
+        cls,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        architecture: str,
+        tool_parser: str = _AUTO,
+        reasoning_parser: str = _AUTO,
+    ) -> "AnswerFormat":
+        """The format by name, or for `auto` what chat template, vocabulary and architecture show.
+
+        Raises `ValueError`, one sentence, for a name that is not known.
+        """
+        template = chat_template.source if chat_template is not None else ""
+
+        def in_vocabulary(text: str) -> bool:
+            return tokenizer.token_id(text) is not None
+
+        chosen = {"tool": tool_parser, "reasoning": reasoning_parser}
+        if tool_parser == _AUTO:
+            chosen["tool"] = tool_registry.detect_tool_dialect(template, in_vocabulary, architecture)
+        if reasoning_parser == _AUTO:
+            chosen["reasoning"] = reasoning_registry.detect_reasoning_dialect(template, in_vocabulary, architecture)
+        if _NONE not in chosen.values() and list(chosen.values()).count(_HARMONY) == 1:
+            # One was named; what was detected does not go with it.
+            if tool_parser == _AUTO:
+                chosen["tool"] = _NONE
+            elif reasoning_parser == _AUTO:
+                chosen["reasoning"] = _NONE
+        plain = cls(chosen["tool"], chosen["reasoning"])
+        special: dict[str, int] = {}
+        for marker in plain.markers:
+            token_id = tokenizer.token_id(marker)
+            if token_id is not None and token_id in tokenizer.special_ids:
+                special[marker] = token_id
+        return cls(plain.tool_parser, plain.reasoning_parser, special)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parsers look for."""
+        if self._harmony:
+            return harmony.MARKERS
+        tags = (self._reasoning.open_tag, self._reasoning.close_tag) if self._reasoning is not None else ()
+        return (*tags, *(self._tools.markers if self._tools is not None else ()))
+
+    def visible_token_ids(self, use: ToolUse) -> frozenset[int]:
+        """Special tokens that must stay in the text, because the parser of `use` looks for them."""
+        ids = frozenset(self._special.values())
+        return ids if use.tools else ids - self._call_token_ids
+
+    def parser(self, use: ToolUse, *, prompt_tail: str) -> AnswerParser | None:
+        """What takes one choice apart; None: its text is its content.
+
+        `prompt_tail` is the rendered prompt's end, where a template may have opened or closed the reasoning. Without
+        tools that may be called, the markers of calls are plain text.
+        """
+        parser: AnswerParser | None = None
+        if self._harmony:
+            called = use if self.tool_parser == _HARMONY else ToolUse(())
+            parser = harmony.HarmonyParser(called, prompt_tail, self.reasoning_parser == _HARMONY)
+        else:
+            if use.tools and self._tools is not None:
+                parser = self._tools.parser(use)
+            if self._reasoning is not None:
+                reasoning = self._reasoning(prompt_tail)
+                parser = Behind(reasoning, parser) if parser is not None else reasoning
+        return FirstCall(parser) if parser is not None and use.once else parser
+
+    def grammar(self, use: ToolUse, *, prompt_tail: str) -> str | None:
+        """llguidance grammar that holds the answer to what `use` promises; None if that is nothing.
+
+        A forced call, and its arguments, follow the schemas of the tools. Where the model is free to call, a call is
+        held to its name and schema as soon as one tool is strict or not all tools may be called; arguments of tools
+        that are not strict are any object then. Raises `ValueError` for a model of whose tool calls nothing is known.
+        Whether the schemas can be followed is for `server.parsing.answer_format` to find out.
+        """
+        functions = enforced_functions(use)
+        if functions is None:
+            return None
+        if self.tool_parser == _NONE:
+            if not use.forced:
+                return None
+            raise ValueError(
+                "tool_choice asks for a call, and how this model writes tool calls is not known; start the server "
+                "with --tool-call-parser, or leave tool_choice out"
+            )
+        lark = LarkWriter(self._special)
+        if self._harmony:
+            write = harmony.forced if use.forced else harmony.free
+            return lark.grammar(write(lark, functions, prompt_tail))
+        assert self._tools is not None
+        _check_keys(functions, use, self._tools)
+        thinking, optional = self._thinking(lark, prompt_tail)
+        if use.forced:
+            answer = _forced(lark, self._tools, functions, use.once)
+            return lark.grammar(f"({thinking})? {answer}" if optional else f"{thinking} {answer}")
+        free = _free(lark, self._tools, functions, use.once, ANY_TEXT)
+        if not optional:
+            return lark.grammar(f"{thinking} {free}")
+        # Or the text could be read as an answer that only looks like reasoning, and be held to what is a call there.
+        assert self._reasoning is not None
+        reasoning = f"/\\n*{literal_pattern(self._reasoning.open_tag)}(?s:.*)/"
+        no_reasoning = lark.terminal(f"{ANY_TEXT} & ~{reasoning}")
+        return lark.grammar(f"{thinking} {free} | {_free(lark, self._tools, functions, use.once, no_reasoning)}")
+
+    def around_content(self, grammar: str, use: ToolUse, *, prompt_tail: str) -> str:
+        """llguidance's `grammar` for the content, behind the reasoning that the model may write first.
+
+        Where tools may be called, calls of them may stand in the content's place.
+        """
+        lark = LarkWriter(self._special)
+        content = f"@{_CONTENT}"
+        functions = allowed_functions(use) if use.tools and self.tool_parser != _NONE else []
+        if self._harmony:
+            opened = harmony.open_header(prompt_tail)
+            if harmony.MESSAGE in opened and f"{harmony.CHANNEL}analysis" not in opened:
+                return grammar
+            thinking, content = harmony.analysis(lark, prompt_tail), f"{lark.spelled(harmony.FINAL)} {content}"
+            if functions:
+                content = lark.any_of([content, harmony.call(lark, functions)])
+        else:
+            thinking, optional = self._thinking(lark, prompt_tail)
+            if not thinking and not functions:
+                return grammar
+            thinking = f"({thinking})?" if optional else thinking
+            if functions:
+                assert self._tools is not None
+                _check_keys(functions, use, self._tools)
+                content = lark.any_of([content, _forced(lark, self._tools, functions, use.once)])
+        inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+        outer = {"lark_grammar": lark.grammar(f"{thinking} {content}")}
+        return json.dumps({"grammars": [outer, {**inner[0], "name": _CONTENT}, *inner[1:]]})
+
+    def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:
+        """An expression for the reasoning that comes first, empty if none can; and whether it may be missing."""
+        dialect = self._reasoning
+        if dialect is None or dialect.is_closed(prompt_tail):
+            return "", False
+        rest = f"{lark.until(dialect.close_tag)} {lark.rule(_NEWLINES)}"
+        if dialect.is_open(prompt_tail):
+            return rest, False
+        return f"{lark.spelled(dialect.open_tag)} {rest}", True
+
+
+_CONTENT = "content"
+_NEWLINES = r"/\n{0,4}/"
+
+
+def _forced(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], once: bool) -> str:
+    calls = dialect.calls(lark, functions, once)
+    if not dialect.trigger:
+        return f"{_optional(lark, dialect)} {calls}"
+    block = lark.rule(f"{lark.spelled(dialect.trigger)} {calls}")
+    if once or dialect.separator is None:
+        return block
+    return f"{block} ({lark.spelled(dialect.separator)} {block})*"
+
+
+def _free(lark: LarkWriter, dialect: ToolDialect, functions: list[Function], once: bool, beginning: str) -> str:
+    """An expression for text and calls; text at its beginning is what the terminal `beginning` matches."""
+    calls = lark.rule(dialect.calls(lark, functions, once))
+    if dialect.trigger:
+        first = lark.rule(f"{lark.until(dialect.trigger, beginning)} {calls}")
+        further = "" if once else f"({lark.until(dialect.trigger)} {calls})*"
+        return lark.any_of([f"{first} {further} {lark.rule(ANY_TEXT)}", lark.rule(beginning)])
+    answer = f"{_optional(lark, dialect)} {calls}"
+    other = lark.terminal(rf"/\s*([^\s\{dialect.opening}](?s:.*))?/ & {beginning}")
+    return lark.any_of([answer, lark.rule(other)])
+
+
+def _optional(lark: LarkWriter, dialect: ToolDialect) -> str:
+    return f"{lark.spelled(dialect.optional)}?" if dialect.optional else ""
+
+
+def _check_keys(functions: list[Function], use: ToolUse, dialect: ToolDialect) -> None:
+    """Raise `ValueError` for an argument whose name the dialect cannot write."""
+    for function, position in zip(functions, use.positions, strict=True):
+        properties = function.schema.get("properties")
+        for key in properties if isinstance(properties, dict) else ():
+            if not re.fullmatch(dialect.keys, key):
+                raise ValueError(
+                    f"tools[{position}].function.parameters has the property {key[:64]!r}, which tool calls of this "
+                    f"model ({dialect.name}) cannot name; use letters, digits and _"
+                )
+
+
+def _known(name: str, names: tuple[str, ...], aliases: Mapping[str, str], field: str) -> str:
+    if name not in (*names, _NONE):
+        raise ValueError(f"{field} is {name}; it must be auto, none or one of {', '.join(sorted(names))}")
+    return aliases.get(name, name)
+
+
+# [tool_grammar] `tool_grammar`: the checked grammar that a request's tools and choice come to. Called by
+# `prepare_chat`.
+
+_BLAME_SECONDS = 0.5
+"""To find out which of many costly schemas is one too many: each takes a check of its own."""
+
+
+async def tool_grammar(
+    answer_format: AnswerFormat, use: ToolUse, content: str | None, *, prompt_tail: str, compiler: GrammarCompiler
+) -> str | None:
+    """The text for `SamplingParams.grammar`; None where nothing is promised.
+
+    `content` is the grammar of what the model says where it makes no call; None: it says what it likes. Raises
+    `ValueError`, one sentence: it names the tool whose schema cannot be followed. Raises `CheckUnavailable`.
+    """
+    functions = enforced_functions(use) if content is None else allowed_functions(use)
+    if functions is None:
+        return None
+    together = "the schemas of tools cannot be followed together"
+    if functions:
+        try:
+            await compiler.check_async(await asyncio.to_thread(_any_of, functions, use))
+        except InvalidGrammar as error:
+            raise (await _blamed(functions, use, compiler) or ValueError(f"{together}: {error}")) from error
+    text = await asyncio.to_thread(_text, answer_format, use, content, prompt_tail)
+    if text is None:
+        return None
+    try:
+        return await compiler.check_async(text)
+    except InvalidGrammar as error:
+        raise ValueError(f"{together}: {error}") from error
+
+
+def _any_of(functions: Sequence[Function], use: ToolUse) -> str:
+    """A grammar of all schemas, so that many tools are one check: only checked schemas are written into a dialect."""
+    rules = ""
+    for number, (function, position) in enumerate(zip(functions, use.positions, strict=True)):
+        try:
+            rules += f"f{number}" + lark_of(GrammarSpec("json", function.schema)).removeprefix("start")
+        except InvalidGrammar as error:
+            raise _refused(position, error) from error
+    return f"start: {' | '.join(f'f{number}' for number in range(len(functions)))}\n{rules}"
+
+
+def _text(answer_format: AnswerFormat, use: ToolUse, content: str | None, prompt_tail: str) -> str | None:
+    if content is None or use.forced:
+        return answer_format.grammar(use, prompt_tail=prompt_tail)
+    return answer_format.around_content(content, use, prompt_tail=prompt_tail)
+
+
+async def _blamed(functions: Sequence[Function], use: ToolUse, compiler: GrammarCompiler) -> ValueError | None:
+    """What to say of the tool whose schema cannot be followed by itself, if it is found in time."""
+    deadline = time.monotonic() + _BLAME_SECONDS
+    for function, position in zip(functions, use.positions, strict=True):
+        try:
+            await compiler.compile_async(GrammarSpec("json", function.schema))
+        except InvalidGrammar as error:
+            return _refused(position, error)
+        if time.monotonic() > deadline:
+            break
+    return None
+
+
+def _refused(position: int, error: InvalidGrammar) -> ValueError:
+    return ValueError(f"tools[{position}].function.parameters cannot be followed: {error}")

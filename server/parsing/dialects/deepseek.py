@@ -1,0 +1,95 @@
+"""DeepSeek-V3 and R1: a function's name and a fenced JSON block between markers; V3.1 leaves the fence out."""
+
+import re
+from collections.abc import Sequence
+
+from server.parsing.grammar import Function, LarkWriter
+from server.parsing.parser import Markers, Waiting
+from server.parsing.tool_calls import ToolCallParser
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
+FENCE_BEGIN, FENCE_END = "```json", "```"
+_BEGIN = Markers(CALLS_BEGIN, CALL_BEGIN)
+_NAME = re.compile(r"[^\s<{`]*")
+
+
+class DeepSeekParser(ToolCallParser):
+    """Reads both forms: where the arguments follow the separator, the name stood before it."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while begin := (yield from self._say_until(_BEGIN)):
+            if begin == CALLS_BEGIN:
+                yield from feed.skip_whitespace()
+                if not (yield from feed.take_marker(CALL_BEGIN)):
+                    self._no_call()
+                    continue
+            while (yield from self._read_call()):
+                feed.keep()
+                yield from feed.skip_whitespace()
+                if (yield from feed.take_marker(CALL_BEGIN)):
+                    continue
+                if (yield from feed.take_marker(CALLS_END)):
+                    feed.forget()
+                elif not (yield from self._cut_off(CALLS_END, CALL_BEGIN)):
+                    self._no_call()
+                break
+
+    def _read_call(self) -> Waiting[bool]:
+        """Read a call behind its marker; whether it was whole."""
+        feed = self._feed
+        yield from feed.skip_whitespace()
+        name = yield from feed.take_word(_NAME)
+        yield from feed.skip_whitespace()
+        if not name or not (yield from feed.take_marker(SEPARATOR)):
+            self._no_call()
+            return False
+        character = yield from feed.skip_whitespace()
+        fenced = character not in ("{", "")
+        if fenced:
+            name = yield from feed.take_word(_NAME)
+            yield from feed.skip_whitespace()
+            fenced = yield from feed.take_marker(FENCE_BEGIN)
+            character = yield from feed.skip_whitespace()
+        elif not character and name == "function":
+            name = ""
+        if not name or character not in ("{", ""):
+            self._no_call()
+            return False
+        self._begin_call(name)
+        if not character or not (yield from self._stream_object(FENCE_END if fenced else CALL_END)):
+            return False
+        feed.keep()
+        yield from feed.skip_whitespace()
+        if fenced and (yield from feed.take_marker(FENCE_END)):
+            yield from feed.skip_whitespace()
+        if (yield from feed.take_marker(CALL_END)):
+            feed.forget()
+            return True
+        if not (yield from self._cut_off(CALL_END, FENCE_END)):
+            self._no_call()
+        return False
+
+
+def fenced_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for V3's and R1's calls behind the first marker."""
+    head, tail = f"function{SEPARATOR}", f"\n{FENCE_END}{CALL_END}"
+    return _calls(lark, functions, once, head, f"\n{FENCE_BEGIN}\n", tail)
+
+
+def plain_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for V3.1's calls behind the first marker."""
+    return _calls(lark, functions, once, "", SEPARATOR, CALL_END)
+
+
+def _calls(lark: LarkWriter, functions: Sequence[Function], once: bool, head: str, middle: str, tail: str) -> str:
+    call = lark.any_of(
+        f"{lark.spelled(head + function.name + middle)} {lark.json(function.schema)} {lark.spelled(tail)}"
+        for function in functions
+    )
+    begin = lark.spelled(CALL_BEGIN)
+    gap = lark.spelled("\n" if head else "")
+    further = "" if once else f"({gap} {begin} {call})*"
+    return f"{begin} {call} {further} {lark.spelled(CALLS_END)}"

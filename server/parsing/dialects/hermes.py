@@ -1,0 +1,39 @@
+"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`."""
+
+from collections.abc import Sequence
+
+from server.parsing.grammar import Function, LarkWriter
+from server.parsing.parser import Markers, Waiting
+from server.parsing.tool_calls import CallObjectParser, call_object
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_BEGIN = Markers(BEGIN)
+
+
+class HermesParser(CallObjectParser):
+    """An object behind a marker; a second one before the end marker is a second call."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from self._say_until(_BEGIN)):
+            while (yield from feed.skip_whitespace()) == "{":
+                if not (yield from self._read_call(END)):
+                    break
+                feed.keep()
+                while (yield from feed.skip_whitespace()) == "}":
+                    feed.take(1)
+                if (yield from feed.take_marker(END)):
+                    feed.forget()
+                    break
+                if (yield from self._cut_off(END)):
+                    break
+            else:
+                self._no_call()
+
+
+def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a call behind its marker."""
+    return f"{lark.spelled(_NEWLINE)} {call_object(lark, functions, 'arguments')} {lark.spelled(_NEWLINE + END)}"
+
+
+_NEWLINE = "\n"

@@ -1,0 +1,47 @@
+"""Llama 3: `{"name": "f", "parameters": {…}}`, several separated by `;`, perhaps behind `<|python_tag|>`."""
+
+from collections.abc import Sequence
+
+from server.parsing.grammar import Function, LarkWriter
+from server.parsing.parser import Markers, Waiting
+from server.parsing.tool_calls import CallObjectParser, call_object
+
+TAG = "<|python_tag|>"
+_TAG = Markers(TAG)
+
+
+class LlamaJsonParser(CallObjectParser):
+    """Objects at the text's beginning, where the marker may be missing, and behind every marker."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        feed.keep()
+        begins = yield from feed.skip_whitespace()
+        self.marked = False
+        if begins == "{":
+            yield from self._read_calls()
+        else:
+            self._no_call()
+        while (yield from self._say_until(_TAG)):
+            self.marked = True
+            if (yield from feed.skip_whitespace()) == "{":
+                yield from self._read_calls()
+            else:
+                self._no_call()
+
+    def _read_calls(self) -> Waiting[None]:
+        """Read the calls that come next, with what separates them."""
+        feed = self._feed
+        while (yield from self._read_call()):
+            feed.keep()
+            if (yield from feed.skip_whitespace()) == ";":
+                feed.take(1)
+                yield from feed.skip_whitespace()
+            if (yield from feed.next_character()) != "{":
+                return self._no_call()
+
+
+def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for an answer's calls."""
+    call = lark.rule(call_object(lark, functions, "parameters"))
+    return call if once else f"{call} ({lark.spelled('; ')} {call})*"

@@ -1,0 +1,88 @@
+"""Mistral: `[TOOL_CALLS][{"name": "f", "arguments": {…}}]`, and since 2025 `[TOOL_CALLS]f[ARGS]{…}` or `f{…}`."""
+
+import re
+import secrets
+import string
+from collections.abc import Sequence
+
+from server.parsing.grammar import Function, LarkWriter
+from server.parsing.parser import Markers, Waiting
+from server.parsing.tool_calls import CallObjectParser, call_object
+
+BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_BEGIN = Markers(BEGIN)
+_NAME = re.compile(r"[\w.-]*")
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """An id that Mistral's chat templates accept: nine letters and digits."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
+class MistralParser(CallObjectParser):
+    """A list of objects, or a name and an object, behind a marker."""
+
+    new_id = staticmethod(new_call_id)
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from self._say_until(_BEGIN)):
+            if (yield from feed.skip_whitespace()) == "[":
+                feed.take(1)
+                yield from self._read_list()
+            elif (yield from feed.next_character()) == "{":
+                yield from self._read_call()
+            else:
+                yield from self._read_named()
+
+    def _read_list(self) -> Waiting[None]:
+        feed = self._feed
+        while (yield from feed.skip_whitespace()) == "{":
+            if not (yield from self._read_call()):
+                return None
+            feed.keep()
+            separator = yield from feed.skip_whitespace()
+            if separator not in (",", "]"):
+                break
+            feed.take(1)
+            if separator == "]":
+                feed.forget()
+                return None
+        return self._no_call()
+
+    def _read_named(self) -> Waiting[None]:
+        """Read `name{…}` with what may stand between."""
+        feed = self._feed
+        name = yield from feed.take_word(_NAME)
+        if (yield from feed.take_marker(CALL_ID)):
+            yield from feed.take_word(_NAME)
+        named = yield from feed.take_marker(ARGUMENTS)
+        character = yield from feed.skip_whitespace()
+        if not name or (character != "{" and not (named and not character)):
+            return self._no_call()
+        self._begin_call(name)
+        if character:
+            yield from self._stream_object()
+        return None
+
+
+def list_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a list of calls behind its marker."""
+    call = lark.rule(call_object(lark, functions, "arguments"))
+    further = "" if once else f"({lark.spelled(', ')} {call})*"
+    return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
+
+
+def named_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a call behind its marker, with the marker before its arguments."""
+    return lark.any_of(_named(lark, function, ARGUMENTS) for function in functions)
+
+
+def bare_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for a call behind its marker, its arguments right behind its name."""
+    return lark.any_of(_named(lark, function, "") for function in functions)
+
+
+def _named(lark: LarkWriter, function: Function, separator: str) -> str:
+    return f"{lark.spelled(function.name + separator)} {lark.json(function.schema)}"

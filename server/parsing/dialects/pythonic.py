@@ -1,0 +1,112 @@
+"""Llama 3.2 and Llama 4: a Python list of calls, `[f(a=1), g(b="x")]`, perhaps between markers."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from server.parsing.grammar import Function, LarkWriter, argument_sequence, part_of
+from server.parsing.parser import Waiting
+from server.parsing.tool_calls import ToolCallParser
+
+START, END = "<|python_start|>", "<|python_end|>"
+_NAME = re.compile(r"[\w.-]*")
+
+
+class PythonicParser(ToolCallParser):
+    """A list at the text's beginning, of tools in the request: a list of anything else is content."""
+
+    def _read(self) -> Waiting[None]:
+        feed = self._feed
+        feed.keep()
+        yield from feed.skip_whitespace()
+        marked = yield from feed.take_marker(START)
+        if (yield from feed.skip_whitespace()) == "[":
+            feed.take(1)
+            yield from self._read_calls()
+        else:
+            self._no_call()
+        if marked and self._calls:
+            yield from feed.take_marker(END)
+        yield from self._say_rest()
+
+    def _read_calls(self) -> Waiting[None]:
+        feed = self._feed
+        while True:
+            yield from feed.skip_whitespace()
+            name = yield from feed.take_word(_NAME)
+            if name not in self._schemas or (yield from feed.skip_whitespace()) != "(":
+                return self._no_call()
+            feed.take(1)
+            if not (yield from self._read_arguments(name)):
+                return None
+            feed.keep()
+            separator = yield from feed.skip_whitespace()
+            feed.take(1)
+            if separator in ("", "]"):
+                feed.forget()
+                return None
+            if separator != ",":
+                return self._no_call()
+            if (yield from feed.skip_whitespace()) == "]":
+                feed.take(1)
+                feed.forget()
+                return None
+
+    def _read_arguments(self, name: str) -> Waiting[bool]:
+        """Read keyword arguments up to the closing bracket; whether they were whole."""
+        feed = self._feed
+        begun = False
+        while True:
+            character = yield from feed.skip_whitespace()
+            if character in ("", ")"):
+                break
+            key = yield from feed.take_word(_NAME)
+            character = yield from feed.skip_whitespace()
+            if not character:
+                break
+            if not key or character != "=":
+                if begun:
+                    self._close_arguments()
+                self._no_call()
+                return False
+            feed.take(1)
+            yield from feed.skip_whitespace()
+            if not begun:
+                self._begin_call(name)
+            feed.forget()
+            before = f"{', ' if begun else '{'}{json.dumps(key, ensure_ascii=False)}: "
+            begun = True
+            if not (yield from self._stream_object(before=before, spelled=f"{key}=")):
+                return False
+            feed.keep()
+            character = yield from feed.skip_whitespace()
+            if character == ",":
+                feed.take(1)
+            elif character not in ("", ")"):
+                self._close_arguments()
+                self._no_call()
+                return False
+        if not begun:
+            self._begin_call(name)
+        feed.forget()
+        if not character:
+            return False
+        feed.take(1)
+        self._close_arguments()
+        return True
+
+
+def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
+    """An expression for an answer's calls. Values are JSON, of which the parser reads Python's form too."""
+    call = lark.any_of(_call(lark, function) for function in functions)
+    further = "" if once else f"({lark.spelled(', ')} {call})*"
+    return f"{lark.spelled('[')} {call} {further} {lark.spelled(']')}"
+
+
+def _call(lark: LarkWriter, function: Function) -> str:
+    def argument(key: str, schema: Any) -> str:
+        return f"{key} {lark.spelled('=')} {lark.json(part_of(schema, function.schema))}"
+
+    arguments = argument_sequence(lark, function.schema, argument, ", ")
+    return f"{lark.spelled(function.name + '(')} {arguments} {lark.spelled(')')}"

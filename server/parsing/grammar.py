@@ -1,0 +1,228 @@
+"""`LarkWriter`: writes the llguidance grammars of dialects. Used by the dialects' `calls` and by `AnswerFormat`."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from server.parsing.json_repair import resolved
+from server.schemas.chat import Tool, ToolUse
+
+ANY_TEXT = "/(?s:.*)/"
+
+_WHITESPACE = {"whitespace_pattern": r"[ \n]{0,2}"}
+"""Between the tokens of JSON: enough for every usual style, and no room to stay in for ever."""
+
+
+class LarkWriter:
+    """A grammar under construction: rules are added, and referred to by the names that are returned.
+
+    Markers that are special tokens of the model's vocabulary are written as tokens, for text never spells those; all
+    others as text.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        """`special`: ids of the markers that are special tokens."""
+        self._special = special
+        self._split = re.compile("|".join(map(re.escape, special))) if special else None
+        self._rules: list[str] = []
+
+    def spelled(self, text: str) -> str:
+        """An expression that matches `text` and nothing else."""
+        if self._split is None:
+            return _literal(text)
+        pieces = []
+        at = 0
+        for match in self._split.finditer(text):
+            pieces += [_literal(text[at : match.start()]), f"<[{self._special[match[0]]}]>"]
+            at = match.end()
+        return " ".join(filter(None, [*pieces, _literal(text[at:])]))
+
+    def until(self, marker: str, text: str = ANY_TEXT) -> str:
+        """What matches `text`, a terminal's body, up to the first `marker` and over it."""
+        if marker in self._special:
+            return f"{self.terminal(text)} {self.spelled(marker)}"
+        return self.rule(f"{text} {_literal(marker)}", "[lazy]")
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """An expression for the JSON values that `schema` allows."""
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": _WHITESPACE}))
+
+    def any_of(self, expressions: Iterable[str]) -> str:
+        return self.rule(" | ".join(expressions))
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal, which is matched as a whole."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def grammar(self, start: str) -> str:
+        """The grammar's text."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+
+def literal_pattern(text: str) -> str:
+    """A regular expression that matches `text` and nothing else."""
+    return "".join(character if character.isalnum() else f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _literal(text: str) -> str:
+    # Lark's strings are JSON's, but for the one control character that JSON leaves as it is.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f") if text else ""
+
+
+# [argument_grammar] What calls may look like, as the dialects' grammars need it: functions, and arguments one by
+# one.
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"
+_DEPTH = 8
+"""References and unions followed inside one another."""
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that a grammar allows to be called."""
+
+    name: str
+    schema: dict[str, Any]
+    """Schema of its arguments, an object."""
+
+
+def enforced_functions(use: ToolUse) -> list[Function] | None:
+    """The functions that may be called and what their arguments are held to; None where nothing is promised."""
+    if not (use.forced or any(map(_is_strict, use.tools)) or (use.restricted and use.tools)):
+        return None
+    return allowed_functions(use)
+
+
+def allowed_functions(use: ToolUse) -> list[Function]:
+    """The functions that may be called; arguments of those that are neither forced nor strict are any object."""
+    return [
+        _enforced(tool) if use.forced or _is_strict(tool) else Function(tool.function.name, ANY_OBJECT)
+        for tool in use.tools
+    ]
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool.function.strict is True
+
+
+def _enforced(tool: Tool) -> Function:
+    """`tool` with the schema that its arguments are held to: what that does not name is left out."""
+    schema = tool.function.parameters
+    if schema is None:
+        return Function(tool.function.name, {"type": "object", "properties": {}, "additionalProperties": False})
+    schema = {**schema, "type": "object"}
+    if "properties" in schema and "patternProperties" not in schema:
+        schema.setdefault("additionalProperties", False)
+    return Function(tool.function.name, schema)
+
+
+def part_of(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """`schema`, a part of `root`, as one that stands alone."""
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**definitions, **schema} if isinstance(schema, dict) else definitions
+
+
+def argument_sequence(
+    lark: LarkWriter,
+    schema: Mapping[str, Any],
+    argument: Callable[[str, Any], str],
+    separator: str = "",
+) -> str:
+    """An expression for arguments one by one, in the schema's order; those not required may be missing.
+
+    `argument` gives the expression of one, from an expression of its key and its schema. Where the schema names no
+    arguments, any may come.
+    """
+    properties = schema.get("properties")
+    properties = dict(properties) if isinstance(properties, dict) else {}
+    required = [key for key in schema.get("required") or () if isinstance(key, str)]
+    properties |= {key: True for key in required if key not in properties}
+    gap = lark.spelled(separator)
+    if not properties:
+        if schema.get("additionalProperties") is False or "properties" in schema:
+            return ""
+        any_argument = lark.rule(argument(lark.rule(_ANY_KEY), True))
+        return f"({any_argument} ({gap} {any_argument})*)?"
+    # From the last argument to the first: what may follow where some came before, and where none did.
+    behind, alone = "", ""
+    for key in reversed(properties):
+        one = lark.rule(argument(lark.spelled(key), properties[key]))
+        first = lark.rule(f"{one} {behind}")
+        if key in required:
+            behind, alone = lark.rule(f"{gap} {one} {behind}"), first
+        else:
+            alone = lark.rule(f"{first} | {alone or _NOTHING}")
+            behind = lark.rule(f"({gap} {one})? {behind}")
+    return alone
+
+
+_NOTHING = '""'
+
+
+def bare_value(lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str = "") -> str:
+    """An expression for a value that is written as bare text if it is a string and as JSON if not, and for `end`.
+
+    `end` is the marker behind the value, `before` what stands between the two.
+    """
+    return lark.any_of(_bare_values(lark, schema, root, end, before, _DEPTH))
+
+
+def _bare_values(
+    lark: LarkWriter, schema: Any, root: Mapping[str, Any], end: str, before: str, depth: int
+) -> list[str]:
+    if schema is True or schema == {}:
+        return [_bare_string(lark, {}, end, before)]
+    if isinstance(schema, dict) and depth:
+        if isinstance(schema.get("$ref"), str):
+            return _bare_values(lark, resolved(schema["$ref"], root), root, end, before, depth - 1)
+        for union in ("anyOf", "oneOf"):
+            if isinstance(members := schema.get(union), list) and members:
+                return [
+                    value for member in members for value in _bare_values(lark, member, root, end, before, depth - 1)
+                ]
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return [
+                value
+                for kind in kinds
+                for value in _bare_values(lark, {**schema, "type": kind}, root, end, before, depth - 1)
+            ]
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and all(isinstance(value, str) for value in values) and kinds in (None, "string"):
+            return [lark.spelled(value + before + end) for value in values]
+        if kinds == "string":
+            return [_bare_string(lark, schema, end, before)]
+    return [f"{lark.json(part_of(schema, root))} {lark.spelled(before + end)}"]
+
+
+def _bare_string(lark: LarkWriter, schema: Mapping[str, Any], end: str, before: str) -> str:
+    low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
+    limits = []
+    if low or high is not None:
+        limits.append(f"/(?s:.){{{low},{'' if high is None else high}}}/")
+    if isinstance(pattern, str):
+        limits.append(f"/{_whole(pattern)}/")
+    if not limits:
+        return lark.until(end, f"{ANY_TEXT} {json.dumps(before)}" if before else ANY_TEXT)
+    limits.append(f"~/(?s:.*){literal_pattern(end)}(?s:.*)/")
+    return f"{lark.terminal(' & '.join([ANY_TEXT, *limits]))} {lark.spelled(before + end)}"
+
+
+def _whole(pattern: str) -> str:
+    """`pattern`, which may match anywhere in a string, as one that matches the whole."""
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    inner = pattern.removeprefix("^")
+    inner = inner.removesuffix("$") if not end else inner
+    return f"{begin}({inner}){end}".replace("/", "\\/")

@@ -1,0 +1,355 @@
+"""`JsonMender`: one JSON value as a model writes it, read in pieces and passed on as valid JSON.
+
+What is valid passes as written. Mended is what has one meaning only: Python's constants, quotes and escapes, raw
+control characters in strings, unknown escapes, trailing commas, bare keys. Used by the tool-call dialects.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
+"""Characters that stand for themselves inside a string, by its quote."""
+_WORD = re.compile(r"""[^\s,:"'\[\]{}()<>]*""")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:[eE][+-]?[0-9]{1,2})?")
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES = frozenset('"\\/bfnrt')
+_HEX_DIGITS = {"u": 4, "x": 2, "U": 8}
+_HEX = frozenset("0123456789abcdefABCDEF")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+def mend(text: str) -> str | None:
+    """The JSON value that `text` is, mended; None if it is none."""
+    mender = JsonMender()
+    stripped = text.strip()
+    at = mender.read(stripped, 0)
+    mender.end()
+    return mender.take() if mender.done and at == len(stripped) else None
+
+
+class JsonMender:
+    """Reads one value, from its first character. Depth is bounded by memory only, and every character is read once."""
+
+    __slots__ = (
+        "_digits",
+        "_digits_of",
+        "_held",
+        "_is_key",
+        "_out",
+        "_quote",
+        "_stack",
+        "_state",
+        "_word_pieces",
+        "done",
+        "failed",
+    )
+
+    def __init__(self) -> None:
+        self.done = False
+        """The value is complete."""
+        self.failed = False
+        """The next character cannot go on the value."""
+        self._out: list[str] = []
+        self._held: list[str] = []
+        """Read but not passed on before the next value begins: a comma that may be trailing, a key, a colon."""
+        self._word_pieces: list[str] = []
+        self._stack: list[str] = []
+        self._quote = '"'
+        self._is_key = False
+        self._digits: list[str] = []
+        self._digits_of = ""
+        self._state: Callable[[str, int], int] = self._value
+
+    def read(self, text: str, at: int) -> int:
+        """Read on from `text[at]`; where reading stopped: at the end of the text, of the value, or at what fails."""
+        end = len(text)
+        while at < end and not (self.done or self.failed):
+            at = self._state(text, at)
+        return at
+
+    def end(self) -> None:
+        """The text is at its end: a word has no more letters to come."""
+        if not (self.done or self.failed) and self._state == self._word:
+            self._end_word()
+
+    def take(self) -> str:
+        """What has become certain since the last call."""
+        if not self._out:
+            return ""
+        taken = "".join(self._out)
+        self._out.clear()
+        return taken
+
+    def unread(self) -> str:
+        """What was read and not passed on, as it was written."""
+        if self._state == self._escape:
+            return "".join((*self._held, "\\"))
+        if self._state == self._hex:
+            return "".join((*self._held, "\\", self._digits_of, *self._digits))
+        return "".join((*self._held, *self._word_pieces))
+
+    def closers(self) -> str:
+        """What closes the value where it stands; empty inside a string, a key or a word."""
+        if self._state == self._after or (self._state in (self._key, self._value) and self._trailing_comma()):
+            return self.brackets()
+        return ""
+
+    def brackets(self) -> str:
+        """What closes the value that failed, so that what was passed on of it is JSON."""
+        return "".join(_CLOSING[opening] for opening in reversed(self._stack))
+
+    # -- states: each reads a character or more, or hands over to another ---------------------------------------
+
+    def _blank(self, text: str, at: int) -> int:
+        match = _WHITESPACE.match(text, at)
+        assert match is not None
+        if match.end() > at:
+            (self._held or self._out).append(text[at : match.end()])
+        return match.end()
+
+    def _value(self, text: str, at: int) -> int:
+        at = self._blank(text, at)
+        if at == len(text):
+            return at
+        character = text[at]
+        if character in _CLOSING:
+            self._release()
+            self._out.append(character)
+            self._stack.append(character)
+            self._state = self._first
+            return at + 1
+        return self._scalar(character, at, is_key=False)
+
+    def _first(self, text: str, at: int) -> int:
+        at = self._blank(text, at)
+        if at == len(text):
+            return at
+        if text[at] == _CLOSING[self._stack[-1]]:
+            return self._close(at)
+        self._state = self._key if self._stack[-1] == "{" else self._value
+        return at
+
+    def _key(self, text: str, at: int) -> int:
+        at = self._blank(text, at)
+        return at if at == len(text) else self._scalar(text[at], at, is_key=True)
+
+    def _scalar(self, character: str, at: int, is_key: bool) -> int:
+        if character in _PLAIN:
+            if not is_key:
+                self._release()
+            self._is_key = is_key
+            self._quote = character
+            self._put('"')
+            self._state = self._string
+            return at + 1
+        if self._trailing_comma() and character == _CLOSING[self._stack[-1]]:
+            self._held.clear()
+            return self._close(at)
+        if _WORD.fullmatch(character):
+            self._is_key = is_key
+            self._state = self._word
+        else:
+            self.failed = True
+        return at
+
+    def _colon(self, text: str, at: int) -> int:
+        at = self._blank(text, at)
+        if at == len(text):
+            return at
+        if text[at] != ":":
+            self.failed = True
+            return at
+        self._held.append(":")
+        self._state = self._value
+        return at + 1
+
+    def _after(self, text: str, at: int) -> int:
+        at = self._blank(text, at)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self._held.append(",")
+            self._state = self._key if self._stack[-1] == "{" else self._value
+            return at + 1
+        if text[at] == _CLOSING[self._stack[-1]]:
+            return self._close(at)
+        self.failed = True
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        match = _PLAIN[self._quote].match(text, at)
+        assert match is not None
+        if match.end() > at:
+            self._put(text[at : match.end()])
+            at = match.end()
+            if at == len(text):
+                return at
+        character = text[at]
+        if character == self._quote:
+            self._put('"')
+            self._end_scalar()
+        elif character == "\\":
+            self._state = self._escape
+        else:
+            self._put(json.dumps(character)[1:-1])
+        return at + 1
+
+    def _escape(self, text: str, at: int) -> int:
+        character = text[at]
+        self._state = self._string
+        if character in _ESCAPES:
+            self._put("\\" + character)
+            return at + 1
+        if character in _HEX_DIGITS:
+            self._digits_of = character
+            self._digits = []
+            self._state = self._hex
+            return at + 1
+        if character == "'":
+            self._put("'")
+            return at + 1
+        self._put("\\\\")
+        return at
+
+    def _hex(self, text: str, at: int) -> int:
+        wanted = _HEX_DIGITS[self._digits_of]
+        if text[at] in _HEX:
+            self._digits.append(text[at])
+            if len(self._digits) < wanted:
+                return at + 1
+            digits = "".join(self._digits)
+            code = int(digits, 16)
+            if code < 0x110000:
+                self._put("\\u" + digits if wanted == 4 else json.dumps(chr(code))[1:-1])
+                self._state = self._string
+                return at + 1
+            self._digits.pop()
+        self._put("".join(("\\\\", self._digits_of, *self._digits)))
+        self._state = self._string
+        return at
+
+    def _word(self, text: str, at: int) -> int:
+        match = _WORD.match(text, at)
+        assert match is not None
+        if match.end() > at:
+            self._word_pieces.append(text[at : match.end()])
+        if match.end() < len(text):
+            self._end_word()
+        return match.end()
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _put(self, text: str) -> None:
+        """Pass on a piece of a string, or hold it if that is a key: its value may never come."""
+        (self._held if self._is_key else self._out).append(text)
+
+    def _trailing_comma(self) -> bool:
+        return self._held[:1] == [","] and not "".join(self._held[1:]).strip()
+
+    def _release(self) -> None:
+        if self._held:
+            self._out += self._held
+            self._held.clear()
+
+    def _close(self, at: int) -> int:
+        self._out.append(_CLOSING[self._stack.pop()])
+        self._end_value()
+        return at + 1
+
+    def _end_scalar(self) -> None:
+        if self._is_key:
+            self._is_key = False
+            self._state = self._colon
+        else:
+            self._end_value()
+
+    def _end_value(self) -> None:
+        if self._stack:
+            self._state = self._after
+        else:
+            self.done = True
+
+    def _end_word(self) -> None:
+        word = "".join(self._word_pieces)
+        mended = json.dumps(word) if self._is_key else _word_value(word)
+        if mended is None:
+            self.failed = True
+            return
+        self._word_pieces.clear()
+        if not self._is_key:
+            self._release()
+        self._put(mended)
+        self._end_scalar()
+
+
+def _word_value(word: str) -> str | None:
+    if _NUMBER.fullmatch(word):
+        return word
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    if _LOOSE_NUMBER.fullmatch(word):
+        return str(int(word)) if word.lstrip("+-").isdigit() else repr(float(word))
+    return None
+
+
+# [typed_arguments] Arguments that a dialect (GLM, Qwen3-Coder) writes as bare text, typed by the tool's schema.
+
+_ANY = frozenset({"string", "number", "boolean", "null", "array", "object"})
+_KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+_PYTHON_KINDS = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+_DEPTH = 8
+"""References and unions followed inside one another; a schema may refer to itself."""
+
+
+def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """JSON types that argument `key` may have under the tool's `schema`; integers count as numbers."""
+    properties = schema.get("properties")
+    return _types(properties.get(key) if isinstance(properties, dict) else None, schema, _DEPTH)
+
+
+def typed_argument(text: str, types: frozenset[str]) -> str | None:
+    """The JSON that `text` is under `types`; None where it can only be a string.
+
+    Text that is JSON of another of the types is taken as that: in a union, `null` is null.
+    """
+    if types == {"string"}:
+        return None
+    value = mend(text)
+    if value is None:
+        return None
+    kind = _KINDS.get(value[0], "number")
+    if kind == "string":
+        return value if types == _ANY or "string" not in types else None
+    return value if kind in types or "string" not in types else None
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, dict) or depth == 0:
+        return _ANY
+    if isinstance(schema.get("$ref"), str):
+        return _types(resolved(schema["$ref"], root), root, depth - 1)
+    kind = schema.get("type")
+    if isinstance(kind, str | list):
+        names = [kind] if isinstance(kind, str) else kind
+        return frozenset("number" if name == "integer" else name for name in names if isinstance(name, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(_PYTHON_KINDS.get(type(value), "null") for value in values)
+    for union in ("anyOf", "oneOf"):
+        if isinstance(schema.get(union), list) and schema[union]:
+            return frozenset().union(*(_types(member, root, depth - 1) for member in schema[union]))
+    if isinstance(schema.get("allOf"), list) and schema["allOf"]:
+        return _types(schema["allOf"][0], root, depth - 1)
+    return _ANY
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """The part of schema `root` that `reference`, `#/…`, names; None if there is none."""
+    value: Any = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        value = value.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,248 @@
+"""`run`: a whole server, from a `Config` to an exit code. Called by `kaon serve`.
+
+Imports little: the core is started first, and loads torch while this process loads its web framework.
+"""
+
+import errno
+import functools
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from engine.client.core_manager import CoreManager
+from engine.config.config import Config, ServerConfig
+from engine.config.release import release
+from engine.distributed.processes import log_lines, name_process
+from server.access_log import REQUEST_ID
+from server.limits.keys import KeyRing
+
+# [host] `run`: a host that computes its ranks' part for the server on another, from a `Config` to an exit code.
+#
+# Called by `server.process` where `node_rank` is not 0. Serves no HTTP.
+
+
+def run_node(config: Config) -> int:
+    """Serve ranks until the first host's server ends, or SIGINT or SIGTERM, which give 0; what goes wrong gives 1."""
+    parallel = config.parallel_config
+    name = f"kaon-node-{parallel.node_rank}"
+    name_process(name)
+    log_lines(name, config.server_config.log_level)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Not above: the first host's server needs none of it.
+    from engine.config.paths import resolve_checkpoint
+    from engine.distributed.host_agent import HostError, host_of
+
+    try:
+        host = host_of(config, resolve_checkpoint(config.model))
+        sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
+        sys.stdout.flush()
+        host.serve(rejoins=True)
+    except (HostError, OSError, ValueError) as error:
+        sys.stderr.write(f"kaon: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+# [tls] `tls_context`: from certificate files to what the listener speaks TLS with. Called by `server.process`.
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """TLS as `config` has it; None for plain HTTP. Raises `ValueError`, a sentence, for files that do not work."""
+    if config.ssl_certfile is None:
+        for field in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config, field) is not None:
+                raise ValueError(f"{field} is set, but ssl_certfile is not; set it too, or leave {field} out")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    key_file = config.ssl_keyfile or config.ssl_certfile
+    for field, file in (("ssl_certfile", config.ssl_certfile), ("ssl_keyfile", key_file)):
+        _check_readable(field, file)
+    try:
+        context.load_cert_chain(config.ssl_certfile, key_file, _refuse_encrypted_key)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"ssl_certfile is {config.ssl_certfile} and its key is {key_file}, which are no PEM certificate and key "
+            f"that belong together: {error.reason or error}"
+        ) from error
+    if config.ssl_ca_certs is not None:
+        _check_readable("ssl_ca_certs", config.ssl_ca_certs)
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"ssl_ca_certs is {config.ssl_ca_certs}, which holds no PEM certificate: {error.reason or error}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_readable(field: str, file: str) -> None:
+    """The library's own error does not say which file it is about."""
+    try:
+        open(file, "rb").close()
+    except OSError as error:
+        raise ValueError(f"{field} is {file}, which cannot be read: {error.strerror}") from error
+
+
+def _refuse_encrypted_key() -> NoReturn:
+    """Otherwise OpenSSL asks the terminal for a passphrase."""
+    raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")
+
+
+# [command_line] `hide`: takes secrets out of what `ps` shows of this process. Called by `server.process`.
+
+_ARG_START, _ARG_END = 47, 48
+"""Places in /proc/self/stat, counted from 0, of the addresses between which the kernel keeps the command line."""
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Write asterisks over `secrets` in the command line. Raises `OSError` where the kernel does not let us."""
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        # The second field is the process' name in parentheses, which may hold anything.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = (int(fields[place - 2]) for place in (_ARG_START, _ARG_END))
+        memory.seek(start)
+        arguments = hidden = memory.read(end - start)
+        for secret in secrets:
+            hidden = hidden.replace(secret.encode(), b"*" * len(secret.encode()))
+        if hidden != arguments:
+            memory.seek(start)
+            memory.write(hidden)
+
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run(config: Config) -> int:
+    """Serve until SIGINT or SIGTERM, which give 0; what keeps the server from it is told on stderr and gives 1."""
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(config, started)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _run(config: Config, started: float) -> int:
+    if config.parallel_config.node_rank:
+        # It needs none, but is started by the same command.
+        return run_node(_without_keys(config))
+    name_process("kaon-api")
+    _set_up_logging(config.server_config)
+    try:
+        keys = KeyRing.of(config.server_config)
+        config = _without_keys(config)
+        tls = tls_context(config.server_config)
+        listener = _listen(config.server_config)
+        with _signals_noted() as signals:
+            core = CoreManager(config)
+    except (OSError, ValueError) as error:
+        return _fail(str(error))
+    try:
+        if signals:
+            raise KeyboardInterrupt
+        from server.http import serve
+
+        url = _url(listener, "http" if tls is None else "https")
+        announce = functools.partial(_announce, url=url, started=started)
+        ended = serve(config, core, listener, announce, keys, tls)
+        if ended is None:
+            return 0
+        _ignore_signals()
+        code = _fail(ended)
+        core.fail(ended)
+        return code
+    except Exception as error:
+        _ignore_signals()
+        core.fail(f"the server failed: {type(error).__name__}: {error}")
+        raise
+    finally:
+        _ignore_signals()
+        core.shutdown()
+
+
+def _ignore_signals() -> None:
+    """It ends already, and what it started is to end with it."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """The signals that come meanwhile, which interrupt nothing: a process just made must get into somebody's hands."""
+    noted: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in _SIGNALS}
+    try:
+        yield noted
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def _without_keys(config: Config) -> Config:
+    """`config` as everything else may see it: the keys are in a `KeyRing`, and the core needs none."""
+    os.environ.pop("KAON_API_KEY", None)
+    if config.server_config.api_key:
+        try:
+            hide(key.get_secret_value() for key in config.server_config.api_key)
+        except OSError as error:
+            _log.warning("an API key given as a flag stays visible in the list of processes: %s", error)
+    return config.model_copy(update={"server_config": config.server_config.model_copy(update={"api_key": ()})})
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    def name_request(record: logging.LogRecord) -> bool:
+        request_id = REQUEST_ID.get()
+        record.request = "" if request_id is None else f" [{request_id}]"
+        return True
+
+    log_lines("kaon-api", config.log_level, "%(request)s").addFilter(name_request)
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """The listening socket. Raises `OSError`, a sentence, when the address cannot be had."""
+    host, port = config.host, config.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except socket.gaierror as error:
+        raise OSError(f"host is {host}, which is no address of this machine: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise OSError(f"host is {host}, which is no address of this machine") from error
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"port {port} on {host} is taken; stop what listens there or choose another port") from error
+        raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error
+
+
+def _announce(names: tuple[str, ...], url: str, started: float) -> None:
+    # What is loaded stays: a full collection would walk all of it, and hold every stream up, to find nothing.
+    gc.freeze()
+    seconds = time.monotonic() - started
+    sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
+    sys.stdout.flush()
+
+
+def _url(listener: socket.socket, scheme: str) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _fail(why: str) -> int:
+    sys.stderr.write(f"kaon: {why}\n")
+    return 1

@@ -1,1 +1,0 @@
-"""What the endpoints read and write: a pydantic model a request, `msgspec` structs for answers."""

@@ -1,1 +1,0 @@
-"""Answers in each endpoint's form, streamed and whole: a renderer an endpoint, behind `Renderer`."""

@@ -1,0 +1,413 @@
+"""Answers of `/v1/responses`, whole and as typed events. Made by its route."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.text.request_state import RequestDelta, RequestState
+from engine.text.tokenizer import Tokenizer
+from server.errors import ApiError
+from server.parsing.parser import (
+    AnswerParser,
+    ArgumentsPart,
+    Part,
+    ReasoningPart,
+    ReasoningTokens,
+    TextPart,
+    ToolCallPart,
+)
+from server.responses.store import new_id
+from server.schemas.chat import TokenLogprob
+from server.schemas.generation import AnswerHead, Usage
+from server.schemas.responses import (
+    FunctionCallItem,
+    IncompleteDetails,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseFailure,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponseUsage,
+    ResponseUsageInput,
+    ResponseUsageOutput,
+    new_response,
+)
+from server.streaming.logprobs import chat_logprobs
+from server.streaming.sse import Renderer, encode
+
+# [response_items] The open item of a streamed response: message, reasoning or function call, and the events that it
+# goes through.
+#
+# Hot: a delta costs the encoding of its text. Used by `ResponseOutput`.
+
+
+class EventWriter:
+    """Numbers a stream's events, and frames them."""
+
+    def __init__(self) -> None:
+        self._next_number = 0
+
+    def write(self, kind: str, fields: Mapping[str, object]) -> bytes:
+        """One event of `fields`."""
+        return self.finish(self.prepare(kind) + encode(fields)[1:-1])
+
+    @staticmethod
+    def prepare(kind: str) -> bytes:
+        """What every event of a kind begins with, up to its fields."""
+        return b'event: %b\ndata: {"type":"%b",' % (kind.encode(), kind.encode())
+
+    def finish(self, event: bytes) -> bytes:
+        """`event` with its number and end."""
+        number = self._next_number
+        self._next_number = number + 1
+        return b'%b,"sequence_number":%d}\n\n' % (event, number)
+
+
+class OpenItem(Protocol):
+    """An item that is being written."""
+
+    def opening(self) -> bytes:
+        """Its first events."""
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """The event of more of its text."""
+
+    def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
+        """The item, and its last events."""
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        """The item as it stands."""
+
+
+class _Open:
+    """What the kinds of items share. `index` is the item's place in the response."""
+
+    delta_event: str
+    done_event: str
+    has_content: bool
+
+    def __init__(self, writer: EventWriter, index: int, id: str) -> None:
+        self._writer = writer
+        self.index = index
+        self.id = id
+        self._texts: list[str] = []
+        place: dict[str, object] = {"item_id": id, "output_index": index}
+        if self.has_content:
+            place["content_index"] = 0
+        self._place = place
+        self._delta = writer.prepare(self.delta_event) + encode(place)[1:-1] + b',"delta":'
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        raise NotImplementedError
+
+    def part(self) -> msgspec.Struct:
+        """The content part as it stands."""
+        raise NotImplementedError
+
+    def done_fields(self) -> dict[str, object]:
+        """What the event that ends the text tells besides its place."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        added = {"output_index": self.index, "item": self.so_far("in_progress")}
+        events = self._writer.write("response.output_item.added", added)
+        if self.has_content:
+            events += self._writer.write("response.content_part.added", {**self._place, "part": self.part()})
+        return events
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        self._texts.append(text)
+        return self._writer.finish(self._delta + encode(text))
+
+    def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
+        item = self.so_far(status)
+        events = [self._writer.write(self.done_event, {**self._place, **self.done_fields()})]
+        if self.has_content:
+            events.append(self._writer.write("response.content_part.done", {**self._place, "part": self.part()}))
+        events.append(self._writer.write("response.output_item.done", {"output_index": self.index, "item": item}))
+        return item, b"".join(events)
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
+
+
+class OpenMessage(_Open):
+    """The answer's text."""
+
+    delta_event = "response.output_text.delta"
+    done_event = "response.output_text.done"
+    has_content = True
+
+    def __init__(self, writer: EventWriter, index: int) -> None:
+        super().__init__(writer, index, new_id("msg"))
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        self._texts.append(text)
+        if not logprobs:
+            return self._writer.finish(b'%b%b,"logprobs":[]' % (self._delta, encode(text)))
+        self._logprobs += logprobs
+        return self._writer.finish(b'%b%b,"logprobs":%b' % (self._delta, encode(text), encode(logprobs)))
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        content = [self.part()] if self._texts or status != "in_progress" else []
+        return MessageItem(id=self.id, role="assistant", content=[*content], status=status)
+
+    def part(self) -> OutputText:
+        return OutputText(self._text, [], list(self._logprobs))
+
+    def done_fields(self) -> dict[str, object]:
+        return {"text": self._text, "logprobs": self._logprobs}
+
+
+class OpenReasoning(_Open):
+    """What the model thinks."""
+
+    delta_event = "response.reasoning_text.delta"
+    done_event = "response.reasoning_text.done"
+    has_content = True
+
+    def __init__(self, writer: EventWriter, index: int) -> None:
+        super().__init__(writer, index, new_id("rs"))
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        content = [self.part()] if self._texts or status != "in_progress" else []
+        return ReasoningItem(id=self.id, content=content, status=status)
+
+    def part(self) -> ReasoningText:
+        return ReasoningText(self._text)
+
+    def done_fields(self) -> dict[str, object]:
+        return {"text": self._text}
+
+
+class OpenCall(_Open):
+    """A function call."""
+
+    delta_event = "response.function_call_arguments.delta"
+    done_event = "response.function_call_arguments.done"
+    has_content = False
+
+    def __init__(self, writer: EventWriter, index: int, call_id: str, name: str) -> None:
+        super().__init__(writer, index, new_id("fc"))
+        self._call_id = call_id
+        self._name = name
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        return FunctionCallItem(
+            id=self.id, call_id=self._call_id, name=self._name, arguments=self._text, status=status
+        )
+
+    def done_fields(self) -> dict[str, object]:
+        return {"name": self._name, "arguments": self._text}
+
+
+# [response_output] `ResponseOutput`: from a parser's parts to the items of a response and their events. Used by
+# `ResponsesRenderer`.
+
+
+class ResponseOutput:
+    """Opens an item where a part of another kind begins, and closes the one before it."""
+
+    def __init__(self, writer: EventWriter, parser: AnswerParser | None) -> None:
+        """Without a parser, all text is the answer's."""
+        self._writer = writer
+        self._parser = parser
+        self._open: OpenItem | None = None
+        self._closed: list[OutputItem] = []
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens whose text the parser holds back."""
+        self._reasoning_tokens = ReasoningTokens()
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning."""
+        return self._reasoning_tokens.count
+
+    def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """The events of `text`, which `num_tokens` tokens wrote."""
+        if self._parser is None:
+            return self._add_text(text, logprobs) if text or logprobs else b""
+        self._logprobs += logprobs
+        parts = self._parser.push(text)
+        self._reasoning_tokens.add(parts, num_tokens)
+        return self._take(parts)
+
+    def finish(self, status: ItemStatus) -> bytes:
+        """The events behind the last text. An answer without any item has a message without text."""
+        events = b""
+        if self._parser is not None:
+            left = self._parser.finish()
+            self._reasoning_tokens.add(left, 0)
+            events = self._take(left)
+        if self._open is None and not self._closed:
+            events += self._begin(OpenMessage(self._writer, 0))
+        return events + self._close(status)
+
+    def items(self, status: ItemStatus = "in_progress") -> list[OutputItem]:
+        """The items so far; `status` is that of the open one."""
+        return self._closed if self._open is None else [*self._closed, self._open.so_far(status)]
+
+    def _take(self, parts: Sequence[Part]) -> bytes:
+        return b"".join([self._event(part) for part in parts])
+
+    def _event(self, part: Part) -> bytes:
+        if isinstance(part, TextPart):
+            logprobs, self._logprobs = self._logprobs, []
+            return self._add_text(part.text, logprobs)
+        self._logprobs.clear()
+        if isinstance(part, ReasoningPart):
+            begun = b""
+            if not isinstance(self._open, OpenReasoning):
+                begun = self._begin(OpenReasoning(self._writer, self._next_index))
+            assert self._open is not None
+            return begun + self._open.add(part.text)
+        if isinstance(part, ToolCallPart):
+            return self._begin(OpenCall(self._writer, self._next_index, part.id, part.name))
+        assert isinstance(part, ArgumentsPart)
+        assert isinstance(self._open, OpenCall)
+        return self._open.add(part.json)
+
+    def _add_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        if isinstance(self._open, OpenMessage):
+            return self._open.add(text, logprobs)
+        message = OpenMessage(self._writer, self._next_index)
+        return self._begin(message) + message.add(text, logprobs)
+
+    @property
+    def _next_index(self) -> int:
+        return len(self._closed) + (self._open is not None)
+
+    def _begin(self, item: OpenItem) -> bytes:
+        closing = self._close("completed")
+        self._open = item
+        return closing + item.opening()
+
+    def _close(self, status: ItemStatus) -> bytes:
+        if self._open is None:
+            return b""
+        item, events = self._open.closing(status)
+        self._closed.append(item)
+        self._open = None
+        return events
+
+
+class ResponsesRenderer(Renderer):
+    """One response, generated with `params`. `on_end` is told of it as it has ended, before the client is."""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        parser: AnswerParser | None,
+        on_end: Callable[[ResponseObject], None],
+    ) -> None:
+        self._response = new_response(request, params, new_id("resp"), int(time.time()))
+        self.head = AnswerHead(self._response.id, self._response.created_at, request.model, fingerprint)
+        self._tokenizer = tokenizer
+        self._tokens_as_ids = request.return_tokens_as_token_ids
+        self._on_end = on_end
+        self._writer = EventWriter()
+        self._output = ResponseOutput(self._writer, parser)
+        self._is_begun = False
+        self._finish_reason: str | None = None
+
+    @property
+    def status(self) -> ResponseStatus:
+        return self._response.status
+
+    def snapshot(self) -> bytes:
+        """The response as it stands, as JSON."""
+        self._response.output = self._output.items()
+        return msgspec.json.encode(self._response)
+
+    def opening(self) -> bytes:
+        self._is_begun = True
+        begun = "response.in_progress" if self._response.status == "in_progress" else "response.queued"
+        return self._event("response.created") + self._event(begun)
+
+    def chunk(self, index: int, delta: RequestDelta) -> bytes:
+        begun = b""
+        if self._response.status == "queued":
+            self._response.status = "in_progress"
+            begun = self._event("response.in_progress")
+        logprobs = self._logprobs(delta.logprobs) if delta.logprobs else ()
+        events = self._push(delta.steps, logprobs)
+        if delta.finished:
+            events += self._finish(delta.finish_reason)
+        return begun + events
+
+    def closing(self, usage: Usage) -> bytes:
+        self._complete(usage)
+        return self._event(f"response.{self._response.status}")
+
+    def failure(self, error: ApiError) -> bytes:
+        opening = b"" if self._is_begun else self.opening()
+        self._response.error = ResponseFailure(str(error))
+        self._end("failed")
+        return opening + self._event("response.failed")
+
+    def cancel(self) -> bytes:
+        """The last event of a response that is cancelled."""
+        opening = b"" if self._is_begun else self.opening()
+        self._end("cancelled")
+        return opening + self._event("response.incomplete")
+
+    def whole(self, states: Sequence[RequestState], usage: Usage) -> ResponseObject:
+        (state,) = states
+        logprobs = [] if state.logprobs is None else self._logprobs(state.logprobs)
+        self._push(state.steps, logprobs)
+        self._finish(state.finish_reason)
+        self._complete(usage)
+        return self._response
+
+    def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
+        """The events of steps, each a text and the number of its tokens."""
+        told, events = 0, b""
+        for text, num_tokens in steps:
+            events += self._output.push(text, num_tokens, logprobs[told : told + num_tokens])
+            told += num_tokens
+        return events
+
+    def _finish(self, reason: str | None) -> bytes:
+        """The end of the text."""
+        self._finish_reason = reason
+        return self._output.finish("incomplete" if reason == "length" else "completed")
+
+    def _complete(self, usage: Usage) -> None:
+        self._response.usage = ResponseUsage(
+            usage.prompt_tokens,
+            ResponseUsageInput(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            ResponseUsageOutput(self._output.reasoning_tokens),
+            usage.total_tokens,
+        )
+        if self._finish_reason == "length":
+            self._response.incomplete_details = IncompleteDetails()
+            self._end("incomplete")
+        else:
+            self._response.completed_at = int(time.time())
+            self._end("completed")
+
+    def _end(self, status: ResponseStatus) -> None:
+        self._response.status = status
+        self._response.output = self._output.items("incomplete")
+        self._on_end(self._response)
+
+    def _event(self, kind: str) -> bytes:
+        return self._writer.write(kind, {"response": self._response})
+
+    def _logprobs(self, positions: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
+        return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content

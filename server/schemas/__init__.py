@@ -1,0 +1,1 @@
+"""Request and response models: pydantic models for requests, msgspec structs for answers."""

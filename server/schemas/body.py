@@ -1,0 +1,343 @@
+"""Types that request models are written in: strict JSON types, ranges with readable errors, refused fields."""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
+
+import msgspec
+from fastapi import Response
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+from starlette.requests import Request
+
+from engine.config.config import ServerConfig
+from engine.config.spelling import nearest
+from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
+
+NO_CHANGE = "Accepted; changes nothing here."
+"""Description of OpenAI's fields that this server has no use for."""
+
+MAX_ITEMS = 2048
+"""Most items of a list and fields of an object (OpenAI's limit): a body of millions would hold all others up."""
+
+MAX_STOP_CHARACTERS = 4096
+"""Longest stop string: a longer one could only ever match an answer of thousands of tokens."""
+
+_NO_LIMIT = 2**31 - 1
+"""From here on an upper bound is of the machine's making, and tells a client nothing: docs leave it out too."""
+
+Item = TypeVar("Item")
+
+
+class RequestModel(BaseModel):
+    """Base of everything a client sends: JSON's types taken strictly, no unknown fields, null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _countable(cls, data: Any) -> Any:
+        return _few_fields(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Annotation of a number in `[low, high]`, or `(low, high]` with `low_open`."""
+
+    low: float
+    high: float
+    low_open: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        if source is int:
+            schema = core_schema.no_info_before_validator_function(_whole, schema)
+        return core_schema.no_info_after_validator_function(self._check, schema)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: JsonSchemaHandler) -> dict[str, Any]:
+        lower = "exclusiveMinimum" if self.low_open else "minimum"
+        return {**handler(schema), lower: self.low, "maximum": self.high}
+
+    def _check(self, value: float) -> float:
+        if self.low <= value <= self.high and not (self.low_open and value == self.low):
+            return value
+        if value < self.low and self.high >= _NO_LIMIT:
+            raise rule(f"it must be at least {self.low}")
+        if self.low_open:
+            raise rule(f"it must be above {self.low} and at most {self.high}")
+        raise rule(f"it must be between {self.low} and {self.high}")
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows no integers but numbers: some clients write 16 as 16.0."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def rule(predicate: str) -> PydanticCustomError:
+    """The error of a value that breaks a rule; `predicate` follows `<field> is <value>; `."""
+    return PydanticCustomError("rule", "{predicate}", {"predicate": predicate})
+
+
+def sentence(text: str) -> PydanticCustomError:
+    """The error of a combination of fields; `text` stands alone, after the path of the object if it has one."""
+    return PydanticCustomError("sentence", "{text}", {"text": text})
+
+
+def _few_fields(value: Any) -> Any:
+    """Refuse an object of very many fields before each of them becomes an error of its own."""
+    if isinstance(value, dict) and len(value) > MAX_ITEMS:
+        raise rule(f"it may have at most {MAX_ITEMS} fields, and has {len(value)}")
+    return value
+
+
+def _to_list(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _sound_stop_strings(value: list[str]) -> list[str]:
+    if "" in value:
+        raise rule("each stop string must have at least 1 character")
+    if (longest := max(map(len, value), default=0)) > MAX_STOP_CHARACTERS:
+        raise rule(f"each stop string may have at most {MAX_STOP_CHARACTERS} characters, and one has {longest}")
+    return value
+
+
+Items: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""A list, refused at its first wrong item."""
+
+FewFields = BeforeValidator(_few_fields)
+"""Annotation of a plain object, which `RequestModel`s need not have."""
+
+StringOrStrings: TypeAlias = Annotated[
+    Items[str],
+    AfterValidator(_sound_stop_strings),
+    BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
+]
+"""One string or several; read as a list."""
+
+Unsupported: TypeAlias = Annotated[None, Field(description="Not supported by this release.")]
+"""A field that OpenAI knows and this release refuses."""
+
+Ignored: TypeAlias = Annotated[str, Field(description=NO_CHANGE)]
+"""A string that OpenAI knows and that changes nothing here."""
+
+
+# [parsing] From a request's bytes to its validated model. What is wrong with them leaves as one sentence.
+#
+# Called by the routes; nothing else reads a body.
+
+Model = TypeVar("Model", bound=RequestModel)
+
+_NOUNS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_SHOWN_CHARACTERS = 60
+_MAX_CONTAINERS = 2**17
+"""Most lists and objects in a body. Megabytes of empty ones take no room on the wire, and seconds to make."""
+_JSON = "application/json"
+_LEAVE_OUT = "leave it out, or start the server with --allow-unknown-fields"
+
+
+async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
+    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
+    _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
+    body = await read_body(request, limits.max_request_bytes)
+    return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, of which no more than `max_bytes` is ever held. Raises `BodyTooLarge`."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        _refuse_size(f"has {declared} bytes", max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            _refuse_size("is larger", max_bytes)
+    return bytes(body)
+
+
+def _check_media_type(content_type: str | None) -> None:
+    """Refuse what says that it is no JSON. What says nothing is taken for it."""
+    media_type = (content_type or _JSON).partition(";")[0].strip().lower()
+    if media_type != _JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
+        raise UnsupportedMediaType(
+            f"Content-Type is {media_type[:_SHOWN_CHARACTERS]}; it must be {_JSON} (curl: -H 'Content-Type: {_JSON}')"
+        )
+
+
+def _check_encoding(encoding: str | None) -> None:
+    """Refuse a compressed body: a small one may hold far more than `max_request_bytes`."""
+    if encoding and encoding.strip().lower() != "identity":
+        raise UnsupportedMediaType(
+            f"Content-Encoding is {encoding[:_SHOWN_CHARACTERS]}; send the body as it is, not compressed"
+        )
+
+
+def _refuse_size(what: str, max_bytes: int) -> NoReturn:
+    raise BodyTooLarge(f"the request body {what}; this server takes at most {max_bytes} bytes (max_request_bytes)")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """`body` as a JSON object. Raises `BadRequest`."""
+    if not body.strip():
+        raise BadRequest("the request body is empty; send a JSON object")
+    _check_containers(body)
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise BadRequest(_why_not_json(body)) from None
+    if not isinstance(parsed, dict):
+        raise BadRequest(f"the request body is {_shown(parsed)}; it must be a JSON object")
+    return parsed
+
+
+def _check_containers(body: bytes) -> None:
+    """Raise if `body` opens too many lists and objects; brackets in strings do not count."""
+    if body.count(b"[") + body.count(b"{") <= _MAX_CONTAINERS:
+        return
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    containers = outside.count(b"[") + outside.count(b"{")
+    if containers > _MAX_CONTAINERS:
+        raise BadRequest(
+            f"the request body holds {containers} lists and objects; it may hold at most {_MAX_CONTAINERS}"
+        )
+
+
+def _why_not_json(body: bytes) -> str:
+    """What a stricter parser refused in `body`: the standard one reads more, and says better where it stops."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        return f"the request body is not valid UTF-8: byte {error.start} is 0x{body[error.start]:02x}"
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        return f"the request body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except BadRequest as error:
+        return str(error)
+    except (ValueError, RecursionError):
+        return "the request body is nested too deeply, or holds a number with too many digits"
+    return "the request body holds half a surrogate pair, such as \\ud800, or a number beyond what fits 64 bits"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise BadRequest(f"the request body holds {name}, which is not JSON; send a finite number")
+
+
+def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -> Model:
+    """`data` as `model`; a field that is null counts as absent. Raises `BadRequest` for the first thing wrong."""
+    known = model.model_fields
+    given = {name: value for name, value in data.items() if value is not None or name not in known}
+    try:
+        return model.model_validate(given, extra="ignore" if allow_unknown else None)
+    except ValidationError as error:
+        raise _first_error(given, error, known) from None
+
+
+def _first_error(data: dict[str, Any], error: ValidationError, known: Collection[str]) -> BadRequest:
+    """What to answer to `error`; `known` are the fields of the request itself."""
+    errors = error.errors(include_url=False)
+    located = [(*_locate(data, each), each) for each in errors]
+    path, value, first = located[0]
+    # The members of a union fail one by one. The one that got deepest into the value is the one that was meant.
+    siblings = [each for each in located if each[0].startswith(path)]
+    deeper = [each for each in siblings if len(each[0]) > len(path)]
+    if deeper and len(siblings) > len(deeper) and (first["type"] in _NOUNS or first["type"] == "literal_error"):
+        path, value, first = deeper[0]
+        siblings = [(path, value, first)]
+    same = [each for each_path, _, each in siblings if each_path == path]
+    if first["type"] == "extra_forbidden" and path in data:
+        hint = nearest(path, known)
+        hint = f"{hint} If not," if hint else ";"
+        return BadRequest(f"{path} is not a known field{hint} {_LEAVE_OUT}", param=path)
+    sentence = _sentence(path, value, same)
+    # One on several fields of the request begins with that which is to change.
+    subject = sentence.partition(" ")[0]
+    return BadRequest(sentence, param=path or (subject if subject in known else None))
+
+
+def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
+    """The path of a field as a person writes it, and its value. What pydantic adds for unions is no part of it."""
+    path, value = "", data
+    loc = error["loc"]
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        loc = (*loc, error["ctx"]["discriminator"].strip("'"))
+    absent = error["type"] in ("missing", "union_tag_not_found")
+    for place, step in enumerate(loc):
+        if isinstance(step, int):
+            if not (isinstance(value, list) and step < len(value)):
+                continue
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and (step in value or (absent and place == len(loc) - 1)):
+            name = step[:_SHOWN_CHARACTERS]
+            path, value = f"{path}.{name}" if path else name, value.get(step)
+    return path, value
+
+
+def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
+    kind, message, context = errors[0]["type"], errors[0]["msg"], errors[0].get("ctx", {})
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{path} is missing; this endpoint needs it"
+    if kind == "extra_forbidden":
+        return f"{path} is not a known field; {_LEAVE_OUT}"
+    if kind == "none_required":
+        return f"{path} is not supported by this release; leave it out"
+    if kind == "sentence":
+        return f"{path} {message}".lstrip()
+    if kind == "rule":
+        return f"{path or 'the request body'} is {_shown(value)}; {message}"
+    if kind == "union_tag_invalid":
+        return f"{path} is {_shown(value)}; it must be {context['expected_tags'].replace(', ', ' or ')}"
+    if kind == "literal_error":
+        return f"{path} is {_shown(value)}; it must be {context['expected']}"
+    if kind == "too_short":
+        return f"{path} is {_shown(value)}; it must have at least {context['min_length']} item"
+    if kind == "too_long":
+        return f"{path} is {_shown(value)}; it may have at most {context['max_length']} items, and has {len(value)}"
+    if kind == "string_too_short":
+        return f"{path} is {_shown(value)}; it must have at least {context['min_length']} character"
+    nouns = list(dict.fromkeys(_NOUNS[each["type"]] for each in errors if each["type"] in _NOUNS))
+    if nouns:
+        return f"{path} is {_shown(value)}; it must be {' or '.join(nouns)}"
+    return f"{path} is {_shown(value)}; {message[0].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it goes into a sentence: short ones as JSON, containers by kind."""
+    if isinstance(value, dict):
+        return "an object" if value else "an empty object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+# [json_answer] `as_json`: an answer's struct as the response that carries it. Called by the routes that answer at
+# once.
+
+
+def as_json(answer: msgspec.Struct) -> Response:
+    """200 with `answer` as the body."""
+    return Response(msgspec.json.encode(answer), media_type="application/json")

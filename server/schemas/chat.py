@@ -1,0 +1,441 @@
+"""Tools of a request and the choice among them: `/v1/chat/completions` reads them, `/v1/responses` converts to them.
+
+What the rest of the server asks of a choice, it asks of a `ToolUse`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from pydantic import AfterValidator, Field, model_validator
+
+from server.schemas.body import (
+    NO_CHANGE,
+    Between,
+    FewFields,
+    Ignored,
+    Items,
+    RequestModel,
+    Unsupported,
+    rule,
+    sentence,
+)
+from server.schemas.generation import INT31, Logprobs, PromptLogprobs, ResponseFormat, SamplingFields, Usage
+
+_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+_MAX_NAME = 64
+
+
+def _is_function_name(name: str) -> str:
+    if not (1 <= len(name) <= _MAX_NAME and _NAME_CHARACTERS.issuperset(name)):
+        raise rule(f"it must be 1 to {_MAX_NAME} of the characters a-z, A-Z, 0-9, _, - and .")
+    return name
+
+
+def _is_object_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    kind = (schema or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise sentence("is no schema of an object; its type must be object, because arguments are a JSON object")
+    return schema
+
+
+FunctionName: TypeAlias = Annotated[
+    str, AfterValidator(_is_function_name), Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_.-]{1,64}$"})
+]
+
+
+class FunctionDefinition(RequestModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_is_object_schema)] | None = None
+    """JSON schema of the arguments, an object's; default: any object."""
+    strict: bool | None = None
+    """Hold the arguments of every call to `parameters`, also where the model is free to call or not."""
+
+
+class Tool(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(RequestModel):
+    name: str
+
+
+class NamedTool(RequestModel):
+    """The function that must be called, or one of those that may be."""
+
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class AllowedTools(RequestModel):
+    mode: Literal["auto", "required"]
+    """Whether one of them must be called."""
+    tools: Annotated[Items[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolsChoice(RequestModel):
+    """Some of the tools; the prompt shows all of them, so that it stays cached."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = (
+    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+)
+"""Whether and what the model calls; a `NamedTool` means exactly one call, of that function."""
+
+
+def _names_differ(tools: list[Tool]) -> list[Tool]:
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        name = tool.function.name
+        if name in seen:
+            raise sentence(f"holds two functions named {name}, the second at [{index}]; give each a name of its own")
+        seen.add(name)
+    return tools
+
+
+Tools: TypeAlias = Annotated[Items[Tool], AfterValidator(_names_differ)]
+"""The tools of a request, no two of a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request's tools and choice come to."""
+
+    tools: tuple[Tool, ...]
+    """Those that may be called: none with the choice `none`."""
+
+    forced: bool = False
+    """At least one call must be made."""
+
+    once: bool = False
+    """No second call may be made."""
+
+    restricted: bool = False
+    """Fewer tools may be called than the prompt shows."""
+
+    positions: tuple[int, ...] = ()
+    """Where each tool stands in the request."""
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool = True) -> "ToolUse":
+        """Raises `ValueError`, one sentence, where `choice` asks for a tool that is not there."""
+        if choice == "none":
+            return cls(())
+        names = [tool.function.name for tool in tools]
+        once = not parallel_tool_calls
+        if choice == "auto":
+            return cls(tuple(tools), once=once, positions=tuple(range(len(tools))))
+        if not tools:
+            raise ValueError("tool_choice asks for a call, and there are no tools to call; send tools with it")
+        if choice == "required":
+            return cls(tuple(tools), forced=True, once=once, positions=tuple(range(len(tools))))
+        if isinstance(choice, NamedTool):
+            wanted, forced, once = [choice], True, True
+        else:
+            wanted, forced = choice.allowed_tools.tools, choice.allowed_tools.mode == "required"
+        positions = tuple(dict.fromkeys(_position(names, each) for each in wanted))
+        allowed = tuple(tools[position] for position in positions)
+        return cls(allowed, forced, once, restricted=len(allowed) < len(tools), positions=positions)
+
+
+def _position(names: list[str], choice: NamedTool) -> int:
+    name = choice.function.name
+    if name not in names:
+        raise ValueError(f"tool_choice names the function {name[:64]!r}; among the tools are {', '.join(names[:20])}")
+    return names.index(name)
+
+
+# [messages] The messages of a chat: what `/v1/chat/completions` and `/tokenize` read, and what chat templates see of
+# it.
+
+
+class ContentPart(RequestModel):
+    """A piece of a message; this release reads text only."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    """Of a part of type text."""
+    refusal: str = ""
+    """Of a part of type refusal, in an assistant's message."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
+            raise sentence(f"is of type {kind[:60]}; this server reads parts of type text only")
+        if kind in ("text", "refusal") and kind not in data:
+            raise sentence(f"is of type {kind} and has no field {kind}; it needs one")
+        return data
+
+
+class FunctionCall(RequestModel):
+    name: str
+    arguments: str
+    """JSON text; text that is no JSON object reaches the chat template as it is."""
+
+
+class ToolCall(RequestModel):
+    """A call that the assistant made earlier in the chat."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """As streamed calls carry it; changes nothing here."""
+
+
+class Message(RequestModel):
+    """One turn of the chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[ContentPart] | None = None
+    """Text, or a list of text parts; only an assistant's message with tool calls may do without."""
+    name: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+    """In a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """For chat templates that show earlier reasoning."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+    refusal: Ignored | None = None
+    annotations: Annotated[list[Any], Field(description=NO_CHANGE)] | None = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise sentence(f"has tool_calls, which only the role assistant has, not {self.role}")
+        if self.content is None and not self.tool_calls and self.refusal is None:
+            raise sentence(f"has no content; a message of role {self.role} needs some")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The content with its parts joined: every template reads a string, not every one a list."""
+        if isinstance(self.content, list):
+            return "".join(part.text or part.refusal for part in self.content)
+        return self.content if self.content is not None else self.refusal
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: plain data, with tool-call arguments as objects.
+
+        Earlier reasoning goes under each of the names that templates look for. `thinking` is gpt-oss's, whose template
+        refuses it beside content.
+        """
+        message = self.model_dump(exclude_none=True, include={"role", "name", "tool_calls", "tool_call_id"})
+        message["content"] = self.text
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            message.update(reasoning_content=reasoning, reasoning=reasoning)
+            if not message["content"]:
+                message["thinking"] = reasoning
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = _parsed(call["function"]["arguments"])
+        return message
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+# [chat] `/v1/chat/completions`: the request, and the answer whole. Chunks of a stream are written by `server.streaming.sse`.
+
+_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+
+
+def no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
+    """Validator of `chat_template_kwargs`."""
+    if reserved := sorted(_RESERVED & value.keys()):
+        raise rule(f"it must not set {', '.join(reserved)}, which the request itself sets")
+    return value
+
+
+class ChatCompletionRequest(SamplingFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[Items[Message], Field(min_length=1)]
+    """The chat so far, oldest first."""
+
+    max_completion_tokens: Annotated[int, Between(1, INT31)] | None = None
+    """Most tokens to generate; default: what the context has left."""
+
+    max_tokens: Annotated[int, Between(1, INT31)] | None = None
+    """Older name of `max_completion_tokens`, which wins where both are set."""
+
+    logprobs: bool = False
+    """Report the log probability of each token."""
+
+    top_logprobs: Logprobs | None = None
+    """With `logprobs`: report this many likeliest alternatives too."""
+
+    tools: Tools = []  # noqa: RUF012
+    """Functions that the model may call: shown to it by its chat template."""
+
+    tool_choice: ToolChoice = "auto"
+    """`none` hides the tools from the model; `required`, or a function's name, makes it call one."""
+
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold several calls."""
+
+    response_format: ResponseFormat | None = None
+    """Form of the answer: free text, or JSON of any shape or of a schema's, to which it is held."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
+
+    add_generation_prompt: bool = True
+    """End the prompt with the beginning of an assistant's turn."""
+
+    continue_final_message: bool = False
+    """Go on with the last message, an assistant's, instead of beginning a turn."""
+
+    echo: bool = False
+    """With `continue_final_message`: begin the answer with the message that it continues."""
+
+    add_special_tokens: bool = False
+    """Put around the rendered chat what the model's tokenizer puts around a text; most templates write it already."""
+
+    chat_template: str | None = None
+    """A template in place of the model's; only with `--trust-request-chat-template`."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(no_reserved_names)] = {}  # noqa: RUF012
+    """Further variables of the model's chat template."""
+
+    modalities: Items[Literal["text"]] | None = None
+    store: Annotated[bool, Field(description=NO_CHANGE)] = False
+    metadata: Annotated[dict[str, str], FewFields, Field(description=NO_CHANGE)] | None = None
+    prediction: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
+    service_tier: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    verbosity: Literal["medium"] | None = None
+    """Only OpenAI's default, which changes nothing here."""
+    audio: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _logprobs_on(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise sentence(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _continues_an_answer(self) -> "ChatCompletionRequest":
+        if self.continue_final_message:
+            last = self.messages[-1]
+            if last.role != "assistant" or not last.text:
+                raise sentence("continue_final_message is true; the last message must be an assistant's, with content")
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise sentence("add_generation_prompt is true; with continue_final_message no new turn is begun")
+        elif self.echo:
+            raise sentence("echo is true; a chat has only an answer to echo with continue_final_message")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template sees besides messages and tools; `chat_template_kwargs` wins."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            if self.reasoning_effort == "none":
+                variables["enable_thinking"] = False
+        return {**variables, **self.chat_template_kwargs}
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None: what the context has left."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Alternatives to report log probabilities of; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of an answer, one entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON text of an object; cut short where `finish_reason` is `length`."""
+
+
+class AnsweredToolCall(msgspec.Struct):
+    """A call that the model makes."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    content: str | None
+    """Null where there are only tool calls."""
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    """What the model thought before it answered."""
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same under its other name."""
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    """The stop string, or the id of the stop token, that ended the text."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer to `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -1,0 +1,614 @@
+"""The `input` of `/v1/responses` as clients send it: text, or items of the types that this server reads."""
+
+import json
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.text.structured.spec import is_deeper
+from server.schemas.body import (
+    NO_CHANGE,
+    Between,
+    FewFields,
+    Ignored,
+    Items,
+    RequestModel,
+    Unsupported,
+    rule,
+    sentence,
+)
+from server.schemas.chat import FunctionName, TokenLogprob
+from server.schemas.generation import INT31, JsonObjectFormat, JsonSchema, SamplingFields, TextFormat
+
+_ItemStatus: TypeAlias = Annotated[
+    Literal["in_progress", "completed", "incomplete"] | None, Field(description=NO_CHANGE)
+]
+
+
+def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` as if what is null were absent: the official client's models write down all that they know."""
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def _text_part(data: Any) -> Any:
+    """Refuse parts that are no text, by their name."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind not in ("input_text", "output_text", "refusal"):
+        raise sentence(
+            f"is of type {kind[:60]}; this server reads parts of type input_text, output_text and refusal only"
+        )
+    field = "refusal" if kind == "refusal" else "text"
+    if isinstance(kind, str) and data.get(field) is None:
+        raise sentence(f"is of type {kind} and has no field {field}; it needs one")
+    return _without_nulls(data) if isinstance(data, dict) else data
+
+
+class InputTextPart(RequestModel):
+    """A piece of text."""
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str | None = None
+    """Of a part of type input_text or output_text."""
+    refusal: str | None = None
+    """Of a part of type refusal, in an assistant's message."""
+    annotations: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
+    logprobs: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
+
+
+InputPart: TypeAlias = Annotated[InputTextPart, BeforeValidator(_text_part)]
+
+
+def _to_parts(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of parts")
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+_Parts: TypeAlias = Annotated[
+    Items[InputPart], BeforeValidator(_to_parts, json_schema_input_type=str | list[InputTextPart])
+]
+"""Text, or a list of parts; read as a list."""
+
+
+class InputMessage(RequestModel):
+    type: Literal["message"] | None = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Parts
+    id: str | None = None
+    status: _ItemStatus = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, Field(description=NO_CHANGE)] = None
+
+
+class InputFunctionCall(RequestModel):
+    """A call that the model made earlier."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text; text that is no JSON object reaches the chat template as it is."""
+    id: str | None = None
+    status: _ItemStatus = None
+
+
+class InputFunctionCallOutput(RequestModel):
+    """What a call came to."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    """Of a function call before it."""
+    output: _Parts
+    id: str | None = None
+    name: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    status: _ItemStatus = None
+
+
+class InputSummary(RequestModel):
+    type: Literal["summary_text"]
+    text: str
+
+
+class InputReasoningText(RequestModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(RequestModel):
+    """What the model thought earlier; for chat templates that show it. Where there is no content, its summary is."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: Items[InputSummary] | None = None
+    content: Items[InputReasoningText] | None = None
+    encrypted_content: Annotated[None, Field(description="Null: reasoning travels in `content` here.")] = None
+    status: _ItemStatus = None
+
+
+class InputReference(RequestModel):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] | None = "item_reference"
+    id: str
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _kind(data: Any) -> str:
+    """The type of an item, which a message and a reference may leave out."""
+    kind = data.get("type")
+    if kind is None:
+        kind = "item_reference" if "id" in data and "role" not in data else "message"
+    return str(kind)
+
+
+def _known_item(data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise rule("it must be an object")
+    kind = data.get("type", "message")
+    if kind is not None and not isinstance(kind, str):
+        raise sentence("has a type that is no string; it must be one")
+    if kind is not None and kind not in _KINDS:
+        raise sentence(f"is of type {kind[:60]}; this server reads items of type {', '.join(_KINDS)} only")
+    return _without_nulls(data)
+
+
+InputItem: TypeAlias = Annotated[
+    Annotated[
+        Annotated[InputMessage, Tag("message")]
+        | Annotated[InputFunctionCall, Tag("function_call")]
+        | Annotated[InputFunctionCallOutput, Tag("function_call_output")]
+        | Annotated[InputReasoning, Tag("reasoning")]
+        | Annotated[InputReference, Tag("item_reference")],
+        Discriminator(_kind),
+    ],
+    BeforeValidator(_known_item),
+]
+
+
+def _to_items(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise rule("it must be a string or a list of items")
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+Input: TypeAlias = Annotated[
+    Items[InputItem],
+    Field(min_length=1),
+    BeforeValidator(
+        _to_items,
+        json_schema_input_type=str
+        | list[InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning | InputReference],
+    ),
+]
+"""A user's text, or a list of items; read as a list."""
+
+
+# [responses_items] Items of `/v1/responses` as the server keeps and answers with them: messages, calls, their
+# outputs, reasoning.
+
+ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(msgspec.Struct, tag_field="type", tag="input_text", frozen=True):
+    text: str
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text", frozen=True):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class Refusal(msgspec.Struct, tag_field="type", tag="refusal", frozen=True):
+    refusal: str
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text", frozen=True):
+    text: str
+
+
+class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text", frozen=True):
+    text: str
+
+
+MessageContent: TypeAlias = InputText | OutputText | Refusal
+
+
+class MessageItem(msgspec.Struct, tag_field="type", tag="message", kw_only=True, frozen=True):
+    id: str
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[MessageContent]
+    status: ItemStatus = "completed"
+
+    @property
+    def text(self) -> str:
+        return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in self.content)
+
+
+class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw_only=True, frozen=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text of an object; cut short where `status` is `incomplete`."""
+    status: ItemStatus = "completed"
+
+
+class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output", kw_only=True, frozen=True):
+    id: str
+    call_id: str
+    output: str
+    status: ItemStatus = "completed"
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True, frozen=True):
+    """What the model thought, in plain text: `summary` and `encrypted_content` are never written here."""
+
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
+    encrypted_content: None = None
+    status: ItemStatus = "completed"
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary)
+
+
+OutputItem: TypeAlias = MessageItem | FunctionCallItem | ReasoningItem
+Item: TypeAlias = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Answer to `GET /v1/responses/{id}/input_items`: a page of items."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# [responses] `/v1/responses`: the requests. Answers: `responses_answer`; items: `responses_input` and
+# `responses_items`.
+
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_MAX_NESTING = 400
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Summary: TypeAlias = Literal["auto", "concise", "detailed"]
+Includable: TypeAlias = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+
+
+def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what could be read, but not be repeated in an answer, which nests it deeper, by every Python."""
+    if is_deeper(schema, _MAX_NESTING):
+        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
+    return schema
+
+
+Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+"""A JSON schema."""
+
+
+def _is_function(data: Any) -> Any:
+    """Refuse what is no function by the name of its type."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise sentence(f"is of type {kind[:60]}, a tool that this server does not have; it takes type function only")
+    return data
+
+
+def _only(value: int | bool) -> BeforeValidator:
+    """Takes `value` alone. To a literal type, as to Python, 0 is False as well, and true is 1."""
+
+    def check(given: Any) -> Any:
+        if type(given) is not type(value) or given != value:
+            raise rule(f"it must be {json.dumps(value)}")
+        return given
+
+    return BeforeValidator(check)
+
+
+class FunctionTool(RequestModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    """JSON schema of the arguments, an object's; default: any object."""
+    strict: bool | None = None
+    """Hold the arguments of every call to `parameters`; default: false."""
+
+
+class FunctionChoice(RequestModel):
+    """The function that must be called, or one of those that may be."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(RequestModel):
+    """Some of the tools; the prompt shows all of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[Annotated[FunctionChoice, BeforeValidator(_is_function)]], Field(min_length=1)]
+
+
+def _is_choice(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in ("none", "auto", "required"):
+            raise rule("it must be 'none', 'auto' or 'required', or an object that names functions")
+        return value
+    if not isinstance(value, dict):
+        raise rule("it must be 'none', 'auto' or 'required', or an object that names functions")
+    return value if value.get("type") == "allowed_tools" else _is_function(value)
+
+
+ToolChoice: TypeAlias = Annotated[
+    Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, Field(discriminator="type")],
+    BeforeValidator(_is_choice),
+]
+
+
+class JsonSchemaText(JsonSchema):
+    """JSON text that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class TextConfig(RequestModel):
+    """Form of the answer's text."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+    """Only OpenAI's default, which changes nothing here."""
+
+
+class ReasoningConfig(RequestModel):
+    """How the model thinks before it answers."""
+
+    effort: Effort | None = None
+    """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
+    summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
+    generate_summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
+
+
+def _fits_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_METADATA:
+        raise rule(f"it may have at most {_MAX_METADATA} keys, and has {len(value)}")
+    for key, text in value.items():
+        if len(key) > _MAX_KEY or len(text) > _MAX_VALUE:
+            raise rule(f"its keys may have at most {_MAX_KEY} characters and its values {_MAX_VALUE}")
+    return value
+
+
+class ResponsesRequest(SamplingFields):
+    """Body of `POST /v1/responses`."""
+
+    input: Input
+    """What the model is to answer."""
+
+    instructions: str | None = None
+    """A system message before everything else; that of an earlier response is not carried over."""
+
+    previous_response_id: str | None = None
+    """Go on from this stored response: its input and output come before `input`."""
+
+    max_output_tokens: Annotated[int, Between(1, INT31)] | None = None
+    """Most tokens to generate, reasoning included; default: what the context has left."""
+
+    tools: Items[Annotated[FunctionTool, BeforeValidator(_is_function)]] = []  # noqa: RUF012
+    """Functions that the model may call: shown to it by its chat template."""
+
+    tool_choice: ToolChoice = "auto"
+    """`none` hides the tools from the model; `required`, or a function's name, makes it call one."""
+
+    parallel_tool_calls: bool = True
+    """Whether an answer may hold several calls."""
+
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """`auto` leaves out the oldest items where the context has no room for all; `disabled` answers 400."""
+
+    store: bool = True
+    """Keep the response, so that it can be retrieved and gone on from, until the store needs its place."""
+
+    background: bool = False
+    """Answer at once, and run on without the client. Needs `store`."""
+
+    include: Items[Includable] = []  # noqa: RUF012
+    """`message.output_text.logprobs` reports log probabilities; the others name what no answer here can hold."""
+
+    top_logprobs: Annotated[int, Between(0, MAX_LOGPROBS)] | None = None
+    """Report this many likeliest alternatives with each log probability."""
+
+    metadata: Annotated[dict[str, str], FewFields, AfterValidator(_fits_metadata)] = {}  # noqa: RUF012
+    """Kept with the response."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], FewFields] = {}  # noqa: RUF012
+    """Further variables of the model's chat template."""
+
+    n: Annotated[Literal[1], _only(1)] = 1
+    """A response has one answer."""
+
+    prompt_logprobs: Unsupported = None
+    return_token_ids: Annotated[Literal[False], _only(False)] = False
+
+    max_tool_calls: Annotated[int, Between(1, INT31), Field(description=NO_CHANGE)] | None = None
+    service_tier: Ignored | None = None
+    safety_identifier: Ignored | None = None
+    prompt_cache_key: Ignored | None = None
+    prompt_cache_retention: Ignored | None = None
+    prompt_cache_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
+    access_programs: Unsupported = None
+    context_management: Unsupported = None
+    conversation: Unsupported = None
+    image: Unsupported = None
+    moderation: Unsupported = None
+    prompt: Unsupported = None
+
+    @model_validator(mode="after")
+    def _background_is_stored(self) -> "ResponsesRequest":
+        if self.background and not self.store:
+            raise sentence("background is true; it needs store to be true, because only the store holds its answer")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include or bool(self.top_logprobs)
+
+
+class InputTokensRequest(ResponsesRequest):
+    """Body of `POST /v1/responses/input_tokens`: a request for a response, of which only the prompt matters."""
+
+    model: str = ""
+    """Name of a served model; default: the first."""
+
+
+# [responses_answer] `/v1/responses`: the answers, whole. Items: `responses_items`; events:
+# `server.responses.rendering`.
+
+
+class InputTokens(msgspec.Struct):
+    """Answer to `POST /v1/responses/input_tokens`."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+class ResponseUsageInput(msgspec.Struct):
+    cached_tokens: int
+    """Input tokens whose KV came from the prefix cache."""
+    cache_write_tokens: int = 0
+
+
+class ResponseUsageOutput(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens that a response read and wrote."""
+
+    input_tokens: int
+    input_tokens_details: ResponseUsageInput
+    output_tokens: int
+    output_tokens_details: ResponseUsageOutput
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseFailure(msgspec.Struct):
+    message: str
+    code: Literal["server_error"] = "server_error"
+
+
+ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """Answer to `POST /v1/responses` and `GET /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Seconds since the epoch, as `completed_at`."""
+    completed_at: int | None = None
+    status: ResponseStatus
+    background: bool
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+
+
+class DeletedResponse(msgspec.Struct):
+    """Answer to `DELETE /v1/responses/{id}`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+def new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:
+    """A response that has not begun: what `request` asked for, and what `params` made of it."""
+    tools = [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": bool(tool.strict),
+        }
+        for tool in request.tools
+    ]
+    choice = request.tool_choice
+    form = request.text.format
+    return ResponseObject(
+        id=id,
+        created_at=created_at,
+        status="queued" if request.background else "in_progress",
+        background=request.background,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata,
+        model=request.model,
+        parallel_tool_calls=request.parallel_tool_calls,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning={"effort": request.reasoning.effort, "summary": None},
+        safety_identifier=request.safety_identifier,
+        store=request.store,
+        temperature=params.temperature,
+        text={
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True),
+            "verbosity": "medium",
+        },
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        tools=tools,
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p if request.top_p is None else request.top_p,
+        truncation=request.truncation,
+        user=request.user,
+    )

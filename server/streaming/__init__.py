@@ -1,0 +1,1 @@
+"""Running a request: its sequences, their delivery, back-pressure and server-sent events."""

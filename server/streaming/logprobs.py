@@ -1,0 +1,116 @@
+"""Log probabilities in OpenAI's two forms, from the engine's token ids. Called by `server.streaming.generation`."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from engine.messages import TokenLogprobs
+from engine.text.tokenizer import Tokenizer
+from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from server.schemas.completions import CompletionLogprobs
+from server.schemas.generation import PromptLogprobs, PromptTokenLogprob
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot hold."""
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class CompletionLogprobsWriter:
+    """Log probabilities of one completion, as it grows: `text_offset` counts on from call to call."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, as_ids: bool = False) -> None:
+        """With `as_ids`, tokens are spelled by their ids."""
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._offset = 0
+        self._at_start = False
+        """Whether the next token shown begins the text, where some decoders drop a leading space."""
+        self._decode = _Utf8Decoder("replace").decode
+
+    def write_prompt(
+        self, text: str, first: int, positions: Iterable[TokenLogprobs], count: int
+    ) -> CompletionLogprobs:
+        """Of an echoed prompt, `text`: its first token, which has none, and the others with `count` alternatives."""
+        written = CompletionLogprobs([self._name(first)], [None], [None], [0])
+        self._at_start = True
+        self._advance(first)
+        for position in positions:
+            self._add(written, position, count)
+        self._offset = len(text)
+        self._at_start = False
+        self._decode(b"", True)
+        return written
+
+    def write(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+        """The next generated tokens' log probabilities."""
+        written = CompletionLogprobs([], [], [], [])
+        for position in positions:
+            self._add(written, position, len(position.top_ids))
+        return written
+
+    def _add(self, written: CompletionLogprobs, position: TokenLogprobs, count: int) -> None:
+        token = self._name(position.token_id)
+        logprob = max(position.logprob, _LOWEST)
+        top = {self._name(id): max(value, _LOWEST) for id, value in _alternatives(position, count)}
+        written.tokens.append(token)
+        written.token_logprobs.append(logprob)
+        written.top_logprobs.append({**top, token: logprob})
+        written.text_offset.append(self._offset)
+        self._advance(position.token_id)
+
+    def _advance(self, token_id: int) -> None:
+        """Count the characters that a token shows."""
+        if token_id not in self._hidden:
+            spelled = self._tokenizer.first_token_bytes if self._at_start else self._tokenizer.token_bytes
+            self._offset += len(self._decode(spelled(token_id)))
+            self._at_start = False
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; one that is no whole characters is spelled by its bytes, so that names differ."""
+        if self._as_ids:
+            return _by_id(token_id)
+        spelled = self._tokenizer.token_bytes(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], count: int) -> PromptLogprobs:
+    """Log probabilities of a prompt, of which `positions` are all tokens but the first, with `count` alternatives."""
+    return [None, *(_candidates(tokenizer, position, count) for position in positions)]
+
+
+def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> dict[int, PromptTokenLogprob]:
+    own = {position.token_id: (position.logprob, position.rank)}
+    likeliest = enumerate(_alternatives(position, count), 1)
+    candidates = own | {id: (logprob, rank) for rank, (id, logprob) in likeliest}
+    return {
+        id: PromptTokenLogprob(max(logprob, _LOWEST), rank, tokenizer.token_text(id))
+        for id, (logprob, rank) in candidates.items()
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
+    """Log probabilities of a chat answer's tokens; with `as_ids`, these are spelled by their ids."""
+    return ChatLogprobs([_chat_token(tokenizer, position, as_ids) for position in positions])
+
+
+def _chat_token(tokenizer: Tokenizer, position: TokenLogprobs, as_ids: bool) -> TokenLogprob:
+    alternatives = _alternatives(position, len(position.top_ids))
+    top = [TopLogprob(*_spelled(tokenizer, id, logprob, as_ids)) for id, logprob in alternatives]
+    return TokenLogprob(*_spelled(tokenizer, position.token_id, position.logprob, as_ids), top)
+
+
+def _spelled(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> tuple[str, float, list[int]]:
+    spelled = tokenizer.token_bytes(token_id)
+    name = _by_id(token_id) if as_ids else spelled.decode(errors="replace")
+    return name, max(logprob, _LOWEST), list(spelled)
+
+
+def _by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _alternatives(position: TokenLogprobs, count: int) -> Sequence[tuple[int, float]]:
+    return list(zip(position.top_ids, position.top_logprobs, strict=True))[:count]

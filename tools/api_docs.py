@@ -1,0 +1,84 @@
+"""Writes the field tables of docs/api.md from the models that read requests: `python -m tools.api_docs [--check]`.
+
+Each lies between two markers; what is around them is written by hand. `make lint` checks them.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from server.openapi import REQUESTS, Field, fields_of, request_schemas
+from server.schemas.body import NO_CHANGE
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+
+_NOT_SUPPORTED = "Not supported"
+_BAR = "\\|"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page, or with `--check` only compare; 1 when it is out of date."""
+    check = list(argv) == ["--check"]
+    if argv and not check:
+        sys.stderr.write("usage: python -m tools.api_docs [--check]\n")
+        return 2
+    text = PAGE.read_text(encoding="utf-8")
+    updated = with_tables(text)
+    if text == updated:
+        return 0
+    if check:
+        sys.stderr.write(f"docs/{PAGE.name} is not what server/schemas says; run make docs\n")
+        return 1
+    PAGE.write_text(updated, encoding="utf-8")
+    return 0
+
+
+def with_tables(page: str) -> str:
+    """`page` with each request's tables between its markers. Raises `ValueError` where markers are missing."""
+    schemas = request_schemas()
+    requests = [request.__name__ for request in REQUESTS]
+    for name in requests:
+        page = _between_markers(page, name, tables(schemas[name]))
+    objects = sorted(name for name, schema in schemas.items() if "properties" in schema and name not in requests)
+    return _between_markers(page, "objects", "\n".join(f"### {name}\n\n{tables(schemas[name])}" for name in objects))
+
+
+def _between_markers(page: str, name: str, text: str) -> str:
+    opening, closing = f"<!-- fields of {name}: written by `make docs` -->\n", f"<!-- end of {name} -->"
+    before, opened, rest = page.partition(opening)
+    _, closed, after = rest.partition(closing)
+    if not opened or not closed:
+        raise ValueError(f"docs/{PAGE.name} needs the lines {opening.strip()} and {closing}")
+    return f"{before}{opening}\n{text}\n{closing}{after}"
+
+
+def tables(schema: Mapping[str, Any]) -> str:
+    """The fields of an object that do something, those that do nothing, and those that are refused."""
+    fields = list(fields_of(schema))
+    ignored = [field for field in fields if field.meaning == NO_CHANGE]
+    refused = [field for field in fields if field.type == "null" or field.meaning.startswith(_NOT_SUPPORTED)]
+    rest = [field for field in fields if field not in ignored and field not in refused]
+    parts = ["\n".join(_table(rest))]
+    if ignored:
+        parts.append(f"Accepted, and change nothing: {_listed(ignored)}.")
+    if refused:
+        parts.append(f"Refused with a 400 that names the field: {_listed(refused)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(fields: Sequence[Field]) -> Iterator[str]:
+    yield "| Field | Type | Default | Meaning |"
+    yield "| --- | --- | --- | --- |"
+    for field in fields:
+        default = field.default if field.default in ("", "required") else f"`{field.default}`"
+        cells = (f"`{field.name}`", field.type, default, field.meaning)
+        yield f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"
+
+
+def _listed(fields: Sequence[Field]) -> str:
+    return ", ".join(f"`{field.name}`" for field in fields)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""Writes the configuration tables of README.md and docs/configuration.md: `python -m tools.config_docs [--check]`.
+
+A table lies between two markers in its page; what is around them is written by hand. `make lint` checks them.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine.config.settings import SETTINGS, Setting
+
+OPENING = "<!-- configuration table: written by `make docs` -->\n"
+CLOSING = "<!-- end of the configuration table -->"
+
+_ROOT = Path(__file__).parent.parent
+
+
+def brief_table() -> str:
+    """Flag, default and meaning of every setting: the README's table."""
+    return "".join(_table(("Flag", "Default", "Meaning"), (_brief_row(setting) for setting in SETTINGS)))
+
+
+def full_tables() -> str:
+    """Every name, type and default of every setting, a table a section: docs/configuration.md's."""
+    lines: list[str] = []
+    for section in dict.fromkeys(setting.section for setting in SETTINGS):
+        heading = section.__name__.removesuffix("Config") or "Model and engine"
+        lines += [f"\n## {heading}\n", "\n"]
+        rows = (_full_row(setting) for setting in SETTINGS if setting.section is section)
+        lines += _table(("Flag", "Environment", "YAML", "Type", "Default", "Meaning"), rows)
+    return "".join(lines) + "\n"
+
+
+PAGES = {"README.md": brief_table, "docs/configuration.md": full_tables}
+"""What each page has between its markers."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the pages, or with `--check` only compare; 1 when one is out of date."""
+    check = list(argv) == ["--check"]
+    if argv and not check:
+        sys.stderr.write("usage: python -m tools.config_docs [--check]\n")
+        return 2
+    stale = 0
+    for page, table in PAGES.items():
+        path = _ROOT / page
+        text = path.read_text(encoding="utf-8")
+        updated = with_table(text, table())
+        if text != updated and check:
+            stale = 1
+            sys.stderr.write(f"{page} is not what engine/config/config.py says; run make docs\n")
+        elif text != updated:
+            path.write_text(updated, encoding="utf-8")
+    return stale
+
+
+def with_table(page: str, table: str) -> str:
+    """`page` with `table` between its markers. Raises `ValueError` where a marker is missing."""
+    before, opening, rest = page.partition(OPENING)
+    _, closing, after = rest.partition(CLOSING)
+    if not opening or not closing:
+        raise ValueError(f"a page of the configuration tables needs the lines {OPENING.strip()} and {CLOSING}")
+    return before + opening + table + closing + after
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
+    for cells in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def _brief_row(setting: Setting) -> Sequence[str]:
+    return _code(setting.flag), _code(setting.default), _cell(setting.meaning)
+
+
+def _full_row(setting: Setting) -> Sequence[str]:
+    return (
+        _code(setting.flag),
+        _code(setting.env),
+        _code(setting.name),
+        _cell(setting.type_name),
+        _code(setting.default),
+        _cell(setting.meaning),
+    )
+
+
+def _code(text: str | None) -> str:
+    return "" if text is None else f"`{text}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

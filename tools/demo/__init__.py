@@ -1,0 +1,1 @@
+"""Training data, training and evaluation of the embedded demo model."""
