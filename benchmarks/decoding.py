@@ -248,9 +248,9 @@ def speculation_table(repeats: int = SPECULATION_ROUNDS, new_tokens: int = _SPEC
             rows.append((answers, str(streams), *medians, f"{ratio:.2f} x"))
     return Table(
         "Speculative decoding",
-        f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after {_SPECULATIVE_CONTEXT}, up to "
-        f"{NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their ratios. "
-        f"The lookup for {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
+        f"Random weights in the shape of a 0.6B model, bfloat16, {new_tokens} tokens after {_SPECULATIVE_CONTEXT}, up "
+        f"to {NUM_DRAFTS} drafts a sequence looked up in it; medians of {repeats} rounds in turn, and of their "
+        f"ratios. The lookup for {_ROWS} sequences of {_LENGTH} tokens takes {_lookup_seconds() * 1e3:.2f} ms a step.",
         "faster where answers repeat themselves; at least 0.95 x where they never do.",
         ("answers", "streams", "tok/s", "with drafts", ""),
         rows,
@@ -364,8 +364,8 @@ def experts_table(repeats: int = EXPERT_STEPS) -> Table:
     how = "torch" if operators is None else "the compiled operators"
     return Table(
         "Mixture of experts",
-        f"A decode step of {BATCH} sequences, {_LAYERS} layers of {_EXPERTS_FIELDS['num_experts']} experts of which a token "
-        f"takes {_EXPERTS_FIELDS['num_experts_per_tok']}, bfloat16, by {how}; medians of {repeats}.",
+        f"A decode step of {BATCH} sequences, {_LAYERS} layers of {_EXPERTS_FIELDS['num_experts']} experts of which a "
+        f"token takes {_EXPERTS_FIELDS['num_experts_per_tok']}, bfloat16, by {how}; medians of {repeats}.",
         "at most 1.3 times reading the chosen experts' weights once, plus the dense part.",
         ("", "ms", ""),
         [

@@ -292,7 +292,8 @@ def ranks_table() -> Table:
         "What the second rank adds to a step beside its computing, from telling it of the step to hearing of its end, "
         "through shared memory or as a rank on another host is told; one sum of both ranks' rows, of which a layer "
         "takes two; and whole steps. Each rank on one thread, all on one machine; the control's are medians of the "
-        f"quickest of {RANK_ROUNDS} rounds of {RANK_STEPS} steps, the whole steps' are medians of {RANK_ROUNDS} rounds of {RANK_TOKENS}.",
+        f"quickest of {RANK_ROUNDS} rounds of {RANK_STEPS} steps, the whole steps' are medians of "
+        f"{RANK_ROUNDS} rounds of {RANK_TOKENS}.",
         "control at most 150 µs a step of a busy engine on one host.",
         ("what", "median, µs", "99th percentile, µs"),
         rows + reduce_rows() + decode_rows(),
@@ -476,8 +477,8 @@ def expert_parallel_table() -> Table:
     return Table(
         "Experts over two replicas of one host",
         f"A layer's exchange by itself, {EXCHANGES} times, median and 99th percentile; and decode steps of one "
-        f"sequence on each busy replica, from {EXCHANGE_ROUNDS} rounds in turn of {EXCHANGE_STEPS} steps of a mixture of 2 layers with "
-        "a hidden size of 64. Each replica on one thread.",
+        f"sequence on each busy replica, from {EXCHANGE_ROUNDS} rounds in turn of {EXCHANGE_STEPS} steps of a mixture "
+        "of 2 layers with a hidden size of 64. Each replica on one thread.",
         "a step of two replicas at most 1 ms longer than one engine's.",
         ("what", "median", ""),
         [*exchange_rows(), *step_rows()],

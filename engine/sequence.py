@@ -98,7 +98,8 @@ class Sequence:
         self.stop_token_sequences = stop_token_sequences or []
         self.stream_callback = stream_callback
         self.end_tokens: frozenset[int | None] = frozenset()
-        """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these only."""
+        """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these
+        only."""
         self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""

@@ -1,7 +1,8 @@
 """One part of the benchmark in a process of its own, whose findings its parent reads as they come.
 
-`python -m benchmarks.gpu.part_process PART` is called by `benchmarks.gpu.part_process`: each line of its output that begins with
-`MARK` is JSON. It ends with `BROKEN` where the device answers no more, and another goes on behind the guilty case.
+`python -m benchmarks.gpu.part_process PART` is called by `benchmarks.gpu.part_process`: each line of its output
+that begins with `MARK` is JSON. It ends with `BROKEN` where the device answers no more, and another goes on
+behind the guilty case.
 """
 
 import argparse

@@ -160,8 +160,8 @@ class LocalWire:
 
     def close(self) -> None:
         """See `CoreWire`."""
-        for socket in self._sockets:
-            socket.close(linger=0)
+        for each in self._sockets:
+            each.close(linger=0)
 
     def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str) -> "zmq.Socket[bytes]":
         """A socket without high-water mark: it never blocks the front end and never drops."""

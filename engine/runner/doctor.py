@@ -1,4 +1,5 @@
-"""What this machine has and what is wrong with it: `python -m engine.runner.doctor` prints it as JSON for `kaon doctor`.
+"""What this machine has and what is wrong with it: `python -m engine.runner.doctor` prints it as JSON for `kaon
+doctor`.
 
 A process of its own: a driver or a library that takes it down with it is one more thing to tell.
 """

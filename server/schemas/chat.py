@@ -254,7 +254,8 @@ def _parsed(arguments: str) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-# [chat] `/v1/chat/completions`: the request, and the answer whole. Chunks of a stream are written by `server.streaming.sse`.
+# [chat] `/v1/chat/completions`: the request, and the answer whole. Chunks of a stream are written by
+# `server.streaming.sse`.
 
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 

@@ -1,7 +1,7 @@
 """The library's sums over the ranks of one host, through memory of the GPUs that all of them read.
 
-Called by `models.parallel.process_group`. The ranks try it out in processes of their own first, and use it where all of them
-found it right.
+Called by `models.parallel.process_group`. The ranks try it out in processes of their own first, and use it where
+all of them found it right.
 """
 
 import logging
@@ -106,7 +106,8 @@ def join(rank: int, size: int, device: torch.device, store: Path, agree: Callabl
 
 def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: float = _SECONDS) -> str | None:
     """What is wrong with sums over ranks' own processes, which meet at `store`; None: nothing."""
-    call = f"from models.ops.aiter import all_reduce; all_reduce.report({rank}, {size}, {str(device)!r}, {str(store)!r})"
+    arguments = f"{rank}, {size}, {str(device)!r}, {str(store)!r}"
+    call = f"from models.ops.aiter import all_reduce; all_reduce.report({arguments})"
     # A file: a pipe that a compiler it started holds open would be waited for.
     with tempfile.TemporaryFile() as errors:
         process = child.start(call, subprocess.DEVNULL, errors)

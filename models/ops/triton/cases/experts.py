@@ -225,7 +225,8 @@ def _blocks(pairs: SortedPairs) -> list[tuple[int, list[int]]]:
     return [(expert, table[nth, :row].tolist()) for nth, (expert, row) in enumerate(zip(experts, rows, strict=True))]
 
 
-# [moe_gemm] What `models.ops.triton.expert_products` and `moe_combine` compute, in torch: a pair at a time, in float32.
+# [moe_gemm] What `models.ops.triton.expert_products` and `moe_combine` compute, in torch: a pair at a time, in
+# float32.
 
 
 def reference_moe_gemm(
