@@ -1,8 +1,8 @@
-"""Compiles every kernel for its targets, without a GPU, and writes what came out into docs/kernels.md.
+"""Compiles every kernel for its targets, without a GPU, and writes the results into docs/kernels.md.
 
-`python -m tools.kernel_report`. What .kernels.jsonl has is not compiled again, unless `--fresh`. `--json`
-prints what was read instead, for the tests; `--targets` and files of kernels choose some. `--check` compiles nothing
-and compares the page's list of kernels with the code's.
+`python -m tools.kernel_report`. Recorded compilations are not repeated, unless `--fresh`. `--json` prints what was
+read instead, for the tests; `--targets` and files of kernels select some. `--check` compiles nothing and compares the
+page's list of kernels with the code's.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import models.ops.triton as package
 from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import KIB, TARGETS, Target
 
-# [assembly] `Assembly`: what the compiler made of a kernel, read from its output; and what of it is wrong.
+# The compiler's output, and what is wrong with it.
 
 _SIMDS = 4
 """Of a compute unit, of an RDNA pair of them, of a multiprocessor: what waves are shared out to."""
@@ -162,10 +162,9 @@ def _number(pattern: str, text: str, default: int | None = None) -> int:
     return int(found.group(1))
 
 
-# [record] What the compiler made of each kernel here, kept in the checkout's cache: what is in it is not compiled
-# again.
+# The record of compilations: one that is in it is not repeated.
 #
-# A line a compilation, by its key, which changes with the kernel's source, its options and Triton's version.
+# One line a compilation, by its key, which changes with the kernel's source, its options and Triton's version.
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "kernels.md"

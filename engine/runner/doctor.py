@@ -1,7 +1,6 @@
-"""What this machine has and what is wrong with it: `python -m engine.runner.doctor` prints it as JSON for `kaon
-doctor`.
+"""Reports what this machine has and what is wrong with it: `python -m engine.runner.doctor`, JSON for `kaon doctor`.
 
-A process of its own: a driver or a library that takes it down with it is one more thing to tell.
+It runs in a process of its own, so that a driver or a library that crashes it is one more finding.
 """
 
 import contextlib
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 
-# [gpu_memory] How much of a GPU's memory is free, as its driver tells it. Touches no GPU: a context takes seconds
-# and memory.
+# Free memory of a GPU as its driver reports it: AMD's in sysfs, NVIDIA's through its management library, NVML.
 #
-# Called by `engine.runner.doctor`. AMD's driver tells in sysfs, NVIDIA's by its management library, NVML.
+# No context is created on the GPU, which would take seconds and memory.
 
 _NVML = "libnvidia-ml.so.1"
 

@@ -1,4 +1,9 @@
-"""Zeroed host memory, committed as it is written, in huge pages where it is large. Used for weights and caches."""
+"""Host memory and its way to the device.
+
+`mapped_zeros` and `aligned_zeros` allocate host memory that is committed as it is written, in huge pages where it is
+large: weights and caches. `upload` copies a step's small arrays to the device in one asynchronous transfer; `Packing`
+lays them out in it.
+"""
 
 import contextlib
 import ctypes
@@ -37,8 +42,7 @@ def aligned_zeros(num_bytes: int) -> memoryview:
     return memoryview(pages)[first : first + num_bytes]
 
 
-# [upload] `upload`: a step's small arrays, brought to the device in one asynchronous copy; `Packing`: how they share
-# it.
+# Small arrays of a step, copied to the device in one transfer.
 
 Send: TypeAlias = Callable[[Sequence[npt.NDArray[Any]]], list[torch.Tensor]]
 """Brings arrays to the device; a tensor holds its array by the time at which what is enqueued now has run."""

@@ -1,4 +1,7 @@
-"""`Sizes`: what a model asks of the library, so that the probe computes problems of its own sizes."""
+"""Small problems for each aiter operator, compared with torch by the probe.
+
+`Sizes` describes a model's problems, so that the probe computes problems of the model's own sizes.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +36,7 @@ class Sizes(NamedTuple):
     """Whether they are stored in FP8 with a scale for each block of 128 x 128."""
 
 
-# [checks] Small problems for each operator of the library, and how far its numbers are from torch's. The probe runs
-# them.
+# The problems of each operator, and how much their results differ from torch's.
 
 _EPS = 1e-6
 _ROUNDED = 0.05

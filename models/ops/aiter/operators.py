@@ -1,4 +1,4 @@
-"""The library's norms, activations and products. Called by the layers of these names, where `aiter.runs`."""
+"""Calls of the aiter library for norms, activations, products and experts, where `aiter.runs` is true."""
 
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ def scale_blocks(scales: torch.Tensor) -> torch.Tensor | None:
     return first.squeeze(-2).contiguous() if bool((by_block == first).all()) else None
 
 
-# [experts] The library's experts. Called by `models.layers.moe`, and by the probe.
+# Mixtures of experts, with weights in the library's shuffled layout.
 
 TILE = 16, 32
 """Rows and columns that weights are shuffled in."""

@@ -1,7 +1,8 @@
-"""The library's probe: in a process of its own, each operator computes small problems that torch checks.
+"""Probes the aiter library in a child process: each operator computes small problems that are compared with torch.
 
-Whatever the library does when it is imported or called, serving goes on. An operator that takes the process down, or
-hangs, is the one that is left out: the others are looked at in another process.
+Serving continues whatever the library does when it is imported or called. An operator that crashes or hangs the child
+is left out, and the others are probed in another child. One rank of a host probes while the others wait for its
+result, and the library compiles into a folder that this user may write to.
 """
 
 import fcntl
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from models.ops.aiter.cases import Finding
 
 
-# [turns] One probe at a time on a host, and one for all ranks that ask the same.
+# One probe at a time on a host, and one for all ranks with the same question.
 #
-# The ranks and replicas of a server start together, and each asks. Two that compile the library's kernels at once
-# would race for its folder, and one after the other they would take as many times as long.
+# The ranks and replicas of a server start together, and each needs the answer. Two that compile the library's kernels
+# at once would race for its folder; probing one after the other would multiply the time.
 
 _log = logging.getLogger(__name__)
 
@@ -109,10 +110,10 @@ def _write_lock_record(descriptor: int, what: dict[str, Any]) -> None:
     os.pwrite(descriptor, json.dumps(what).encode(), 0)
 
 
-# [folder] Where the library keeps what it compiles: a folder that this user may write to, and that is one release's.
+# The folder into which the library compiles: writable for this user, and used by one release only.
 #
-# It takes what `AITER_JIT_DIR` names, else the folder `jit` of its own package. Where that may not be written, as in
-# an image whose server is not root, it copies all of it to ~/.aiter, from which its modules are not imported again.
+# The library uses `AITER_JIT_DIR`, else the folder `jit` of its own package. Where that is not writable, as in an
+# image whose server is not root, it copies everything to ~/.aiter, from which its modules are not imported again.
 
 _VARIABLE = "AITER_JIT_DIR"
 

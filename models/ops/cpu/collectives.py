@@ -1,4 +1,8 @@
-"""`SharedMemoryCollectives`: a tensor-parallel group of one host's CPU ranks; see group.c. Used by the layers."""
+"""Collectives of CPU ranks on one host: tensor-parallel groups and the exchange of expert tokens between replicas.
+
+`SharedMemoryCollectives` all-reduces and gathers over shared memory for a tensor-parallel group (group.c).
+`SharedMemoryExchange` sends tokens to the replica that holds their experts and receives the results (exchange.c).
+"""
 
 import ctypes
 import mmap
@@ -86,9 +90,8 @@ class SharedMemoryCollectives:
         return nullcontext()
 
 
-# [exchange] `SharedMemoryExchange`: how replicas of one host reach each other's experts on the CPU; see exchange.c.
-#
-# Used by `FusedMoE`, by which it becomes a part of the recorded step, and by the loop of replicas in lockstep.
+# The exchange of expert tokens between replicas. `FusedMoE` calls it, which makes it part of the recorded step, and
+# so does the loop of replicas in lockstep.
 
 _Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""

@@ -1,6 +1,7 @@
-"""Products with packed weights, and what lies between them, as operators over bfloat16 tensors on the CPU.
+"""Dense CPU operators over bfloat16 tensors: products with packed weights, norms, activations and embeddings.
 
-Rows are a step's tokens. Matrices may have any stride from row to row.
+Rows are a step's tokens; matrices may have any row stride. `PackedWeight` holds a bfloat16 weight in the kernels'
+panel layout, and `QuantizedWeight` one of 8 or 4 bits; the products accept either.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -243,7 +244,7 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: 
     return out
 
 
-# [quantized] `QuantizedWeight`: a packed weight of 8 or 4 bits, which the products of `ops` take like any other.
+# Packed weights of 8 or 4 bits.
 
 BLOCK, STEP = 128, 64
 """Inputs that share a scale, at 8 bits and at 4; a weight has a multiple of the first."""

@@ -1,4 +1,8 @@
-"""The compiled operators of this directory, by ctypes."""
+"""Loads the compiled operators with ctypes and runs them, at once or as part of a recorded program.
+
+`Library` binds the C functions and checks their structures' sizes. A `Runtime` receives each call of an operator: it
+executes the call, or appends it to the program that `program.record` is building.
+"""
 
 import ctypes
 import logging
@@ -148,7 +152,7 @@ def load_library() -> Library | None:
     return None
 
 
-# [runtime] Where the operators go: run at once, or written down while `program.record` listens.
+# Runtimes: what happens with a call of an operator.
 
 
 class Runtime(Protocol):

@@ -1,6 +1,8 @@
-"""The operators that choose tokens from rows of float32 logits, where they lie. Called by the sampler.
+"""The CPU operators that choose tokens: in-place changes of logits, argmax, top-k, sampling, and the greedy head.
 
-What a row gets depends neither on other rows nor on the number of threads.
+The first functions work on rows of float32 logits and are called by the sampler. `GreedyHead` computes the argmax
+tokens from a model's final hidden states without writing logits; the model runner calls it. The result of a row
+depends neither on other rows nor on the number of threads.
 """
 
 import ctypes
@@ -117,8 +119,7 @@ def _room(
     return best, np.empty((num_rows, pieces), np.int64), np.zeros(num_rows, np.int32)
 
 
-# [greedy] `GreedyHead`: the likeliest tokens from a model's final hidden states, as one call. Used by the model
-# runner.
+# The argmax tokens of final hidden states, in one call and without logits.
 
 
 class GreedyHead:

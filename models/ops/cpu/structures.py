@@ -1,4 +1,7 @@
-"""What the compiled operators are called with, by ctypes: the structures of operators.h, field by field."""
+"""ctypes mirrors of the C structures that the compiled operators take: of operators.h, exchange.c and group.c.
+
+Fields have the names and the order of the C declarations. `Library` compares the size of each with the C compiler's.
+"""
 
 import ctypes
 from typing import ClassVar
@@ -485,20 +488,18 @@ class Draw(Arguments):
     ]
 
 
-# [exchange_structures] Mirrors of what exchange.c and its operators take; see structures.py.
-
-_EXCHANGE_STRUCTURES_POINTER, _EXCHANGE_STRUCTURES_INTEGER = ctypes.c_void_p, ctypes.c_int64
+# Structures of exchange.c.
 
 
 class Exchange(ctypes.Structure):
     """`struct exchange`: a replica's place among those that share memory."""
 
     _fields_: ClassVar = [
-        ("memory", _EXCHANGE_STRUCTURES_POINTER),
-        ("replica", _EXCHANGE_STRUCTURES_INTEGER),
-        ("replicas", _EXCHANGE_STRUCTURES_INTEGER),
-        ("meetings", _EXCHANGE_STRUCTURES_INTEGER),
-        ("left_by", _EXCHANGE_STRUCTURES_INTEGER),
+        ("memory", _POINTER),
+        ("replica", _INTEGER),
+        ("replicas", _INTEGER),
+        ("meetings", _INTEGER),
+        ("left_by", _INTEGER),
     ]
 
 
@@ -507,11 +508,11 @@ class CopyRows(Arguments):
 
     kind = 28
     _fields_: ClassVar = [
-        ("from", _EXCHANGE_STRUCTURES_POINTER),
-        ("from_stride", _EXCHANGE_STRUCTURES_INTEGER),
-        ("places", _EXCHANGE_STRUCTURES_POINTER),
-        ("to", _EXCHANGE_STRUCTURES_POINTER),
-        ("row_bytes", _EXCHANGE_STRUCTURES_INTEGER),
+        ("from", _POINTER),
+        ("from_stride", _INTEGER),
+        ("places", _POINTER),
+        ("to", _POINTER),
+        ("row_bytes", _INTEGER),
     ]
 
 
@@ -520,21 +521,21 @@ class ShareTokens(Arguments):
 
     kind = 29
     _fields_: ClassVar = [
-        ("exchange", _EXCHANGE_STRUCTURES_POINTER),
-        ("ids", _EXCHANGE_STRUCTURES_POINTER),
-        ("top_k", _EXCHANGE_STRUCTURES_INTEGER),
-        ("shared_ids", _EXCHANGE_STRUCTURES_POINTER),
-        ("most_tokens", _EXCHANGE_STRUCTURES_INTEGER),
-        ("first_asked", _EXCHANGE_STRUCTURES_INTEGER),
-        ("asked", _EXCHANGE_STRUCTURES_INTEGER),
-        ("first_local", _EXCHANGE_STRUCTURES_INTEGER),
-        ("local", _EXCHANGE_STRUCTURES_INTEGER),
-        ("next", _EXCHANGE_STRUCTURES_POINTER),
-        ("counts", _EXCHANGE_STRUCTURES_POINTER),
-        ("tokens", _EXCHANGE_STRUCTURES_POINTER),
-        ("to", _EXCHANGE_STRUCTURES_POINTER),
-        ("places", _EXCHANGE_STRUCTURES_POINTER),
-        ("pairs", _EXCHANGE_STRUCTURES_POINTER),
+        ("exchange", _POINTER),
+        ("ids", _POINTER),
+        ("top_k", _INTEGER),
+        ("shared_ids", _POINTER),
+        ("most_tokens", _INTEGER),
+        ("first_asked", _INTEGER),
+        ("asked", _INTEGER),
+        ("first_local", _INTEGER),
+        ("local", _INTEGER),
+        ("next", _POINTER),
+        ("counts", _POINTER),
+        ("tokens", _POINTER),
+        ("to", _POINTER),
+        ("places", _POINTER),
+        ("pairs", _POINTER),
     ]
 
 
@@ -542,7 +543,7 @@ class AwaitAnswers(Arguments):
     """`struct await_answers`."""
 
     kind = 30
-    _fields_: ClassVar = [("exchange", _EXCHANGE_STRUCTURES_POINTER)]
+    _fields_: ClassVar = [("exchange", _POINTER)]
 
 
 class OnStep(Arguments):
@@ -550,13 +551,13 @@ class OnStep(Arguments):
 
     kind = 31
     _fields_: ClassVar = [
-        ("number", _EXCHANGE_STRUCTURES_INTEGER),
-        ("arguments", _EXCHANGE_STRUCTURES_POINTER),
-        ("step", _EXCHANGE_STRUCTURES_POINTER),
+        ("number", _INTEGER),
+        ("arguments", _POINTER),
+        ("step", _POINTER),
     ]
 
 
-# [group_structures] Mirrors of what group.c and its operator take; see structures.py.
+# Structures of group.c.
 
 
 class Group(ctypes.Structure):

@@ -1,8 +1,9 @@
-"""One tile of attention: some queries against some keys of the paged cache. Shared by the prefill and decode kernels.
+"""Causal attention over the paged cache: prefill of spans of tokens, and split-KV decode with its merge.
 
-Online softmax (Milakov and Gimelshein, 2018) in powers of two, accumulated in registers as FlashAttention-2 does
-(Dao, 2023). `peak` [M] is the largest score so far, `total` [M] the sum of weights under it, `acc` [M, D] the weighted
-sum of values.
+In order: one tile of attention, which both kernels share; `attention_prefill`; `attention_decode`, which splits a
+row's keys into pieces; and `attention_merge`, which combines the pieces. A tile is online softmax (Milakov and
+Gimelshein, 2018) in powers of two, accumulated in registers (FlashAttention-2, Dao, 2023): `peak` [M] is the row
+maximum so far, `total` [M] the sum of weights relative to it, `acc` [M, D] the weighted sum of values.
 """
 
 import torch
@@ -130,8 +131,7 @@ def attend_tile(
     return acc, new_peak, total
 
 
-# [attention_prefill] Causal attention of spans of tokens over the paged cache: prompts, and chunks of them after a
-# cached prefix.
+# Prefill: spans of tokens, of prompts or of chunks after a cached prefix.
 #
 # FlashAttention-2 (Dao, 2023) over pages (Kwon et al., 2023). A program takes a tile of queries of one row, with all
 # the query heads that share a KV head as further rows of the tile, so that each page is read once for all of them.
@@ -346,14 +346,11 @@ _ATTENTION_PREFILL_COMPILATIONS = tuple(
 )
 
 
-# [attention_decode] Attention of one token a row, or a few, over the paged cache, each row cut into pieces that run
-# apart (split-KV).
+# Decode: one or a few tokens a row, each row's keys split into pieces that are computed independently (split-KV).
 #
-# Flash-Decoding (Dao et al., 2023) over pages. How a row is cut follows from its length alone, so its result does
-# not depend on its batch: pieces of PIECE tokens, of a multiple of that where more than MAX_PIECES would be needed.
-# What comes of the pieces is put together by `attention_merge`.
-#
-# Programs walk a list of pieces (a persistent grid): a captured graph has one grid, whatever its rows' lengths are.
+# Flash-Decoding (Dao et al., 2023) over pages. The split depends on a row's length alone, so its result does not
+# depend on the batch: pieces of PIECE tokens, or of a multiple of that where more than MAX_PIECES would be needed.
+# Programs walk a list of pieces (a persistent grid): a captured graph has one grid for any lengths.
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_pieces"])  # They differ from step to step.
@@ -564,8 +561,7 @@ _ATTENTION_DECODE_COMPILATIONS = tuple(
 )
 
 
-# [attention_merge] What comes of the pieces of `attention_decode`, put together: each counts by the weight that its
-# keys had.
+# The merge of a row's pieces, each weighted by its share of the softmax sum.
 
 
 @triton.jit(do_not_specialize=["num_pieces"])  # It differs from step to step.

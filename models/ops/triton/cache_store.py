@@ -1,4 +1,9 @@
-"""`as_hardware_reads`: a layer's cache and scales in the FP8 that the device's hardware converts."""
+"""Stores of a step's keys, values and latents into the paged cache.
+
+`as_hardware_reads` gives a layer's cache and scales in the FP8 format that the device's hardware converts. `store`
+normalises and rotates queries and keys and writes K and V to their slots; `latent_store` does so for latent
+attention, and `vector_store` writes the indexer's keys. Each is one pass over its inputs.
+"""
 
 import dataclasses
 import functools
@@ -47,11 +52,11 @@ def vectors_as_hardware_reads(vectors: torch.Tensor, scale: float, device: torch
     return cache.k_cache, options.k_scale
 
 
-# [store] A step's K and V into their pages, with what comes before: norms of queries and keys, and their rotation.
+# The store of K and V, with the norm (Zhang and Sennrich, 2019) and the rotation (Su et al., 2021) of queries and
+# keys.
 #
-# One pass over the step's q, k and v. Norm: Zhang and Sennrich, 2019; rotation: Su et al., 2021, of pairs of
-# dimensions `(i, i + rotary_dim / 2)`. Both are computed in float32 and rounded to the model's type in between, as
-# the layers do.
+# Rotation turns pairs of dimensions `(i, i + rotary_dim / 2)`. Norm and rotation are computed in float32 and rounded
+# to the model's type in between, as the layers do.
 
 
 @triton.jit
@@ -318,12 +323,10 @@ _STORE_COMPILATIONS = tuple(
 )
 
 
-# [latent_store] A step's latents into their pages, normalised, with the rotated key behind them; and the queries'
-# rotation.
+# The store of normalised latents, each followed by its rotated key, and the rotation of the queries; also the store of
+# the indexer's keys.
 #
-# One pass over both. Norm: Zhang and Sennrich, 2019; rotation: Su et al., 2021. Computed in float32 and rounded to
-# the model's type as the layers do; in an 8-bit cache then divided by its scale. Also the store of the indexer's
-# keys.
+# Computed in float32 and rounded to the model's type as the layers do; for an 8-bit cache then divided by its scale.
 
 
 @triton.jit

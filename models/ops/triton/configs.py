@@ -1,6 +1,7 @@
-"""What kernels are compiled for, and with which tiles: `TARGETS`, and a row of `Config` for each kernel on each.
+"""Targets and tile configurations: `TARGETS`, and `CONFIGS` with a row for each kernel on each target.
 
-Every number that depends on a chip is here. Nothing is tuned while serving.
+Every number that depends on a chip is here, family by family: attention, dense layers with experts and sampling,
+latent attention with gated delta nets, quantized products. Nothing is tuned while serving.
 """
 
 import functools
@@ -214,8 +215,7 @@ CONFIGS: dict[str, tuple[Row, ...]] = {
 }
 
 
-# [configs_dense] Rows of the table for norms, activations, mixtures of experts and sampling. Imported by their
-# kernels' files.
+# Norms, activations, mixtures of experts and sampling.
 
 
 def _gemm(rows: int, columns: int, inner: int, *, warps: int, stages: int) -> Config:
@@ -344,8 +344,7 @@ def launch_of(kernel: str, device: torch.device, **shape: object) -> Launch:
     return Launch(config.blocks, {**config.blocks, **config.options(target)})
 
 
-# [configs_latent] Rows of the table for latent attention, its indexer and gated delta nets. Imported by their
-# kernels' files.
+# Latent attention, its indexer, and gated delta nets.
 
 _INTERPRETER = (INTERPRETER.arch,)
 
@@ -414,7 +413,7 @@ CONFIGS["delta_inverse"] = (
 CONFIGS["gated_norm"] = (Row(ALL, _latent_config(1)),)
 
 
-# [configs_quantized] Rows of the table for products of quantised weights. Imported by their kernels' files.
+# Products with quantized weights.
 
 FEW_ROWS = 16
 """Up to which a product waits for its weight: small tiles, so that there are as many programs as can be."""

@@ -1,4 +1,7 @@
-"""Root-mean-square norm (Zhang and Sennrich, 2019) with what is added before it or after it. Called by `RMSNorm`."""
+"""Row-wise layers: root-mean-square norm (Zhang and Sennrich, 2019) and gated activations (Shazeer, 2020).
+
+The norm is fused with the residual sum before it or after it.
+"""
 
 from typing import Any
 
@@ -122,8 +125,7 @@ def _compilations() -> tuple[Compilation, ...]:
 _RMS_NORM_COMPILATIONS = _compilations()
 
 
-# [gated] The product of a gated feed-forward layer (Shazeer, 2020): `activation(gate) * up`. Called by its
-# activation.
+# The gated activation of a feed-forward layer: `activation(gate) * up`.
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 

@@ -1,6 +1,7 @@
-"""What the grouped GEMMs of experts share: the pairs that a program has, and what becomes of its sums.
+"""Grouped GEMMs of a mixture of experts: each block of (token, expert) pairs times its own expert's weight.
 
-`moe_gemm` has dense weights, `moe_fp8_gemm` and `moe_four_bit_gemm` those that stay quantised.
+The first part is the pipeline that three kernels share: which pairs a program has and what happens to its sums. Then
+follow `moe_gemm` for dense weights, `moe_fp8_gemm` for FP8 and `moe_four_bit_gemm` for 4-bit weights.
 """
 
 from collections.abc import Mapping
@@ -158,8 +159,7 @@ def compilation_of(
     )
 
 
-# [moe_gemm] Grouped GEMM of a mixture of experts: each block of pairs by its own expert's weight. Called by
-# `FusedMoE`.
+# Dense weights.
 #
 # The first of a layer's two products multiplies gate and up in one pass over the tokens and applies the activation
 # to the sums in registers, so that the wide intermediate is never written. Pairs are gathered by index as they are
@@ -430,11 +430,9 @@ _MOE_FP8_GEMM_COMPILATIONS = tuple(
 )
 
 
-# [moe_four_bit_gemm] Grouped GEMM of experts whose weights stay 4-bit: `moe_gemm`, of weights that become bfloat16
-# in registers.
+# 4-bit weights, which become bfloat16 in registers; `quantized_products` describes their layout.
 #
-# Called by `FusedMoE`. A decode reads the weights of the experts it meets and little else: these are a quarter of
-# what they are dense. See `four_bit` for their layout and numbers.
+# A decode reads little but the weights of the experts it meets, which are a quarter of their dense size.
 
 
 @triton.jit

@@ -1,6 +1,7 @@
-"""Which experts a token goes to, and their weights (DeepSeek-V3, section 2.1.2). Called by the routers.
+"""Routing around the grouped GEMMs: `moe_route` chooses experts, `moe_sort` orders pairs, `moe_combine` sums results.
 
-The best of a token's experts are found one after the other, of equals the lower, as the CPU's operators choose.
+Routing (DeepSeek-V3, 2024, section 2.1.2) takes a token's best experts one after the other, the lower id of equal
+ones, as the CPU operators do.
 """
 
 from typing import NamedTuple
@@ -175,12 +176,11 @@ def _route_compilations() -> tuple[Compilation, ...]:
 _MOE_ROUTE_COMPILATIONS = _route_compilations()
 
 
-# [moe_sort] Pairs of a token and one of its experts, by expert, in blocks that no two experts share: rows of the
-# grouped GEMM.
+# Sorting of (token, expert) pairs by expert, in blocks that belong to one expert each: the rows of the grouped GEMM.
 #
-# A counting sort in three launches, or one where the pairs are few. Nothing is read back by the host: room is for
-# the most blocks there can be, and those that are too many stay idle. Equal pairs keep their order, so the result is
-# always the same.
+# A counting sort in three launches, or in one where the pairs are few. The host reads nothing back: the tables have
+# room for the largest possible number of blocks, and programs past the last block return. The sort is stable, so the
+# result is deterministic.
 
 
 class SortedPairs(NamedTuple):
@@ -360,7 +360,7 @@ def _sort_compilations() -> tuple[Compilation, ...]:
 _MOE_SORT_COMPILATIONS = _sort_compilations()
 
 
-# [moe_combine] What a token's experts give, added up by their weights in their order: no sum depends on who finishes
+# The weighted sum of each token's experts, in the order of its experts: no sum depends on which program finishes
 # first.
 
 

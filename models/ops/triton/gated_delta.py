@@ -1,4 +1,8 @@
-"""A gated delta net between its projections: convolution, delta rule, gated norm. Called by `GatedDeltaNet`."""
+"""A gated delta net between its projections, called by `GatedDeltaNet`.
+
+In order: the host's plan of a step and the launchers' composition (`remember`, `gated_norm`), the short convolution,
+the delta rule for one token of each sequence and the norm after it, and the delta rule over spans, chunk by chunk.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +18,7 @@ from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, WHOLE, Target, config_of, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
-# [delta_conv] The short causal convolution of a gated delta net, over each row's tokens and the last inputs of its
-# slot.
+# The short causal convolution, over each row's tokens and the last inputs of its slot.
 #
 # Channels are read where the projection left them, a key head's queries, keys and values side by side, and are
 # written in the order of the convolution's weight: all queries, all keys, all values.
@@ -205,12 +208,10 @@ _DELTA_CONV_COMPILATIONS = tuple(
 )
 
 
-# [gated_delta] The gated delta rule (Yang, Kautz and Hatamizadeh, 2025) for one token of each sequence, and the norm
-# behind it.
+# The gated delta rule (Yang, Kautz and Hatamizadeh, 2025) for one token of each sequence, and the norm after it.
 #
-# The arithmetic is that of `models.ops.gated_delta_rule`. Queries and keys come as the convolution left them and
-# get unit length here; decay and share come of the projection. States are float32, in their slots, and changed
-# there.
+# The arithmetic is that of `models.ops.gated_delta_rule`. Queries and keys come from the convolution and get unit
+# length here; decay and beta come from the projection. States are float32, in their slots, and updated in place.
 
 LENGTH_EPS = tl.constexpr(1e-6)
 """Of the lengths of queries and keys."""
@@ -406,12 +407,11 @@ _GATED_DELTA_COMPILATIONS = tuple(
 )
 
 
-# [gated_delta_span] The gated delta rule over spans of tokens, chunk by chunk (Yang, Kautz and Hatamizadeh, 2025,
-# section 3.3).
+# The gated delta rule over spans of tokens, chunk by chunk (Yang, Kautz and Hatamizadeh, 2025, section 3.3).
 #
-# The arithmetic is that of `models.ops.gated_delta_rule`. A chunk's corrections solve a unit lower triangular
-# system that depends on its keys alone: those inverses are made first, for all chunks at once, and a span's chunks,
-# which follow one another, are then left with products.
+# The arithmetic is that of `models.ops.gated_delta_rule`. A chunk's corrections solve a unit lower triangular system
+# that depends on its keys alone. Those inverses are computed first, for all chunks at once; the chunks of a span,
+# which depend on one another, then need products only.
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""What grids and tiles are computed with on the host: Triton's own functions take microseconds there, each call."""
+"""Host arithmetic of grids and work lists, importable without Triton.
+
+`triton.cdiv` and `triton.next_power_of_2` take microseconds a call on the host; these do not.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +17,7 @@ def next_power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-# [pieces] How a row's keys are cut for `attention_decode`: by its length alone. `attention_tile.piece_length` is the
-# same.
+# How decode attention splits a row's keys: by the row's length alone. `attention.piece_length` computes the same.
 
 PIECE = 256
 """Tokens of a piece, or of a part of it where a row is very long."""

@@ -1,9 +1,10 @@
-"""Absorbed attention over the paged latents (DeepSeek-V2, 2024, section 2.1.2): decodes, and tokens that select.
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1.2) over paged latents, and DeepSeek-V3.2's indexer.
 
-One latent of a token is the key and the value of all heads, so a program takes a tile of one query's heads over a run
-of latents. How long runs are depends on the token alone, which keeps its result apart from its batch; they are then
-merged (Flash-Decoding, Dao et al., 2023). With DeepSeek-V3.2's indexer the latents are those of chosen positions
-instead of neighbours.
+Two algorithms compute the same attention. The absorbed one, for decodes and for tokens that select positions, moves
+queries into the latent space, where one latent is the key and the value of all heads. A program takes a tile of one
+query's heads over a run of latents; the run length depends on the token's context alone, so a result does not depend
+on the batch. Runs are then merged (Flash-Decoding, Dao et al., 2023). The expanded one, for prompts, attends to keys
+and values per head. The indexer scores positions, of which absorbed attention takes the best instead of all.
 """
 
 import math
@@ -312,13 +313,12 @@ def _compilations() -> tuple[Compilation, ...]:
 _LATENT_ATTENTION_COMPILATIONS = _compilations()
 
 
-# [latent_prefill] Attention of prompts to expanded latents: every head's key is its expansion beside the one rotated
-# key of all heads.
+# Prefill over expanded latents: a head's key is its expansion followed by the rotated key that all heads share.
 #
-# In DeepSeek-V3's shape a query and a key cost 320 multiplications a head expanded, and 1088 in the latents' space;
-# expanding a latent costs 131072, which some 170 queries save. So prompts expand and decodes do not. The memory of
-# expansions is bounded by taking a long context in pieces, between which a query's softmax is carried on, as it is
-# from tile to tile (FlashAttention-2, Dao, 2023).
+# In DeepSeek-V3's shape a query and a key cost 320 multiplications a head expanded, and 1088 in the latent space;
+# expanding a latent costs 131072, which about 170 queries save. So prompts expand and decodes do not. Long contexts
+# are expanded in pieces to bound memory; a query's softmax state is carried from piece to piece, as it is from tile to
+# tile (FlashAttention-2, Dao, 2023).
 
 
 class Piece(NamedTuple):
@@ -546,11 +546,11 @@ _LATENT_PREFILL_COMPILATIONS = tuple(
 )
 
 
-# [indexer_scores] The lightning indexer's scores over its paged keys (DeepSeek-V3.2, 2025): small heads that choose
-# what to attend to.
+# Scores of the lightning indexer over its paged keys (DeepSeek-V3.2, 2025): small heads whose weighted scores select
+# the positions to attend to.
 #
-# Written to memory head by head, as a plain product has them, the scores would be as many times larger as there are
-# heads; here a tile of them is weighed and summed in registers.
+# Scores of each head in memory would be larger than the result by the number of heads; a tile of them is weighted and
+# summed in registers instead.
 
 
 # What differs from step to step; the tokens of a step may begin anywhere in their tensors.

@@ -1,7 +1,7 @@
-"""Penalties, biases, masks and the likeliest token, over logits where they lie. Called by the device's sampler.
+"""Operations on logits in place, called by the device's sampler: penalties, biases, masks, argmax, log probabilities.
 
 A history names a token as often as it occurs. Penalties that count once are applied by whichever entry finds the
-token's bit unset, and all entries of a token would write the same: the result is that of torch, bit for bit.
+token's bit unset, and all entries of a token write the same value: the result equals torch's, bit for bit.
 """
 
 from typing import NamedTuple
@@ -198,10 +198,9 @@ def _compilations() -> tuple[Compilation, ...]:
 _SAMPLING_COMPILATIONS = _compilations()
 
 
-# [logprobs] Log probabilities of given tokens, their ranks, and the likeliest tokens. Called by the device's
-# sampler.
+# Log probabilities of given tokens, their ranks, and the top-k tokens.
 #
-# Two passes: tiles of a row each find their own best, and one program puts a row's tiles together in their order.
+# Two passes: each tile of a row finds its own top-k, then one program merges a row's tiles in their order.
 
 MAX_LIKELIEST = 32
 """Likeliest tokens that the kernels find; a search for more takes a pass over the tile for each."""

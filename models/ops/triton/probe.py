@@ -1,4 +1,7 @@
-"""`probe`: whether Triton works on a device, found by running a kernel that loads, multiplies and stores."""
+"""Whether Triton works on a device: `probe` runs a kernel that loads, multiplies and stores, and checks the result.
+
+Also known faults of `ptxas`, NVIDIA's assembler, by release.
+"""
 
 import functools
 import importlib
@@ -34,7 +37,7 @@ def probe(device: torch.device) -> str | None:
     return None
 
 
-# [ptxas] `ptxas`, NVIDIA's assembler, which Triton brings or finds: its release, and what is known of some.
+# The release of `ptxas` that Triton uses, and known faults of releases.
 
 _RIGHT = 13, 1
 """Older ones are known to make wrong code for Hopper of kernels like those of recurrent layers: 12.8, which Triton

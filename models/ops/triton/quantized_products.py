@@ -1,9 +1,11 @@
-"""FP8 weights and activations: how they lie, how activations are rounded, and a step of their products.
+"""Products with quantized weights: FP8, then 4 bits.
 
-Used by the dense and by the experts' products (DeepSeek-V3, 2024, section 3.3). Weights have a scale a block of
-128 x 128, an output feature or a tensor, activations one for 128 inputs. A group's products are summed by the matrix
-units, then scaled and added up in float32. Hardware without FP8 multiplies activations as they are, by weights that
-become numbers of their type in registers.
+FP8 (DeepSeek-V3, 2024, section 3.3): weights have a scale for each block of 128 x 128, output feature or tensor,
+activations one for 128 inputs. A group's products are summed by the matrix units, then scaled and added in float32.
+Hardware without FP8 multiplies activations as they are, by weights that are converted to their type in registers.
+
+4 bits: MXFP4, or integers with zero points. Weights go through memory as they are stored and become bfloat16 in
+registers. The experts' products share both layouts.
 """
 
 from typing import NamedTuple
@@ -291,11 +293,11 @@ _FP8_GEMM_COMPILATIONS = tuple(
 )
 
 
-# [four_bit] How 4-bit weights lie for the kernels, and what their codes mean. Used by the dense and by the experts'
-# products.
+# The layout of 4-bit weights, for dense products and for those of experts.
 #
 # `[.., out, in / 2]` bytes: 32 of them hold 64 inputs, the first 32 in their low nibbles, the next in their high
-# ones. A tile of bytes is then two tiles of weights whose inputs lie in a row, and loads of activations stay wide.
+# nibbles. A tile of bytes is then two tiles of weights with contiguous inputs: loads of activations stay wide and
+# nothing is interleaved.
 
 RUN = 32
 """Inputs that lie in a row; a weight has an even number of such runs."""
@@ -401,11 +403,7 @@ def add_runs(
     return tl.dot(high_x, tl.trans(high), total, input_precision="ieee")
 
 
-# [four_bit_gemm] Products of 4-bit weights, MXFP4 or integers with zero points, with bfloat16 activations.
-#
-# Weights go through memory as they are stored and become bfloat16 in registers. See `four_bit` for their layout: a
-# byte holds inputs that lie 32 apart, so that both halves of a tile meet activations that lie in a row, and nothing
-# is interleaved.
+# The product of 4-bit weights with bfloat16 activations.
 
 
 @triton.jit(do_not_specialize=["M"])  # It differs from step to step.

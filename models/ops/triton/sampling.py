@@ -1,8 +1,9 @@
-"""Tokens drawn from logits by one number a row: temperature, top-k, top-p and min-p, and no host in between.
+"""Sampling from logits on the device: temperature, top-k, top-p and min-p, one random number a row, no host transfer.
 
-Weights are whole numbers, the likeliest 2^40, so that sums are the same in any order. The number inverts the
-distribution function over ids, or by descending weight where filters keep a prefix of that order: the sampler's rule
-in torch. A seed gives the same tokens, but at edges of shares that exponentials round; Gumbel's trick gives others.
+Weights are integers, the argmax token's being 2^40, so that sums are exact in any order. The random number inverts the
+cumulative distribution over token ids, or over descending weights where filters keep a prefix of that order, which is
+the rule of the torch sampler. A seed gives the same tokens as there, except where exponentials are rounded across the
+edge of a token's interval.
 """
 
 import torch
@@ -13,7 +14,7 @@ from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, config_of, launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
-# [counter_rng] The generator of `engine.sampling.counter_rng` on the device: SplitMix64 (Steele, Lea and Flood, 2014).
+# Random numbers: `engine.sampling.counter_rng` on the device, SplitMix64 (Steele, Lea and Flood, 2014).
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
@@ -47,11 +48,9 @@ def share_of(bits, total):
     return tl.umulhi(bits, total.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
 
 
-# [draw_whole] A draw from what filters keep of a whole row, without ordering it, and what its tokens weigh. Used by
-# `draw`.
+# Sampling from all of a row without sorting it, for the few rows whose filters keep more than the top thousand tokens.
 #
-# Where a prefix of the order ends is found by bisection of its last token's key: a pass over the row for each bit.
-# It is for the few rows of which the likeliest thousand tokens do not tell.
+# The end of the kept prefix is found by bisection of its last token's key: one pass over the row for each bit.
 
 _ONE = tl.constexpr(2.0**40)
 _NEVER = tl.constexpr(0x7F800000)  # Key of minus infinity

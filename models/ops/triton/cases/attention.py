@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and what is stored for it, against torch."""
+"""Self-test case of attention over the paged cache and of the store before it."""
 
 import dataclasses
 from collections.abc import Hashable, Iterator

@@ -1,4 +1,4 @@
-"""Norms and gated activations against torch."""
+"""Torch references and self-test cases of norms and gated activations."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,8 +10,6 @@ from models.ops.activation import Gating
 from models.ops.cpu.structures import GELU_TANH, SILU
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, gated, rms_norm
-
-# [rms_norm] What `models.ops.triton.elementwise` computes, in torch.
 
 
 def reference_rms_norm(
@@ -33,9 +31,6 @@ def reference_rms_norm(
         assert residual is not None
         return (residual.float() + normed.to(x.dtype).float()).to(x.dtype)
     return normed.to(x.dtype)
-
-
-# [gated] What `models.ops.triton.elementwise` computes, in torch.
 
 
 def reference_gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Routing, and mixtures of experts, against torch."""
+"""Torch references and self-test cases of expert routing and of mixtures of experts."""
 
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
@@ -13,8 +13,7 @@ from models.ops.triton.cases.quantized_products import as_multiplied, ends_of, p
 from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
 from models.quantization.stored import stored_of
 
-# [moe_route] What `models.ops.triton.expert_routing` computes, in torch; `topk` would leave open which of equals it
-# takes.
+# Routing. A stable sort, since `topk` leaves the order of equal scores undefined.
 
 
 def reference_moe_route(
@@ -45,8 +44,7 @@ def reference_moe_route(
     return weights * scaling_factor, ids
 
 
-# [moe_sort] What `models.ops.triton.expert_routing` computes, in torch: of each block its expert and its pairs, in
-# their order.
+# Sorting of pairs: the expert and the pairs of each block, in order.
 
 
 def reference_moe_sort(ids: torch.Tensor, num_experts: int, block: int) -> list[tuple[int, list[int]]]:
@@ -225,8 +223,7 @@ def _blocks(pairs: SortedPairs) -> list[tuple[int, list[int]]]:
     return [(expert, table[nth, :row].tolist()) for nth, (expert, row) in enumerate(zip(experts, rows, strict=True))]
 
 
-# [moe_gemm] What `models.ops.triton.expert_products` and `moe_combine` compute, in torch: a pair at a time, in
-# float32.
+# Products of experts in float32, and the weighted sum of each token's experts.
 
 
 def reference_moe_gemm(

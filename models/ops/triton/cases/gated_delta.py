@@ -1,4 +1,4 @@
-"""Gated delta nets against torch."""
+"""Torch reference and self-test case of gated delta nets."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -119,7 +119,7 @@ class DeltaForm(NamedTuple):
         return exact, terms
 
 
-# [gated_delta_net] What `models.ops.triton.gated_delta` computes, in torch: a token at a time, in float32.
+# The whole layer between its projections, one token at a time, in float32.
 
 
 def reference_delta_net(

@@ -1,4 +1,4 @@
-"""Latent attention and its indexer against torch."""
+"""Torch references and self-test cases of latent attention and its indexer."""
 
 from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
@@ -227,8 +227,7 @@ def _stored(
     return excess(found, exact, bound)
 
 
-# [latent_attention] What `models.ops.triton.latent_attention` and `latent_prefill` compute, in torch: a token at
-# a time.
+# References, one token at a time.
 
 
 def reference_latent_attention(
@@ -283,9 +282,6 @@ def reference_latent_prefill(
         shares = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
         out[first : first + count] = torch.einsum("hqk,khv->qhv", shares, v).to(q.dtype)
     return out
-
-
-# [indexer_scores] What `models.ops.triton.latent_attention` computes, in torch: a token at a time.
 
 
 def reference_indexer_scores(

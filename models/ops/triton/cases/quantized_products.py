@@ -1,4 +1,4 @@
-"""Products of weights that stay quantised against torch."""
+"""Torch references and self-test cases of products with quantized weights."""
 
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, unpac
 from models.ops.types import FP8_GROUP
 from models.quantization.stored import StoredWeight
 
-# [quantized] What products of quantised weights compute, in torch: dense weights, in float32.
+# References: products with the dequantized weight in float32.
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -1,4 +1,4 @@
-"""What `models.ops.triton.logits` computes, in torch."""
+"""Torch references of the sampling kernels: logit changes, argmax, sampling, log probabilities and rejection."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def reference_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
 
-# [draw] What `models.ops.triton.sampling` computes, in torch: one row at a time, in whole numbers.
+# Sampling, one row at a time, in integers.
 
 _ONE = 2.0**40
 
@@ -71,7 +71,7 @@ def reference_draw(
     return int(order[int((running <= target).sum())])
 
 
-# [logprobs] What `models.ops.triton.logits` computes, in torch.
+# Log probabilities and ranks.
 
 
 def reference_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logprobs:
@@ -84,7 +84,7 @@ def reference_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int
     return Logprobs((own - normaliser)[:, 0], ranks, best, logits.gather(1, best) - normaliser)
 
 
-# [rejection] What `models.ops.triton.rejection` computes, in torch: a row and a draft at a time.
+# Verification of drafts, one row and one draft at a time.
 
 
 def reference_keep_equal(sampled: torch.Tensor, drafts: torch.Tensor, first_drafts: torch.Tensor) -> list[list[int]]:
