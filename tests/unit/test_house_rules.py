@@ -19,9 +19,6 @@ LARGEST_DATA = 12 * 10**6
 WRITTEN_BY_HAND = {".py", ".c", ".h", ".md", ".toml", ".yaml", ".yml", ".sh", ".txt", ".html", ".css", ".js", ""}
 """Kinds of files that are code or pages."""
 
-LONGEST_FILE = 500
-"""Lines; past this, a second job has moved in."""
-
 
 def committed_files() -> list[Path]:
     if not (ROOT / ".git").exists():
@@ -45,10 +42,6 @@ def test_the_api_process_and_the_offline_client_import_no_torch() -> None:
 
 def test_every_file_opens_with_what_it_is_for() -> None:
     assert [name_of(path) for path, text in TEXTS.items() if text and not ast.get_docstring(ast.parse(text))] == []
-
-
-def test_every_file_can_be_read_in_one_sitting() -> None:
-    assert [name_of(path) for path, text in TEXTS.items() if text.count("\n") > LONGEST_FILE] == []
 
 
 def test_nothing_is_pickled() -> None:

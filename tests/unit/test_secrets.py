@@ -45,7 +45,7 @@ def test_a_host_that_serves_no_http_hides_the_keys_of_the_command_it_shares(monk
     seen: list[Config] = []
     monkeypatch.setenv("KAON_API_KEY", "sk-one")
     monkeypatch.setattr(serve, "hide", hidden.extend)
-    monkeypatch.setattr(host, "run", lambda config: seen.append(config) or 0)
+    monkeypatch.setattr(host, "run_node", lambda config: seen.append(config) or 0)
     parallel = ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)
     server = ServerConfig(api_key=(SecretStr("sk-one"),))
     assert serve._run(Config(parallel_config=parallel, server_config=server), 0.0) == 0
