@@ -31,7 +31,7 @@ from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine,
 from models.ops.triton.latent_attention import indexer_scores, latent_attention
 from models.ops.triton.logits import logprobs
 from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, four_bit_linear, fp8_linear
-from models.ops.types import FP8_GROUP, HeadNorms
+from models.ops.types import FP8_GROUP, AttentionInputs, HeadNorms
 
 
 @triton.jit
@@ -154,7 +154,8 @@ def _attention(bench: Bench) -> Call:
     q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
     norms = HeadNorms(*(_norm_layer(bench, head_dim).operand for _ in range(2)))
     cos, sin = (bench.random(_ROWS, 1, head_dim, dtype=torch.float32) for _ in range(2))
-    return lambda: rows.backend.forward(q, k, v, rows.cache, rows.metadata, rows.options, None, norms, (cos, sin))
+    inputs = AttentionInputs(rows.options, None, norms, (cos, sin))
+    return lambda: rows.backend.forward(q, k, v, rows.cache, rows.metadata, inputs)
 
 
 def _decode(bench: Bench) -> Call:

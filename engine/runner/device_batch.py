@@ -8,8 +8,7 @@ import torch
 
 from engine.runner.device import Device, Uploads
 from engine.runner.input_batch import StepInputs, TableChanges
-from models.attention.backend import AttentionBackend
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.ops.memory import Send
 
 

@@ -23,8 +23,8 @@ from engine.runner.input_batch import RowsAlike, StepInputs
 from engine.runner.kv_cache import LayerCaches
 from engine.runner.memory_sizing import DeviceMemory, gib
 from engine.speculative.drafts import most_rows
-from models.attention.backend import AttentionBackend
-from models.attention.context import AttentionMetaData, Context, LoRARows, forward_context
+from models.attention.backend import AttentionBackend, AttentionMetaData
+from models.attention.context import Context, LoRARows, forward_context
 from models.attention.gpu import NO_SLOT
 from models.layers.base import CausalLM
 from models.lora.adapters import why_not_captured

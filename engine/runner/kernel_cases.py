@@ -54,7 +54,7 @@ def uses_of(
 
 
 def _attention(observed: ObservingBackend, dtype: torch.dtype, tokens_a_row: int) -> Iterator[Use]:
-    for q, k, cache, options, sinks, norms, rotation in observed.attended:
+    for q, k, cache, (options, sinks, norms, rotation) in observed.attended:
         as_hardware_reads(cache, options, q.device)
         form = AttentionForm(
             q.shape[1],
@@ -99,7 +99,7 @@ def _attention(observed: ObservingBackend, dtype: torch.dtype, tokens_a_row: int
 
 def _layers(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max_tokens: int) -> Iterator[Use]:
     # These are computed with what stores keys.
-    fused = {id(norm.weight) for call in observed.attended for norm in call.norms or ()}
+    fused = {id(norm.weight) for call in observed.attended for norm in call.inputs.norms or ()}
     fused |= {id(call.inputs.norm.weight) for call in observed.latents}
     modules = list(cast(nn.Module, model).modules())
     # Those of decoder layers take a sum with them: what comes before it or, of Gemma's, behind it.

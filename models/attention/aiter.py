@@ -1,7 +1,8 @@
-"""The attention backend of GPUs on which ROCm's library `aiter` attends, to what Triton's kernels have stored."""
+"""The attention backend of GPUs on which ROCm's library `aiter` attends to what Triton's kernels stored."""
 
 import torch
 
+from models.attention.backend import BACKENDS
 from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
 from models.ops import aiter
@@ -11,8 +12,9 @@ from models.ops.types import AttentionOptions, KVCacheTensor
 _TYPES = (torch.bfloat16, torch.float16)
 
 
+@BACKENDS.register("aiter")
 class AiterAttentionBackend(TritonAttentionBackend):
-    """Steps, or their decodes, by the library where it attends as a layer does; the rest by Triton's kernels."""
+    """Steps, or only their decodes, run on the library where it has the layer's form; the rest on Triton's kernels."""
 
     name = "aiter"
 
@@ -44,7 +46,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        """# [B, Hq, D] each"""
+        """Rows of one token. # [B, Hq, D] each"""
         rows = len(q)
         lengths, tables = metadata.seq_lens[:rows], metadata.block_tables[:rows]
         if metadata.query_len == 1 and aiter.takes("decode") and q.dtype in _TYPES and takes_paged(options, sinks):
@@ -55,21 +57,21 @@ class AiterAttentionBackend(TritonAttentionBackend):
 
 
 def _rows(metadata: TritonMetaData, first: int, block: int) -> Rows:
-    """A step's rows from one on."""
-    some = slice(first, None)
+    """A step's rows from `first` on."""
+    rest = slice(first, None)
     starts = metadata.cu_seqlens_q
     if first:
         key = "aiter", first
         if key not in metadata.plans:
             metadata.plans[key] = starts[first:] - first
         starts = metadata.plans[key]
-    queries = metadata.query_len if metadata.lengths is None else int(metadata.lengths.queries[some].max())
-    keys = _most_keys(metadata, some, block)
-    return Rows(starts, metadata.seq_lens[some], metadata.block_tables[some], queries, keys)
+    queries = metadata.query_len if metadata.lengths is None else int(metadata.lengths.queries[rest].max())
+    keys = _most_keys(metadata, rest, block)
+    return Rows(starts, metadata.seq_lens[rest], metadata.block_tables[rest], queries, keys)
 
 
-def _most_keys(metadata: TritonMetaData, some: slice, block: int) -> int:
-    """The most keys of some rows, or that they may have in a captured graph."""
+def _most_keys(metadata: TritonMetaData, rows: slice, block: int) -> int:
+    """The most keys that one of some rows has, or may have in a captured graph."""
     if metadata.lengths is None:
         return metadata.block_tables.shape[1] * block
-    return int(metadata.lengths.contexts[some].max())
+    return int(metadata.lengths.contexts[rows].max())

@@ -1,37 +1,74 @@
-"""`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code."""
+"""`AttentionBackend`: the contract between the model runner, the attention layers and a device's attention code.
+
+In order: the metadata of a step, the contract, and the registry from which `select_backend` chooses.
+"""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.context import AttentionMetaData
-from models.ops import aiter as library
-from models.ops import triton as kernels
+from models.ops import aiter, triton
 from models.ops.cpu import runtime
+from models.ops.cpu.structures import Step
 from models.ops.memory import Send
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
+from models.registry import Registry
+
+_log = logging.getLogger(__name__)
 
 
-class AttentionBackend(Protocol):
+@dataclass(slots=True, kw_only=True)
+class AttentionMetaData:
+    """A step as every layer's attention sees it: B rows, decodes first, of T tokens in all."""
+
+    backend: "AttentionBackend"
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32, the index of each row's first token among the T
+    seq_lens: torch.Tensor  # [B] int32, tokens attended to, this step's included
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
+    num_decodes: int
+    """Leading rows of `query_len` tokens each."""
+    query_len: int = 1
+    """One token, plus the drafts that are verified with it."""
+    slots: torch.Tensor | None = None  # [B] int64, each row's index in the layers' `StateCache`
+    step: Step | None = None
+    """The same step as the CPU operators read it, where they run."""
+
+
+class AttentionBackend(ABC):
     """Attention over a paged KV cache for one kind of device.
 
-    The model runner builds metadata once a step; each layer calls `forward` with it. GPU backends replay decode
-    steps from captured graphs: `init_capture` allocates the fixed buffers that graphs refer to, then for each size
-    `prepare_for_capture` gives metadata over those buffers, and before each replay `prepare_for_replay` copies the
-    step's values into them. A backend whose device has no graphs does nothing in the three.
+    The model runner builds metadata once a step; each layer calls `forward` or `latent_attention` with it. A backend
+    whose device replays decode steps from captured graphs also implements the four methods of capture:
+    `init_capture` allocates the fixed buffers that graphs refer to, then for each size `prepare_for_capture` returns
+    metadata over those buffers, and before each replay `prepare_for_replay` copies the step's values into them.
     """
 
-    name: str
-    reads_tables_on_device: bool
-    """Whether `build_metadata` takes block tables that lie on the device."""
+    name: ClassVar[str]
+    """The backend's name in logs."""
+    reads_tables_on_device: ClassVar[bool] = False
+    """Whether `build_metadata` accepts block tables that are on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @classmethod
+    def serves(cls, device: torch.device) -> bool:
+        """Whether the backend of another package is to serve a device. Kaon's own are chosen by `select_backend`."""
+        del device
+        return False
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's K, and of its V."""
+        """Shape of one layer's K, and of its V: one head's vectors in a block are contiguous by default."""
+        return num_blocks, num_kv_heads, block_size, head_dim
 
+    @abstractmethod
     def build_metadata(
         self,
         *,
@@ -44,14 +81,15 @@ class AttentionBackend(Protocol):
         query_len: int = 1,
         send: Send | None = None,
     ) -> AttentionMetaData:
-        """Everything that a step's layers share. B rows, `num_decodes` of `query_len` first, then spans; T tokens.
+        """What all layers of a step share. B rows, `num_decodes` of `query_len` tokens first, then prefills; T tokens.
 
         `query_lens` [B]: tokens computed. `seq_lens` [B]: tokens attended to, those included. `block_tables`
         [B, max_blocks]: entries past a row's length are ignored. `slot_mapping` [T]: block * block_size + offset.
-        `slots` [B]: each row's place in the layers' states, where they keep any. `send` brings the arrays to the
-        device; without it each call makes a copy of its own. Nothing is enqueued that reads them.
+        `slots` [B]: each row's index in the layers' states, where they keep any. `send` copies the arrays to the
+        device; without it each call copies them itself. No work that reads them is enqueued.
         """
 
+    @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
@@ -59,15 +97,12 @@ class AttentionBackend(Protocol):
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None = None,
-        norms: HeadNorms | None = None,
-        rotation: Rotation | None = None,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """Write K and V to the cache, then attend. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]
 
-        `sinks` [Hq] are logits beside the scores: they take probability and add no value. `norms` and `rotation`, in
-        this order, are applied to queries and keys first; queries may be changed in place.
+        Queries and keys are normalised and rotated first where `inputs` has norms and a rotation; queries may be
+        changed in place. Raises `ValueError` for a cache in FP8 that the hardware does not read.
         """
 
     def latent_attention(
@@ -81,13 +116,14 @@ class AttentionBackend(Protocol):
         selected: torch.Tensor | None = None,
         inputs: LatentInputs | None = None,
     ) -> torch.Tensor:
-        """Write latents to the cache, then attend to what they expand to. # -> [T, H, v]
+        """Write latents to the cache, then attend to their keys and values. # -> [T, H, v]
 
         `q` [T, H, nope + rope]: rotated. `latent` [T, rank + rope]: the normalised latent, then the rotated key that
-        all heads share. With `inputs`, neither is normalised or rotated yet. `kv_b` [H, nope + v, rank]: makes a
-        head's key and value of a latent. `selected` [T, K]: positions that each token attends to, -1 for none; None:
-        all before it and itself.
+        all heads share. With `inputs`, neither is normalised or rotated yet. `kv_b` [H, nope + v, rank]: the
+        projection from a latent to each head's key and value. `selected` [T, K]: positions that each token attends
+        to, -1 for none; None: all up to its own. Raises `ValueError` where the backend has no latent attention.
         """
+        raise _no_latents(self)
 
     def index_top_k(
         self,
@@ -101,68 +137,83 @@ class AttentionBackend(Protocol):
         """Write index keys to the cache, then choose each token's `top_k` best. # -> [T, top_k] int64
 
         A key's score is the sum over heads of `weights * relu(q . k)`. # q [T, H, D], weights [T, H] f32, k [T, D]
-        Positions are in no order, -1 where fewer are seen. None where no sequence is longer than `top_k`.
+        Positions are unordered, -1 where fewer are visible. None where no sequence is longer than `top_k`. Raises
+        `ValueError` where the backend has no latent attention.
         """
+        raise _no_latents(self)
 
-    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
+    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:  # noqa: B027, optional
         """Allocate the buffers of graphs of up to `max_batch_size` rows of `query_len` tokens and `max_blocks`."""
 
     def captured_tables(self, batch_size: int, query_len: int = 1) -> torch.Tensor | None:
-        """Where a graph of `batch_size` rows reads its block tables, if they may be written there at once.
+        """The block tables that a graph of `batch_size` rows reads, if a step may write its own there directly.
 
         # [batch_size, max_blocks] int32
         """
+        del batch_size, query_len
+        return None
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
-        """Metadata over those buffers for a graph of `batch_size` rows; None where the device has no graphs."""
+        """Metadata over those buffers for a graph of `batch_size` rows; None where the backend captures no graphs."""
+        del batch_size, query_len
+        return None
 
-    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
-        """Copy a step's metadata into the buffers of the graph of `batch_size` rows; those after its own are empty.
+    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:  # noqa: B027, optional
+        """Copy a step's metadata into the buffers of the graph of `batch_size` rows, and empty the remaining rows.
 
-        An empty row is of length 0, with slots of -1: it writes nothing, attends to nothing, and comes out as zeros.
+        An empty row has length 0 and slots of -1: it writes nothing, attends to nothing, and its output is zero.
         """
 
 
-# [attention] Attention backends, one a kind of device; `select_backend` chooses.
+def _no_latents(backend: AttentionBackend) -> ValueError:
+    return ValueError(
+        f"the model attends to latents, which the attention backend {backend.name} cannot; on a GPU they need Triton: "
+        "repair it, or use device cpu"
+    )
 
-_log = logging.getLogger(__name__)
+
+BACKENDS: Registry[type[AttentionBackend]] = Registry(
+    "attention backend",
+    {
+        "aiter": "models.attention.aiter",
+        "triton": "models.attention.triton",
+        "torch": "models.attention.torch_paged",
+        "cpu-native": "models.attention.cpu_native",
+        "cpu": "models.attention.cpu",
+    },
+)
 
 
 def select_backend(device: torch.device) -> AttentionBackend:
-    """The backend for `device`, whose Triton kernels run from here on. Raises `ValueError` where there is no GPU."""
-    require_backend(device)
-    if device.type == "cuda":
-        return _gpu_backend(device)
-    if runtime.active():
-        from models.attention.cpu_native import NativeCPUAttentionBackend
+    """The backend for `device`: the first of another package that serves it, else Kaon's own.
 
-        return NativeCPUAttentionBackend()
-    from models.attention.cpu import CPUAttentionBackend
-
-    return CPUAttentionBackend()
+    On a GPU, Triton's kernels are started unless attention is left to torch. Raises `ValueError` where there is no
+    GPU.
+    """
+    foreign = (name for name in BACKENDS.foreign_names() if BACKENDS[name].serves(device))
+    if (name := next(foreign, None)) is None:
+        require_backend(device)
+        name = _gpu_backend(device) if device.type == "cuda" else _cpu_backend()
+    return BACKENDS[name](device)
 
 
 def require_backend(device: torch.device) -> None:
-    """Raise `ValueError` where a kind of device has no backend. Touches no GPU: a rank has not chosen its own yet."""
+    """Raise `ValueError` where a kind of device has no backend. Uses no GPU: a rank has not chosen its own yet."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device.type}, but torch finds no GPU; `kaon doctor` says why; use device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device.type}, for which this release has no attention backend; use device cpu")
 
 
-def _gpu_backend(device: torch.device) -> AttentionBackend:
-    # Who leaves attention to torch may do so because Triton takes the process down.
-    reason = None if kernels.leaves("attention") else kernels.start(device)
-    if kernels.takes("attention") and (library.takes("attention") or library.takes("decode")):
-        from models.attention.aiter import AiterAttentionBackend
+def _cpu_backend() -> str:
+    return "cpu-native" if runtime.active() else "cpu"
 
-        return AiterAttentionBackend(device)
-    if kernels.takes("attention"):
-        from models.attention.triton import TritonAttentionBackend
 
-        return TritonAttentionBackend(device)
-    from models.attention.torch_paged import TorchAttentionBackend
-
+def _gpu_backend(device: torch.device) -> str:
+    # Triton is not even started where attention is left to torch: it may end the process.
+    reason = None if triton.leaves("attention") else triton.start(device)
+    if triton.takes("attention"):
+        return "aiter" if aiter.takes("attention") or aiter.takes("decode") else "triton"
     if reason is not None:
         _log.warning("Plain torch computes everything, slowly: %s", reason)
-    return TorchAttentionBackend(device)
+    return "torch"

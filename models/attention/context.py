@@ -1,39 +1,18 @@
-"""`ForwardContext`: what a step's attention needs besides its activations, and the one sanctioned global.
+"""`ForwardContext`: what a step's layers need besides their activations, and the one global that holds it.
 
-The model runner sets it with a `with` around the forward pass; attention layers read it. Passing it beside the
-arguments keeps the model's signature fixed, which captured graphs rely on.
+The model runner sets it around the forward pass; layers read it. It is a global so that the model's signature stays
+fixed, which captured graphs rely on.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from models.attention.backend import AttentionMetaData
 from models.ops.types import LayerCache
-
-if TYPE_CHECKING:
-    from models.attention.backend import AttentionBackend
-    from models.ops.cpu.structures import Step
-
-
-@dataclass(slots=True, kw_only=True)
-class AttentionMetaData:
-    """A step as every layer's attention sees it: B rows, decodes first, of T tokens together."""
-
-    backend: "AttentionBackend"
-    cu_seqlens_q: torch.Tensor  # [B + 1] int32, where each row's tokens begin among the T
-    seq_lens: torch.Tensor  # [B] int32, tokens attended to, this step's included
-    block_tables: torch.Tensor  # [B, max_blocks] int32
-    slot_mapping: torch.Tensor  # [T] int64, block * block_size + offset of each token's K and V
-    num_decodes: int
-    """Leading rows of `query_len` tokens each."""
-    query_len: int = 1
-    """One token, and as many drafts as are verified with it."""
-    slots: torch.Tensor | None = None  # [B] int64, each row's place in the layers' `StateCache`
-    step: "Step | None" = None
-    """The same as the CPU's operators read it, where they run."""
 
 
 @dataclass(slots=True)
@@ -51,7 +30,7 @@ class Context:
 
 @dataclass(slots=True)
 class DPMetadata:
-    """How many tokens each data-parallel rank computes in this step."""
+    """The number of tokens that each data-parallel replica computes in this step; 0 for a dummy step."""
 
     num_tokens_across_dp: tuple[int, ...]
 
@@ -60,7 +39,7 @@ class DPMetadata:
         return max(self.num_tokens_across_dp)
 
     def is_dummy(self, replica: int) -> bool:
-        """Whether what a replica computes is nobody's."""
+        """Whether a replica runs a dummy step, whose results are discarded."""
         return not self.num_tokens_across_dp[replica]
 
 
@@ -77,13 +56,13 @@ class LoRATokens(NamedTuple):
     """The tokens of a step that use one LoRA adapter."""
 
     adapter: int
-    tokens: slice | torch.Tensor  # [n] int64, their places among the step's
+    tokens: slice | torch.Tensor  # [n] int64, their indices among the step's
 
 
 class LoRARows(NamedTuple):
-    """Which adapter each token of a captured graph uses: another at each replay."""
+    """The adapter of each token of a captured graph, which differs from replay to replay."""
 
-    adapters: torch.Tensor  # [T] int64, 0: none
+    adapters: torch.Tensor  # [T] int64, 0 for none
 
 
 @dataclass(slots=True)
@@ -95,7 +74,7 @@ class ForwardContext:
     dp_metadata: DPMetadata | None = None
     spec_decode_metadata: SpecDecodeMetadata | None = None
     kv_cache_data: dict[str, LayerCache] = field(default_factory=dict)
-    """By layer name, `model.layers.N.self_attn`."""
+    """Each layer's cache by name, `model.layers.N.self_attn`."""
     lora: tuple[LoRATokens, ...] | LoRARows | None = None
     """The tokens by adapter; None where no token of the step uses one."""
 
@@ -105,7 +84,7 @@ _kv_cache_data: dict[str, LayerCache] = {}
 
 
 def set_kv_cache_data(kv_cache_data: dict[str, LayerCache]) -> None:
-    """Register the cache that every later context refers to."""
+    """Set the caches that every later context refers to."""
     global _kv_cache_data
     _kv_cache_data = kv_cache_data
 
@@ -143,7 +122,7 @@ def forward_context(
     spec_decode_metadata: SpecDecodeMetadata | None = None,
     lora: tuple[LoRATokens, ...] | LoRARows | None = None,
 ) -> Iterator[None]:
-    """A step: the context is set inside, and gone afterwards whatever happens."""
+    """A step: the context is set inside, and reset afterwards also when an exception leaves."""
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
     try:
         yield

@@ -1,4 +1,7 @@
-"""The CPU attention backend, in plain torch over the paged cache: the reference for every other."""
+"""The CPU attention backend, in plain torch over the paged cache: the reference for every other.
+
+In order: attention over keys and values of heads; latent attention; the lightning indexer; the backend.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,35 +12,37 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import BACKENDS, AttentionBackend, AttentionMetaData
 from models.attention.cpu_cache import (
     PagedKV,
-    PageReader,
     Scratch,
+    block_and_offset,
     chunks,
+    from_cache,
+    gather_vectors,
     pages_of_block,
-    restored,
-    token_places,
     write_vectors,
 )
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.ops.memory import Send
 from models.ops.norm import rms_norm
 from models.ops.rotary import deinterleave, rotate
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
-
-# [cpu_attend] `Attend`: the arithmetic of one attention layer over keys and values that lie in a row. Used by the
-# CPU backend.
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _MAX_SCORES = 1 << 24
-"""Scores that are in memory at a time where a soft cap rules the fused kernel out: 64 MiB."""
+"""The most scores in memory at a time where a soft cap rules the fused kernel out: 64 MiB."""
+MAX_LATENT_ELEMENTS = 1 << 23
+"""The most elements of gathered latents, or of expanded keys, at a time: 32 MiB in float32. One row or head may take
+more."""
+MAX_INDEX_SCORES = 1 << 23
+"""The most scores by head in memory at a time: 32 MiB. One query over a long context may take more."""
 
 
-class Attend:
-    """Softmax attention with an optional soft cap and sinks."""
+class AttentionMath:
+    """One layer's softmax attention over contiguous keys and values, with an optional soft cap and sinks."""
 
     def __init__(self, options: AttentionOptions, sinks: torch.Tensor | None) -> None:
-        """`sinks` by KV head and query head of its group. # [Hkv, group]"""
+        """`sinks` are indexed by KV head and query head of its group. # [Hkv, group]"""
         self._options = options
         self._sinks = sinks
 
@@ -49,7 +54,7 @@ class Attend:
     def grouped_rows(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, heads: slice
     ) -> torch.Tensor:
-        """One token a sequence, the query heads of a group as rows of one product.
+        """One token per sequence; the query heads of a group are rows of one product.
 
         # q [batch, heads, group, D], k and v [batch, heads, length, D], mask [batch, 1, 1, length]
         """
@@ -59,7 +64,7 @@ class Attend:
     def grouped_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, heads: slice
     ) -> torch.Tensor:
-        """Consecutive tokens of one sequence; without a mask they are causal among themselves.
+        """Consecutive tokens of one sequence; attention is causal where there is no mask.
 
         # q [heads, group, n, D], k and v [heads, group, length, D], mask [n, length]
         """
@@ -74,7 +79,7 @@ class Attend:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """# q [..., rows, D], k and v [..., length, D], sinks like a row of scores without its length"""
+        """# q [..., rows, D], k and v [..., length, D], sinks [...] as a row of scores"""
         scale, soft_cap = self._options.scale, self._options.soft_cap
         if soft_cap is not None:
             return _capped(q, k, v, mask, sinks, scale, soft_cap)
@@ -83,7 +88,7 @@ class Attend:
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
         )
-        # A sink takes its share of the probability: what is left is 1 / (1 + exp(sink - logsumexp)).
+        # A sink takes probability: the share that remains is 1 / (1 + exp(sink - logsumexp)).
         return (out * torch.sigmoid(logsumexp - sinks.float())[..., None]).to(q.dtype)  # type: ignore[no-any-return]
 
 
@@ -96,7 +101,7 @@ def _capped(
     scale: float,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Attention with squeezed scores, a few rows of queries at a time."""
+    """Attention with soft-capped scores, a few rows of queries at a time."""
     num_rows, length = q.shape[-2], k.shape[-2]
     step = max(1, _MAX_SCORES // (q[..., 0, 0].numel() * length))
     if mask is None:
@@ -108,31 +113,23 @@ def _capped(
         scores = soft_cap * torch.tanh(scores / soft_cap) + (mask[..., rows, :] if mask.shape[-2] > 1 else mask)
         shift = scores.amax(-1, keepdim=True)
         if sinks is not None:
-            beside = sinks.float()[..., rows, None] if sinks.shape[-1] > 1 else sinks.float()[..., None]
-            shift = torch.maximum(shift, beside)
+            sink = sinks.float()[..., rows, None] if sinks.shape[-1] > 1 else sinks.float()[..., None]
+            shift = torch.maximum(shift, sink)
         weights = torch.exp(scores - shift)
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
-            total = total + torch.exp(beside - shift)
+            total = total + torch.exp(sink - shift)
         pieces.append((weights / total).to(v.dtype) @ v)
     return torch.cat(pieces, dim=-2)
 
 
-# [cpu_mla] Multi-head latent attention on the CPU, in plain torch over paged latents. Used by the CPU backend.
-#
-# Two ways to the same numbers. Absorbed: queries go into the latent space through the key half of `kv_b`, attend
-# there to one key that all heads share, and come back through the value half; nothing is done for each latent and
-# head. Expanded: latents become every head's keys and values first, after which a query costs less. A decode
-# absorbs, a span of many queries expands.
-
-MAX_LATENT_ELEMENTS = 1 << 23
-"""Elements of gathered latents, or of expanded keys, at a time: 32 MiB in float32. One row or head may need more."""
-
 _Piece = tuple[slice, int, torch.Tensor | None]
 
 
-def prepared(q: torch.Tensor, latent: torch.Tensor, inputs: LatentInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both normalised and rotated. # [T, H, nope + rope], [T, rank + rope]"""
+def normalize_and_rotate(
+    q: torch.Tensor, latent: torch.Tensor, inputs: LatentInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and latents, normalised and rotated. # [T, H, nope + rope], [T, rank + rope]"""
     cos, sin = inputs.rotation
     rope_dim = cos.shape[-1]
 
@@ -147,7 +144,13 @@ def prepared(q: torch.Tensor, latent: torch.Tensor, inputs: LatentInputs) -> tup
 
 
 class LatentAttention:
-    """One layer's step: its queries, its cache and how latents expand."""
+    """Multi-head latent attention of one layer in one step.
+
+    It has two equivalent forms. Absorbed: queries are projected into the latent space through the key half of `kv_b`,
+    attend there to one key that all heads share, and return through the value half; there is no work for each latent
+    and head. Expanded: latents become every head's keys and values first, after which a query costs less. A decode
+    absorbs; a prefill of many queries expands.
+    """
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class LatentAttention:
         metadata: CPUAttentionMetaData,
         options: AttentionOptions,
         selected: torch.Tensor | None,
-        pages: PageReader,
+        scratch: Scratch,
     ) -> None:
         """See `AttentionBackend.latent_attention`."""
         self._heads = _Heads(kv_b, rope_dim=cache.vectors.shape[-1] - kv_b.shape[-1], q_dim=q.shape[-1])
@@ -165,10 +168,10 @@ class LatentAttention:
         self._cache = cache
         self._metadata = metadata
         self._plan = metadata.plan(1, cache.vectors.shape[1], 1)
-        self._attend = Attend(options, None)
+        self._attention = AttentionMath(options, None)
         self._scale = options.k_scale
         self._selected = selected
-        self._pages = pages
+        self._scratch = scratch
 
     def run(self, latent: torch.Tensor) -> torch.Tensor:
         """Write the step's latents, then attend. # [T, rank + rope] -> [T, H, v]"""
@@ -184,10 +187,7 @@ class LatentAttention:
                 self._decode_selected(absorbed, attended, self._selected[:decodes])
             out[:decodes] = self._heads.values(attended)
         for span in self._plan.spans:
-            if span.pages:
-                latents = self._restored(self._pages.gather(self._cache, span.pages[0].rows)[: span.length])
-            else:
-                latents = latent[span.tokens]
+            latents = self._gather(span.pages[0].rows)[: span.length] if span.pages else latent[span.tokens]
             self._attend_span(span, latents, out[span.tokens])
         return out
 
@@ -198,25 +198,25 @@ class LatentAttention:
             rows = torch.arange(len(q)) if bucket.rows is None else bucket.rows
             blocks = bucket.pages[0].rows.view(bucket.batch, -1)
             for some in chunks(bucket.batch, MAX_LATENT_ELEMENTS // (bucket.length * dim)):
-                latents = self._restored(self._pages.gather(self._cache, blocks[some].flatten()))
-                latents = latents.view(-1, 1, bucket.length, dim)
+                latents = self._gather(blocks[some].flatten()).view(-1, 1, bucket.length, dim)
                 queries = q[rows[some], None]
-                attended = self._attend.grouped_rows(queries, latents, latents, bucket.mask[some], slice(None))
+                attended = self._attention.grouped_rows(queries, latents, latents, bucket.mask[some], slice(None))
                 out[rows[some]] = attended[:, 0]
 
     def _decode_selected(self, q: torch.Tensor, out: torch.Tensor, selected: torch.Tensor) -> None:
         """Rows of one token, to some of their latents. # 2 x [decodes, H, rank + rope], [decodes, K]"""
         dim = q.shape[-1]
-        blocks, offsets = token_places(self._metadata.block_tables[: len(q)], selected.clamp(min=0), self._cache)
-        # A row that selects fewer is padded with its own first token, which the mask then hides.
+        blocks, offsets = block_and_offset(self._metadata.block_tables[: len(q)], selected.clamp(min=0), self._cache)
+        # A row that selects fewer tokens is padded with its own first token, which the mask then hides.
         mask = torch.zeros_like(selected, dtype=torch.float32).masked_fill_(selected < 0, -torch.inf)[:, None, None]
         for some in chunks(len(q), MAX_LATENT_ELEMENTS // (selected.shape[1] * dim)):
-            latents = self._restored(self._cache.vectors[blocks[some], offsets[some]][:, None])
-            out[some] = self._attend.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
+            latents = self._cache.vectors[blocks[some], offsets[some]][:, None]
+            latents = from_cache(latents, self._q.dtype, self._scale)
+            out[some] = self._attention.grouped_rows(q[some, None], latents, latents, mask[some], slice(None))[:, 0]
 
-    def _restored(self, stored: torch.Tensor) -> torch.Tensor:
-        """What latents of the cache mean, in the queries' type."""
-        return restored(stored, self._q.dtype, self._scale)
+    def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The latents of some blocks, in the queries' type. # [n] -> [n * block_size, rank + rope]"""
+        return from_cache(gather_vectors(self._cache, blocks, self._scratch), self._q.dtype, self._scale)
 
     def _attend_span(self, span: PrefillSpan, latents: torch.Tensor, out: torch.Tensor) -> None:
         """Consecutive tokens of one sequence. # [length, rank + rope], [n, H, v]"""
@@ -235,14 +235,18 @@ class LatentAttention:
                 out[piece[0], some] = self._over_heads(queries[some], keys, values, piece)[..., : out.shape[-1]]
 
     def _over_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """A piece's queries, head by head. # [h, n, D], 2 x [h, length, D] -> [rows, h, D]"""
+        """Attention of a piece's queries by head. # [h, n, D], 2 x [h, length, D] -> [rows, h, D]"""
         rows, end, mask = piece
-        attended = self._attend.grouped_heads(q[None, :, rows], k[None, :, :end], v[None, :, :end], mask, slice(None))
+        attended = self._attention.grouped_heads(
+            q[None, :, rows], k[None, :, :end], v[None, :, :end], mask, slice(None)
+        )
         return attended[0].transpose(0, 1)
 
     def _pieces(self, span: PrefillSpan) -> Iterator[_Piece]:
-        """Which queries attend together, to how many of the first latents, under which mask; None: causally."""
-        # Tokens that see no more than are selected see all of them.
+        """Queries that attend together: their rows, the number of leading latents they see, and the mask; None:
+        causal.
+        """
+        # Where a token may select as many as it sees, it sees all of them.
         selected = None if self._selected is None else self._selected[span.tokens]
         if selected is not None and span.length > selected.shape[1]:
             for rows in chunks(span.num_tokens, MAX_MASK_ELEMENTS // span.length):
@@ -260,7 +264,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """How latents become keys and values of the rank's heads."""
+    """The projection from latents to keys and values of the rank's heads."""
 
     kv_b: torch.Tensor  # [H, nope + v, rank]
     rope_dim: int
@@ -276,11 +280,11 @@ class _Heads:
 
     @property
     def width(self) -> int:
-        """To which expanded keys and values are padded: the fused kernel wants one size."""
+        """The size to which expanded keys and values are padded: the fused kernel takes one size."""
         return max(self.q_dim, self.v_dim)
 
     def absorbing_is_cheaper(self, num_queries: int, length: int) -> bool:
-        """Whether so many queries multiply less in the latent space than expanding `length` latents costs."""
+        """Whether absorbing so many queries takes fewer multiplications than expanding `length` latents."""
         rank = self.kv_b.shape[2]
         absorbed = num_queries * (self.kv_b.shape[1] * rank + length * (2 * rank + self.rope_dim))
         expanded = length * (self.kv_b.shape[1] * rank + num_queries * (self.q_dim + self.v_dim))
@@ -292,7 +296,7 @@ class _Heads:
         return torch.cat((in_latent, q[..., self.nope_dim :]), -1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """What was attended to in the latent space, as values. # [T, H, rank + rope] -> [T, H, v]"""
+        """The values of attention outputs in the latent space. # [T, H, rank + rope] -> [T, H, v]"""
         return torch.einsum("thr,hvr->thv", attended[..., : self.kv_b.shape[2]], self.kv_b[:, self.nope_dim :])
 
     def expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,12 +319,6 @@ def _selection_mask(selected: torch.Tensor, length: int) -> torch.Tensor:
     return mask[:, :length]
 
 
-# [cpu_index] The lightning indexer's scores and choice on the CPU, over its paged keys. Used by the CPU backend.
-
-MAX_INDEX_SCORES = 1 << 23
-"""Scores by head that are in memory at a time: 32 MiB. One query over a long context may need more."""
-
-
 def index_top_k(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -328,9 +326,9 @@ def index_top_k(
     cache: VectorCache,
     metadata: CPUAttentionMetaData,
     top_k: int,
-    pages: PageReader,
+    scratch: Scratch,
 ) -> torch.Tensor | None:
-    """See `AttentionBackend.index_top_k`."""
+    """The lightning indexer's scores and choice. See `AttentionBackend.index_top_k`."""
     plan = metadata.plan(1, cache.vectors.shape[1], 1)
     k = write_vectors(k, cache, plan)
     longest = int(metadata.context_lens.max())
@@ -342,12 +340,12 @@ def index_top_k(
         rows = torch.arange(bucket.batch) if bucket.rows is None else bucket.rows
         blocks = bucket.pages[0].rows.view(bucket.batch, -1)
         for some in chunks(bucket.batch, MAX_INDEX_SCORES // (bucket.length * max(dim, q.shape[1]))):
-            keys = pages.gather(cache, blocks[some].flatten()).view(-1, bucket.length, dim)
+            keys = gather_vectors(cache, blocks[some].flatten(), scratch).view(-1, bucket.length, dim)
             scores = _scores(q[rows[some]], weights[rows[some]], keys)
             _choose(scores.masked_fill_(bucket.mask[some, 0, 0] < 0, -torch.inf), rows[some], selected)
     for span in plan.spans:
-        keys = pages.gather(cache, span.pages[0].rows)[: span.length] if span.pages else k[span.tokens]
-        keys = keys.float()
+        cached = gather_vectors(cache, span.pages[0].rows, scratch)[: span.length] if span.pages else k[span.tokens]
+        keys = cached.float()
         rows, ends = torch.arange(len(q))[span.tokens], torch.arange(span.length)[-span.num_tokens :]
         for some in chunks(span.num_tokens, MAX_INDEX_SCORES // (span.length * q.shape[1])):
             scores = _scores(q[rows[some]], weights[rows[some]], keys)
@@ -363,29 +361,25 @@ def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch
 
 
 def _choose(scores: torch.Tensor, rows: torch.Tensor, selected: torch.Tensor) -> None:
-    """Put the positions of the best scores into the rows of `selected`, what is not seen as -1."""
+    """Write the positions of the best scores to the rows of `selected`, -1 for tokens that are not visible."""
     best = scores.topk(min(selected.shape[1], scores.shape[1]), sorted=False)
     selected[rows, : best.indices.shape[1]] = best.indices.masked_fill(best.values == -torch.inf, -1)
 
 
-class CPUAttentionBackend:
-    """Decodes as padded batches of similar lengths, prefill spans one by one; any mix of them in a step.
+@BACKENDS.register("cpu")
+class CPUAttentionBackend(AttentionBackend):
+    """Decodes as padded batches of similar lengths, prefills one by one; any mix of them in a step.
 
     K and V are never repeated for the query heads that share them: a decode passes those heads as further queries,
-    a span as heads over one expanded K and V.
+    a prefill as heads over one expanded K and V.
     """
 
     name = "cpu"
-    reads_tables_on_device = False
     _metadata_type: type[CPUAttentionMetaData] = CPUAttentionMetaData
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008, immutable
+        super().__init__(device)
         self._scratch = Scratch()
-        self._pages = PageReader()
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """[num_blocks, kv_heads, block_size, head_dim]: one head's vectors in a block lie together."""
-        return num_blocks, num_kv_heads, block_size, head_dim
 
     def build_metadata(
         self,
@@ -399,8 +393,8 @@ class CPUAttentionBackend:
         query_len: int = 1,
         send: Send | None = None,
     ) -> CPUAttentionMetaData:
-        """See `AttentionBackend`. Rows of several tokens are spans here, whatever they are elsewhere."""
-        assert isinstance(block_tables, np.ndarray), "tables are read on the host"
+        """See `AttentionBackend`. Rows of several tokens are prefills here, also those that verify drafts."""
+        assert isinstance(block_tables, np.ndarray), "the CPU backend reads block tables from NumPy arrays"
         queries = np.asarray(query_lens, dtype=np.int64)
         contexts = np.asarray(seq_lens, dtype=np.int64)
         return self._metadata_type(
@@ -425,13 +419,11 @@ class CPUAttentionBackend:
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None = None,
-        norms: HeadNorms | None = None,
-        rotation: Rotation | None = None,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         assert isinstance(metadata, CPUAttentionMetaData)
+        options, sinks, norms, rotation = inputs
         if norms is not None:
             q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
         if rotation is not None:
@@ -441,16 +433,16 @@ class CPUAttentionBackend:
         paged = PagedKV(cache, options, q.dtype, self._scratch)
         k, v = paged.write(k, v, plan)
         grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [T, Hkv, group, D]
-        attend = Attend(options, None if sinks is None else sinks.view(num_kv_heads, -1))
+        attention = AttentionMath(options, None if sinks is None else sinks.view(num_kv_heads, -1))
         out = torch.empty_like(grouped)
         decodes = metadata.num_decodes
         for bucket in plan.buckets:
-            _decode(grouped[:decodes], out[:decodes], paged, bucket, attend)
+            _decode(grouped[:decodes], out[:decodes], paged, bucket, attention)
         for span in plan.spans:
             if span.pages:
-                _extend(grouped[span.tokens], out[span.tokens], paged, span, plan.mask, attend)
+                _chunked_prefill(grouped[span.tokens], out[span.tokens], paged, span, plan.mask, attention)
             else:
-                _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attend)
+                _prefill(grouped[span.tokens], out[span.tokens], k[span.tokens], v[span.tokens], attention)
         return out.view(q.shape)
 
     def latent_attention(
@@ -467,8 +459,8 @@ class CPUAttentionBackend:
         """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
         assert isinstance(metadata, CPUAttentionMetaData)
         if inputs is not None:
-            q, latent = prepared(q, latent, inputs)
-        return LatentAttention(q, kv_b, cache, metadata, options, selected, self._pages).run(latent)
+            q, latent = normalize_and_rotate(q, latent, inputs)
+        return LatentAttention(q, kv_b, cache, metadata, options, selected, self._scratch).run(latent)
 
     def index_top_k(
         self,
@@ -481,20 +473,7 @@ class CPUAttentionBackend:
     ) -> torch.Tensor | None:
         """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
         assert isinstance(metadata, CPUAttentionMetaData)
-        return index_top_k(q, weights, k, cache, metadata, top_k, self._pages)
-
-    def init_capture(self, max_batch_size: int, max_blocks: int, query_len: int = 1) -> None:
-        """Nothing: the CPU has no graphs."""
-
-    def captured_tables(self, batch_size: int, query_len: int = 1) -> None:
-        """None: the CPU has no graphs."""
-
-    def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> AttentionMetaData | None:
-        """None: the CPU has no graphs."""
-        return None
-
-    def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
-        """Nothing: the CPU has no graphs."""
+        return index_top_k(q, weights, k, cache, metadata, top_k, self._scratch)
 
 
 def _decode(
@@ -502,50 +481,51 @@ def _decode(
     out: torch.Tensor,
     paged: PagedKV,
     bucket: DecodeBucket,
-    attend: Attend,
+    attention: AttentionMath,
 ) -> None:
     """One token a row. # q and out [decodes, Hkv, group, D]"""
     queries = q if bucket.rows is None else q[bucket.rows]
     for pages in bucket.pages:
         k, v = paged.gather(pages.rows, bucket.batch, bucket.length)
-        attended = attend.grouped_rows(queries[:, pages.heads], k, v, bucket.mask, pages.heads)
+        attended = attention.grouped_rows(queries[:, pages.heads], k, v, bucket.mask, pages.heads)
         if bucket.rows is None:
             out[:, pages.heads] = attended
         else:
             out[bucket.rows, pages.heads] = attended
 
 
-def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend) -> None:
-    """A span that is its own whole context. # q and out [n, Hkv, group, D], k and v [n, Hkv, D]"""
+def _prefill(q: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: AttentionMath) -> None:
+    """A prefill without cached context. # q and out [n, Hkv, group, D], k and v [n, Hkv, D]"""
     queries = q.permute(1, 2, 0, 3)
     keys = k.transpose(0, 1)[:, None].expand_as(queries)
     values = v.transpose(0, 1)[:, None].expand_as(queries)
-    out.copy_(attend.grouped_heads(queries, keys, values, None, slice(None)).permute(2, 0, 1, 3))
+    out.copy_(attention.grouped_heads(queries, keys, values, None, slice(None)).permute(2, 0, 1, 3))
 
 
-def _extend(
+def _chunked_prefill(
     q: torch.Tensor,
     out: torch.Tensor,
     paged: PagedKV,
     span: PrefillSpan,
     mask: torch.Tensor | None,
-    attend: Attend,
+    attention: AttentionMath,
 ) -> None:
-    """A span after cached context, in chunks of queries that each attend no further than they see. # q as above"""
+    """A prefill after cached context, in chunks of queries that share one end of their context.
+
+    # q and out [n, Hkv, group, D]
+    """
     assert mask is not None, "the plan has a mask for spans with context"
     chunk, longest = mask.shape
     queries = q.permute(1, 2, 0, 3)  # [Hkv, group, n, D]
     for pages in span.pages:
-        k, v = (
-            side[0, :, None] for side in paged.gather(pages.rows, 1, span.padded)
-        )  # [heads, 1, padded, D], from the span's first page on
+        k, v = (side[0, :, None] for side in paged.gather(pages.rows, 1, span.padded))  # [heads, 1, padded, D]
         for first in range(0, span.num_tokens, chunk):
             last = min(first + chunk, span.num_tokens)
             end = span.length - span.num_tokens + last
-            begin = max(span.first_key, attend.first_key(end - (last - first)))
+            begin = max(span.first_key, attention.first_key(end - (last - first)))
             some = queries[pages.heads, :, first:last]
             seen = slice(begin - span.first_key, end - span.first_key)
-            attended = attend.grouped_heads(
+            attended = attention.grouped_heads(
                 some,
                 k[..., seen, :].expand(-1, some.shape[1], -1, -1),
                 v[..., seen, :].expand(-1, some.shape[1], -1, -1),

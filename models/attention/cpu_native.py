@@ -1,22 +1,22 @@
-"""The CPU attention backend over the compiled operators, where these compute a layer; torch computes the others."""
+"""The CPU attention backend on the compiled operators; layers that they do not take run on torch."""
 
 from dataclasses import dataclass, field
 
 import torch
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu.structures import Step
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 
 @dataclass(slots=True, kw_only=True)
 class NativeMetaData(CPUAttentionMetaData):
-    """A step, also as the operators read it."""
+    """A step, with the form that the operators read."""
 
     step: Step = field(init=False)
 
@@ -31,10 +31,11 @@ class NativeMetaData(CPUAttentionMetaData):
         )
 
 
+@BACKENDS.register("cpu-native")
 class NativeCPUAttentionBackend(CPUAttentionBackend):
-    """Reads keys and values where they lie, decodes and spans of a prompt alike.
+    """Reads keys and values in place, for decodes and prefills alike.
 
-    A layer's values lie in another order than torch's code has them, so a layer is one backend's or the other's.
+    A layer's cache has another order of values than torch's code uses, so one of the two computes all of a layer.
     """
 
     name = "cpu-native"
@@ -47,16 +48,14 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None = None,
-        norms: HeadNorms | None = None,
-        rotation: Rotation | None = None,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]"""
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         assert isinstance(metadata, NativeMetaData)
         if not attention_ops.attends(q, cache.k_cache):
-            return super().forward(q, k, v, cache, metadata, options, sinks, norms, rotation)
-        q, k, v = (_heads_in_a_row(part) for part in (q, k, v))
+            return super().forward(q, k, v, cache, metadata, inputs)
+        options, sinks, norms, rotation = inputs
+        q, k, v = (_with_adjacent_heads(part) for part in (q, k, v))
         attention_ops.rope_store(q, k, v, cache.k_cache, cache.v_cache, metadata.step, norms=norms, rotation=rotation)
         return attention_ops.attention(
             q, cache.k_cache, cache.v_cache, metadata.step, options, None if sinks is None else sinks.float()
@@ -75,7 +74,7 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]
 
-        Every query goes into the latents' space, and none expands latents: its result would depend on how many do.
+        Every query is absorbed into the latent space: if some expanded latents, a result would depend on how many do.
         """
         assert isinstance(metadata, NativeMetaData)
         rank = kv_b.shape[-1]
@@ -97,8 +96,8 @@ class NativeCPUAttentionBackend(CPUAttentionBackend):
         return latent_ops.latent_values(attended, heads)
 
 
-def _heads_in_a_row(part: torch.Tensor) -> torch.Tensor:
-    """The same with the heads of a token one after the other. # [T, heads, D]"""
+def _with_adjacent_heads(part: torch.Tensor) -> torch.Tensor:
+    """The same values with the heads of a token adjacent in memory. # [T, heads, D]"""
     if part.stride(2) != 1:
         return part.contiguous()
     return part if part.stride(1) == part.shape[2] else delta_ops.gate_heads(part, None)

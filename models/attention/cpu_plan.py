@@ -1,6 +1,6 @@
 """How the CPU backend computes one step: which rows attend together, over which pages, under which mask.
 
-Made once a step, at its first layer, and shared by all: a layer then only gathers and attends.
+The plan is made once a step, at its first layer, and shared by all: a layer then only gathers and attends.
 """
 
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionMetaData
 
 Lengths = npt.NDArray[np.int64]
 Tables = npt.NDArray[np.int32]
 
 MAX_GATHERED_VECTORS = 1 << 17
-"""K (and V) vectors copied out of the pages at a time: 32 MiB of each at head_dim 64 in float32."""
+"""The most vectors of K, and of V, copied from the pages at a time: 32 MiB of each at head_dim 64 in float32."""
 MAX_MASK_ELEMENTS = 1 << 22
-"""Elements of the mask over a chunk of queries: 16 MiB."""
+"""The most elements of the mask over a chunk of queries: 16 MiB."""
 _SEEN, _HIDDEN = np.float32(0.0), np.float32(-np.inf)
 _ALIKE_LENGTH = 256
 """Rows up to this length share a bucket: padding them costs less than another bucket's operators."""
@@ -28,7 +28,7 @@ class Pages:
     """Pages to gather for some of the KV heads, few enough that a long context's copy stays bounded."""
 
     heads: slice
-    rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache's pool seen as [blocks * pages, ...]
+    rows: torch.Tensor  # [batch * heads * blocks] int64, of a cache's memory viewed as [blocks * pages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ class PrefillSpan:
     tokens: slice
     num_tokens: int
     length: int
-    """Tokens up to the last one, it included."""
+    """The number of tokens up to its last one, that included."""
     first_key: int
-    """Position of the first token in the pages: later than 0 where none of the span's sees so far back."""
+    """Position of the first token in the pages: above 0 where a sliding window hides the first ones from all of
+    them."""
     padded: int
     """Tokens in the pages."""
     pages: list[Pages]
@@ -63,7 +64,7 @@ class StepPlan:
 
     write_blocks: torch.Tensor  # [T] int64
     write_offsets: torch.Tensor  # [T] int64
-    opened_blocks: torch.Tensor | None  # [opened] int64, last blocks that the step begins but does not fill
+    opened_blocks: torch.Tensor | None  # [opened] int64, last blocks that the step starts but does not fill
     buckets: list[DecodeBucket]
     spans: list[PrefillSpan]
     mask: torch.Tensor | None  # [chunk, longest] float32, 0 or minus infinity
@@ -113,7 +114,7 @@ class CPUAttentionMetaData(AttentionMetaData):
         if len(rows) == 0:
             return None
         blocks = self.host_block_tables[rows, last[rows]].astype(np.int64)
-        # Where rows are filled up with tokens that were computed before, the block's first one may be stored already.
+        # Where a row repeats tokens that were computed before, the block's first one may be stored already.
         firsts = np.cumsum(self.query_lens)[rows] - self.context_lens[rows] + last[rows] * block_size
         return torch.from_numpy(blocks[self.host_slot_mapping[firsts] == blocks * block_size])
 
@@ -136,8 +137,9 @@ class _Pager:
     def pages(self, first_blocks: Lengths, seq_lens: Lengths, block_tables: Tables) -> tuple[list[Pages], int]:
         """The pages of some rows from a block on, and the length to which they are padded.
 
-        A shorter row is padded with the first of its own: masked values must still be finite, for attention multiplies
-        them by 0, and another sequence's may not be.
+        A shorter row is padded with its own first page: masked values must be finite, because attention multiplies
+        them
+        by 0, and another sequence's may not be.
         """
         num_blocks = -(-seq_lens // self.block_size) - first_blocks
         width = int(num_blocks.max())

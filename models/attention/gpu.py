@@ -1,27 +1,27 @@
-"""What the GPUs' attention backends share: where a step's metadata is made, and the memory of captured graphs."""
+"""What the GPUs' attention backends share: a step's metadata, the memory that captured graphs read, and making
+both."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from models.attention.backend import AttentionBackend
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.ops.memory import Send, upload
 from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, num_pieces
 
-# [triton_metadata] `TritonMetaData`: a step as the GPU's kernels read it.
-
 Lengths = npt.NDArray[np.int64]
+NO_SLOT = -1
+"""The slot of tokens that are not stored, and of rows without a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """What the host knows of a step's rows."""
+    """The lengths of a step's rows on the host."""
 
     queries: Lengths  # [B], tokens computed
     contexts: Lengths  # [B], tokens attended to
@@ -29,25 +29,27 @@ class HostLengths:
 
 @dataclass(slots=True, kw_only=True)
 class TritonMetaData(AttentionMetaData):
-    """A step; its tensors are on the device. Rows of length 0 fill a captured graph up, and compute nothing."""
+    """A step, its tensors on the device. Rows of length 0 pad a captured graph, and compute nothing."""
 
-    items: torch.Tensor  # [at least the items] int32, the pieces of the decodes: see `list_pieces`
+    items: torch.Tensor  # [num_items or more] int32, the pieces of the decodes: see `list_pieces`
     num_items: torch.Tensor  # [1] int32
     lengths: HostLengths | None
-    """None in a captured graph: they are another at each replay."""
+    """None in a captured graph: they differ from replay to replay."""
     tile_tables: dict[int, torch.Tensor] = field(default_factory=dict)
     plans: dict[Hashable, Any] = field(default_factory=dict)
-    """What layers make of the step once, for all of their kind."""
+    """What layers compute of the step once, for all layers of a kind."""
 
     def tiles(self, tokens: int) -> torch.Tensor:
-        """The spans after the decodes in tiles of so many tokens, those with most keys first. # [tiles, 2] int32"""
+        """The prefills in tiles of `tokens` tokens, tiles with the most keys first. # [tiles, 2] int32: row, first
+        token
+        """
         if tokens not in self.tile_tables:
             (table,) = upload([self._tiles(tokens)], self.seq_lens.device)
             self.tile_tables[tokens] = table.view(-1, 2)
         return self.tile_tables[tokens]
 
     def pieces(self, block_size: int) -> int:
-        """The most pieces that a decode has, or may have in a captured graph."""
+        """The most pieces that a decode of the step has, or may have in a captured graph."""
         if self.lengths is None:
             return min(MAX_PIECES, -(-self.block_tables.shape[1] * block_size // PIECE))
         if "pieces" not in self.plans:
@@ -66,14 +68,11 @@ class TritonMetaData(AttentionMetaData):
         return np.stack((rows[order] + self.num_decodes, firsts[order]), axis=1).astype(np.int32)
 
 
-# [triton_capture] `CaptureBuffers`: the memory of fixed addresses that captured decode graphs read their step from.
-
-NO_SLOT = -1
-"""Of tokens that are kept nowhere, and of rows without a state."""
-
-
 class CaptureBuffers:
-    """One set for graphs of all sizes: a smaller one reads the beginning of what a larger one reads."""
+    """The memory at fixed addresses from which captured decode graphs read their step.
+
+    One set serves graphs of all sizes: a smaller one reads the beginning of what a larger one reads.
+    """
 
     def __init__(self, max_batch_size: int, max_blocks: int, query_len: int, device: torch.device) -> None:
         """For up to `max_batch_size` rows of `query_len` tokens and `max_blocks` blocks."""
@@ -87,11 +86,11 @@ class CaptureBuffers:
         self._num_items = torch.zeros(1, dtype=torch.int32, device=device)
 
     def tables(self, batch_size: int) -> torch.Tensor:
-        """Of the first `batch_size` rows. A step whose tables were written there brings none. # [rows, max_blocks]"""
+        """The block tables of the first `batch_size` rows, which a step may write directly. # [rows, max_blocks]"""
         return self._block_tables[:batch_size]
 
-    def metadata(self, backend: "AttentionBackend", batch_size: int) -> TritonMetaData:
-        """Over the first `batch_size` rows."""
+    def metadata(self, backend: AttentionBackend, batch_size: int) -> TritonMetaData:
+        """Metadata over the first `batch_size` rows."""
         return TritonMetaData(
             backend=backend,
             cu_seqlens_q=self._query_starts[: batch_size + 1],
@@ -107,7 +106,9 @@ class CaptureBuffers:
         )
 
     def fill(self, step: TritonMetaData, batch_size: int) -> None:
-        """Copy a step of decodes there, and empty what is left of `batch_size` rows. The host waits for nothing."""
+        """Copy a step of decodes, and make the rest of `batch_size` rows empty. The host does not wait for the
+        device.
+        """
         rows, width = step.block_tables.shape
         assert rows == step.num_decodes, "a graph replays decodes only"
         assert rows <= batch_size <= len(self._seq_lens), f"{rows} rows in a graph of {batch_size}"
@@ -115,7 +116,7 @@ class CaptureBuffers:
             self._seq_lens[rows:batch_size] = 0
             self._slot_mapping[rows * self._query_len : batch_size * self._query_len] = NO_SLOT
             self._slots[rows:batch_size] = NO_SLOT
-        # One launch for all that is of one type and dense.
+        # One launch for all contiguous tensors of one dtype.
         torch._foreach_copy_(
             [self._seq_lens[:rows], self._items[: len(step.items)], self._num_items],
             [step.seq_lens, step.items, step.num_items],
@@ -129,19 +130,15 @@ class CaptureBuffers:
             self._block_tables[:rows, :width].copy_(step.block_tables)
 
 
-class GPUAttentionBackend:
-    """All of an `AttentionBackend` but the arithmetic."""
+class GPUAttentionBackend(AttentionBackend):
+    """An `AttentionBackend` without its arithmetic."""
 
     reads_tables_on_device = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         self._captures: dict[int, CaptureBuffers] = {}
-        """By the tokens of a row."""
-
-    def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """[num_blocks, kv_heads, block_size, head_dim]: what a program reads of a block lies together."""
-        return num_blocks, num_kv_heads, block_size, head_dim
+        """By the number of tokens of a row."""
 
     def build_metadata(
         self,
@@ -176,7 +173,7 @@ class GPUAttentionBackend:
         )
         tables = rest.pop() if isinstance(block_tables, np.ndarray) else block_tables
         return TritonMetaData(
-            backend=cast(AttentionBackend, self),
+            backend=self,
             cu_seqlens_q=query_starts,
             seq_lens=contexts,
             block_tables=tables,
@@ -198,9 +195,9 @@ class GPUAttentionBackend:
         return self._captures[query_len].tables(batch_size)
 
     def prepare_for_capture(self, batch_size: int, query_len: int = 1) -> TritonMetaData | None:
-        """See `AttentionBackend`. Its rows are empty: a first run writes to no block."""
+        """See `AttentionBackend`. The rows are empty at first: a run without a step writes to no block."""
         assert query_len in self._captures, "`init_capture` comes first"
-        return self._captures[query_len].metadata(cast(AttentionBackend, self), batch_size)
+        return self._captures[query_len].metadata(self, batch_size)
 
     def prepare_for_replay(self, metadata: AttentionMetaData, batch_size: int) -> None:
         """See `AttentionBackend`."""

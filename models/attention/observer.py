@@ -1,12 +1,12 @@
-"""`ObservingBackend`: keeps how a model's layers attend: by it the start learns what to check."""
+"""`ObservingBackend`: records how a model's layers attend, from which the start derives what to check."""
 
 from typing import NamedTuple
 
 import torch
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 
 class Attended(NamedTuple):
@@ -15,10 +15,7 @@ class Attended(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     cache: KVCacheTensor
-    options: AttentionOptions
-    sinks: torch.Tensor | None
-    norms: HeadNorms | None
-    rotation: Rotation | None
+    inputs: AttentionInputs
 
 
 class AttendedLatents(NamedTuple):
@@ -40,7 +37,7 @@ class Indexed(NamedTuple):
 
 
 class ObservingBackend(GPUAttentionBackend):
-    """What it gives are zeros."""
+    """Its outputs are zeros."""
 
     name = "observer"
 
@@ -57,14 +54,11 @@ class ObservingBackend(GPUAttentionBackend):
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None = None,
-        norms: HeadNorms | None = None,
-        rotation: Rotation | None = None,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
         """See `AttentionBackend`."""
         del v, metadata
-        self.attended.append(Attended(q, k, cache, options, sinks, norms, rotation))
+        self.attended.append(Attended(q, k, cache, inputs))
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
 
     def latent_attention(
@@ -94,7 +88,7 @@ class ObservingBackend(GPUAttentionBackend):
         metadata: AttentionMetaData,
         top_k: int,
     ) -> None:
-        """See `AttentionBackend`: the one token attends to itself."""
+        """See `AttentionBackend`. None: the one token of the pass attends to itself."""
         del weights, k, metadata
         self.indexed.append(Indexed(q, cache, top_k))
 

@@ -1,4 +1,7 @@
-"""The attention backend of GPUs: Triton kernels over the paged cache, on ROCm and CUDA alike."""
+"""The attention backend of GPUs: Triton kernels over the paged cache, on ROCm and CUDA alike.
+
+Attention over keys and values comes first, latent attention and the lightning indexer after it.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.ops.memory import upload
 from models.ops.triton.attention import attention_decode, attention_merge, attention_prefill, tokens_of_tile
@@ -19,14 +22,19 @@ from models.ops.triton.cache_store import (
 )
 from models.ops.triton.latent_attention import Piece, indexer_scores, latent_prefill
 from models.ops.triton.latent_attention import latent_attention as attend_absorbed
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, LatentInputs, Rotation, VectorCache
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _PROGRAMS_PER_PROCESSOR = 16
-"""Of a decode, where its items are more: enough that several are resident, and few enough to share them out evenly."""
+"""The most programs of a decode: enough that several are resident, few enough that they share its items evenly."""
+MAX_EXPANDED_ELEMENTS = 1 << 27
+"""The most elements of expanded latents at a time: 256 MiB in bfloat16. One latent of a model may take more."""
+MAX_INDEX_SCORES = 1 << 27
+"""The most index scores in memory at a time: 512 MiB. One token over a long context may take more."""
 
 
+@BACKENDS.register("triton")
 class TritonAttentionBackend(GPUAttentionBackend):
-    """Decodes by pieces of their rows, spans by tiles of their queries; any mix of them in a step."""
+    """Decodes by pieces of their keys, prefills by tiles of their queries; any mix of them in a step."""
 
     name = "triton"
 
@@ -42,16 +50,11 @@ class TritonAttentionBackend(GPUAttentionBackend):
         v: torch.Tensor,
         cache: KVCacheTensor,
         metadata: AttentionMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None = None,
-        norms: HeadNorms | None = None,
-        rotation: Rotation | None = None,
+        inputs: AttentionInputs,
     ) -> torch.Tensor:
-        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D], [Hq] -> [T, Hq, D]
-
-        Raises `ValueError` for a cache in FP8 where the hardware has none.
-        """
+        """See `AttentionBackend`. # q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]"""
         assert isinstance(metadata, TritonMetaData)
+        options, sinks, norms, rotation = inputs
         q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
         cache, options = as_hardware_reads(cache, options, q.device)
         q = store(q, k, v, cache, metadata.slot_mapping, options, norms, rotation)
@@ -68,7 +71,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        """To what is stored. # [T, Hq, D] each"""
+        """Attend to the stored keys and values. # [T, Hq, D] each"""
         decodes, tokens = metadata.num_decodes * metadata.query_len, q.shape[0]
         if 0 < decodes < tokens:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
@@ -88,7 +91,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        """# [B * query_len, Hq, D] each"""
+        """Rows of `query_len` tokens. # [B * query_len, Hq, D] each"""
         _, heads, head_dim = q.shape
         rows, members = metadata.num_decodes, metadata.query_len * heads
         pieces = metadata.pieces(cache.k_cache.shape[2])
@@ -140,51 +143,44 @@ class TritonAttentionBackend(GPUAttentionBackend):
 
 
 def _with_dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """Each head's dimensions side by side. # [T, heads, D]"""
+    """The same values with each head contiguous. # [T, heads, D]"""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-# [triton_latent] Latent attention and the lightning indexer on GPUs: which tokens go which way, and over which
-# pages.
-#
-# Two ways to the same numbers, as on the CPU. Absorbed: queries go into the latents' space and attend there to one
-# key that all heads share. Expanded: latents become every head's keys and values first, after which a query costs
-# less. Decodes absorb, and so do tokens that select among more than they may attend to; a span of many queries
-# expands. What a token takes depends on its own row alone.
-
-MAX_EXPANDED_ELEMENTS = 1 << 27
-"""Of expanded latents at a time: 256 MiB in bfloat16. One latent of a model may need more."""
-MAX_INDEX_SCORES = 1 << 27
-"""That are in memory at a time: 512 MiB. One token over a long context may need more."""
+# Latent attention has two equivalent forms, as on the CPU. Absorbed: queries are projected into the latent space and
+# attend there to one key that all heads share. Expanded: latents become every head's keys and values first, after
+# which
+# a query costs less. Decodes absorb, and so do tokens that select among more tokens than they may attend to; a prefill
+# of many queries expands. The form of a token depends on its own row alone.
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The step's tokens one by one."""
+    """The step by token, as absorbed attention and the indexer take it."""
 
     rows: torch.Tensor  # [T] int32
-    lens: torch.Tensor  # [T] int32, latents that each sees
+    lens: torch.Tensor  # [T] int32, the number of latents that each token sees
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Spans, or parts of long ones, whose latents are expanded together."""
+    """Prefills, or parts of long ones, whose latents are expanded together."""
 
     pieces: torch.Tensor  # [P, 7] int32
-    keys: torch.Tensor  # [2, keys] int64, rows and positions of the latents
+    keys: torch.Tensor  # [2, keys] int64, row and position of each latent
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who goes which way."""
+    """Which tokens absorb, and which expand."""
 
     absorbed: list[tuple[slice, int]]
-    """Tokens, and the most latents that one of them sees."""
+    """Slices of tokens, and the most latents that one token of each sees."""
     expanded: list[_Launch]
     are_carried: bool
-    """Whether a span has several pieces."""
+    """Whether a prefill has several pieces, which carry partial results from launch to launch."""
 
 
 def latent_attention(
@@ -197,10 +193,7 @@ def latent_attention(
     selected: torch.Tensor | None = None,
     inputs: LatentInputs | None = None,
 ) -> torch.Tensor:
-    """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]
-
-    Raises `ValueError` for a cache in FP8 where the hardware has none.
-    """
+    """See `AttentionBackend`. # [T, H, nope + rope], [T, rank + rope], [H, nope + v, rank] -> [T, H, v]"""
     assert isinstance(metadata, TritonMetaData)
     rank, rope = kv_b.shape[2], cache.vectors.shape[2] - kv_b.shape[2]
     nope = q.shape[2] - rope
@@ -271,12 +264,9 @@ def index_top_k(
     metadata: AttentionMetaData,
     top_k: int,
 ) -> torch.Tensor | None:
-    """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None
-
-    Raises `ValueError` for a cache in FP8 where the hardware has none.
-    """
+    """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
     assert isinstance(metadata, TritonMetaData)
-    # Keys of the indexer have no scale.
+    # Index keys have no scale.
     vectors, scale = vectors_as_hardware_reads(cache.vectors, 1.0, q.device)
     vector_store(k, vectors, metadata.slot_mapping, scale)
     tokens = _tokens(metadata, vectors.shape[1])
@@ -286,7 +276,7 @@ def index_top_k(
     step = max(1, MAX_INDEX_SCORES // tokens.longest)
     for first in range(0, len(q), step):
         some = slice(first, first + step)
-        # A scale of 2 or none: all scores alike, and their order the same.
+        # A power of two scales the stored keys, if any: it changes all scores alike, and not their order.
         scores = indexer_scores(
             q[some],
             weights[some],
@@ -302,25 +292,25 @@ def index_top_k(
 
 
 def _tokens(metadata: TritonMetaData, block_size: int) -> _Tokens:
-    """In a captured graph every row may be as long as its block table."""
+    """The step's tokens. In a captured graph every row may be as long as its block table."""
     if metadata.lengths is None:
         rows = torch.arange(metadata.num_decodes, dtype=torch.int32, device=metadata.seq_lens.device)
         seen, count = metadata.seq_lens, metadata.query_len
         if count > 1:
-            behind = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=seen.device)
-            # A row of nobody's stays empty.
-            seen = (seen[:, None] - behind).clamp_(min=0).flatten()
+            later = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=seen.device)
+            # A padding row stays empty.
+            seen = (seen[:, None] - later).clamp_(min=0).flatten()
             rows = rows.repeat_interleave(count, output_size=len(seen))
         return _Tokens(rows, seen, metadata.block_tables.shape[1] * block_size)
     if "tokens" not in metadata.plans:
         queries, contexts = metadata.lengths.queries, metadata.lengths.contexts
-        of_rows = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
-        places = np.arange(len(of_rows)) - np.repeat(np.cumsum(queries) - queries, queries)
-        lens = ((contexts - queries)[of_rows] + places + 1).astype(np.int32)
-        rows, seen = upload([of_rows, lens], metadata.seq_lens.device)
+        row_of = np.repeat(np.arange(len(queries), dtype=np.int32), queries)
+        offsets = np.arange(len(row_of)) - np.repeat(np.cumsum(queries) - queries, queries)
+        lens = ((contexts - queries)[row_of] + offsets + 1).astype(np.int32)
+        rows, seen = upload([row_of, lens], metadata.seq_lens.device)
         metadata.plans["tokens"] = _Tokens(rows, seen, int(contexts.max()))
-    found: _Tokens = metadata.plans["tokens"]
-    return found
+    tokens: _Tokens = metadata.plans["tokens"]
+    return tokens
 
 
 def _plan(
@@ -369,13 +359,13 @@ def _make_plan(metadata: TritonMetaData, kv_b: torch.Tensor, rope: int, nope: in
 def _launch(pieces: list[tuple[int, Piece, int]], device: torch.device) -> _Launch:
     table = np.array([piece for _, piece, _ in pieces], np.int32)
     rows = np.concatenate([np.full(piece.num_keys, row) for row, piece, _ in pieces])
-    places = np.concatenate([np.arange(start, start + piece.num_keys) for _, piece, start in pieces])
-    on, keys = upload([table, np.stack((rows, places)).astype(np.int64)], device)
-    return _Launch(on, keys, max(piece.num_queries for _, piece, _ in pieces))
+    positions = np.concatenate([np.arange(start, start + piece.num_keys) for _, piece, start in pieces])
+    uploaded, keys = upload([table, np.stack((rows, positions)).astype(np.int64)], device)
+    return _Launch(uploaded, keys, max(piece.num_queries for _, piece, _ in pieces))
 
 
 def _absorbing_is_cheaper(count: int, length: int, width: int, rank: int, rope: int, nope: int) -> bool:
-    """Whether so many queries multiply less in the latent space than expanding `length` latents costs."""
+    """Whether absorbing `count` queries takes fewer multiplications than expanding `length` latents."""
     absorbed = count * (width * rank + length * (2 * rank + rope))
     expanded = length * (width * rank + count * (width + rope))
     return absorbed < expanded
@@ -384,11 +374,11 @@ def _absorbing_is_cheaper(count: int, length: int, width: int, rank: int, rope: 
 def _gathered(
     vectors: torch.Tensor, block_tables: torch.Tensor, keys: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Latents at some positions of some rows, as they are meant. # [2, keys] int64 -> [keys, rank + rope]"""
-    rows, places = keys
+    """The latents at some positions of some rows, in `dtype`. # [2, keys] int64 -> [keys, rank + rope]"""
+    rows, positions = keys
     block_size = vectors.shape[1]
-    blocks = block_tables[rows, places // block_size].long()
+    blocks = block_tables[rows, positions // block_size].long()
     if vectors.dtype.itemsize > 1:
-        return vectors[blocks, places % block_size]
-    stored = vectors.view(torch.uint8)[blocks, places % block_size].view(vectors.dtype)
+        return vectors[blocks, positions % block_size]
+    stored = vectors.view(torch.uint8)[blocks, positions % block_size].view(vectors.dtype)
     return (stored.float() * scale).to(dtype)

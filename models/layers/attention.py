@@ -7,7 +7,7 @@ from torch import nn
 
 from models.attention.context import get_forward_context
 from models.layers.base import KVCacheSpec
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
+from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
 class Attention(nn.Module):
@@ -58,4 +58,5 @@ class Attention(nn.Module):
         metadata = context.attn_metadata
         cache = context.kv_cache_data[self.layer_name]
         assert isinstance(cache, KVCacheTensor)
-        return metadata.backend.forward(q, k, v, cache, metadata, self.options, sinks, norms, rotation)
+        inputs = AttentionInputs(self.options, sinks, norms, rotation)
+        return metadata.backend.forward(q, k, v, cache, metadata, inputs)

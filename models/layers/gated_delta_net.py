@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from models.attention.context import AttentionMetaData, get_forward_context
+from models.attention.backend import AttentionMetaData
+from models.attention.context import get_forward_context
 from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from models.attention.context import AttentionMetaData, get_forward_context
+from models.attention.backend import AttentionMetaData
+from models.attention.context import get_forward_context
 from models.attention.cpu_cache import to_cache
 from models.errors import CheckpointError
 from models.layers.attention import Attention

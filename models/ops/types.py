@@ -75,6 +75,17 @@ class AttentionOptions:
     """What values in it are multiplied by."""
 
 
+class AttentionInputs(NamedTuple):
+    """How one call attends, and what is done to its queries and keys before."""
+
+    options: AttentionOptions
+    sinks: torch.Tensor | None = None
+    """[Hq], logits that take part in the softmax and have no value."""
+    norms: HeadNorms | None = None
+    rotation: Rotation | None = None
+    """Applied after the norms."""
+
+
 @dataclass(frozen=True, slots=True)
 class LatentInputs:
     """What is done to a step's queries and latents before they meet, and with which weights."""

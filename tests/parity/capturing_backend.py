@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionMetaData
 from models.attention.cpu import CPUAttentionBackend
 from models.attention.cpu_plan import CPUAttentionMetaData
 

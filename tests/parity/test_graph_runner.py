@@ -14,7 +14,8 @@ from engine.runner.graphs import capture_sizes
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
-from models.attention.context import AttentionMetaData, get_forward_context
+from models.attention.backend import AttentionMetaData
+from models.attention.context import get_forward_context
 from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend

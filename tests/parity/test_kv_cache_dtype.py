@@ -47,7 +47,7 @@ def test_a_narrower_kv_cache_errs_within_bounds_and_alike_however_a_prompt_is_co
 
 def test_values_beyond_the_range_of_fp8_saturate() -> None:
     stored = to_cache(torch.tensor([1e6, -1e6, 3.0]), torch.float8_e4m3fn, 2.0)
-    assert from_cache(stored, 2.0, torch.empty(3)).tolist() == [896.0, -896.0, 3.0]
+    assert from_cache(stored, torch.float32, 2.0).tolist() == [896.0, -896.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_bounds_on_memory_change_no_number(variant: Variant, tmp_path: Path, mon
     expected = in_chunks(path, tokens, 50)
     monkeypatch.setattr("models.attention.cpu.MAX_LATENT_ELEMENTS", 1)
     monkeypatch.setattr("models.attention.cpu.MAX_MASK_ELEMENTS", 1000)
-    monkeypatch.setattr("models.attention.backend.cpu_plan.MAX_MASK_ELEMENTS", 1000)
+    monkeypatch.setattr("models.attention.cpu_plan.MAX_MASK_ELEMENTS", 1000)
     monkeypatch.setattr("models.attention.cpu.MAX_INDEX_SCORES", 1)
     assert_same_distribution(in_chunks(path, tokens, 50), expected)
 

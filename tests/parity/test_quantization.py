@@ -97,7 +97,7 @@ def test_a_weight_is_the_same_in_one_piece_and_in_many(
 ) -> None:
     path = q.write_pair(tmp_path, *FORMATS[name]).quantised
     whole = PagedModel(path).model
-    monkeypatch.setattr("models.quantization.methods.layouts._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("models.quantization.layouts._CHUNK_ELEMENTS", 1)
     for found, expected in zip(PagedModel(path).model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(found, expected)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models.attention.aiter import AiterAttentionBackend
-from models.attention.backend import AttentionBackend, _gpu_backend
+from models.attention.backend import BACKENDS, AttentionBackend, _gpu_backend
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from models.layers.moe import FusedMoE
@@ -22,7 +22,7 @@ from models.ops import triton as kernels
 from models.ops.aiter import library as bindings
 from models.ops.aiter.cases import Sizes
 from models.ops.aiter.probe import wrong
-from models.ops.types import AttentionOptions, KVCacheTensor
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor
 from models.quantization.stored import stored_of
 from tests.aiter_library import Library, library
 from tests.parity import quantized_checkpoints as q
@@ -65,7 +65,7 @@ class Calls:
 def calls(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     """The library is there and sound. Weights lie as on a GPU; torch stores, since Triton's kernel takes long here."""
     monkeypatch.setattr("models.loading.loader.can_pack", lambda _dtype: False)
-    monkeypatch.setattr("models.attention.backend.triton.store", reference.store)
+    monkeypatch.setattr("models.attention.triton.store", reference.store)
     yield Calls()
     aiter.stop()
 
@@ -165,7 +165,7 @@ def test_a_replay_reads_its_step_from_the_buffers_that_were_captured(query_len: 
     captured = backend.prepare_for_capture(3, query_len)
     assert captured is not None
     parts = torch.randn(3 * query_len, 8, 16).bfloat16().split([4, 2, 2], 1)
-    cache, options = KVCacheTensor(*torch.randn(2, 120, 2, 16, 16).bfloat16()), AttentionOptions(0.25)
+    cache, inputs = KVCacheTensor(*torch.randn(2, 120, 2, 16, 16).bfloat16()), AttentionInputs(AttentionOptions(0.25))
     lengths = torch.tensor([5, 300, 17])
     tables = torch.arange(120, dtype=torch.int32).view(3, 40)
     places = (lengths[:, None] - torch.arange(query_len, 0, -1)).flatten()
@@ -179,8 +179,8 @@ def test_a_replay_reads_its_step_from_the_buffers_that_were_captured(query_len: 
         query_len=query_len,
     )
     backend.prepare_for_replay(step, 3)
-    replayed = backend.forward(*parts, cache, captured, options)
-    assert torch.equal(replayed, backend.forward(*parts, cache, step, options))
+    replayed = backend.forward(*parts, cache, captured, inputs)
+    assert torch.equal(replayed, backend.forward(*parts, cache, step, inputs))
     assert calls.names == [SPANS] * 2
 
 
@@ -271,7 +271,7 @@ def test_serving_goes_on_by_triton_where_the_library_is_broken(
     assert chosen["norm"].startswith("norm by triton (not aiter: its numbers are off by ")
     assert chosen["attention"] == "attention by triton (not aiter: it failed: OSError: no GPU)"
     assert chosen["activation"] == "activation by aiter"
-    backend = _gpu_backend(CPU)
+    backend = BACKENDS[_gpu_backend(CPU)](CPU)
     assert type(backend) is TritonAttentionBackend
     path = checkpoint("qwen3", tmp_path / "model")
     found = run_briefly(paged(path, backend))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.attention.cpu import prepared
+from models.attention.cpu import normalize_and_rotate
 from models.layers.norm import RMSNorm
 from models.ops.triton import cache_store as latent_store
 from models.ops.triton import latent_attention
@@ -163,7 +163,7 @@ def test_latents_are_stored_normalised_and_rotated(is_interleaved: bool, is_8_bi
         is_interleaved=is_interleaved,
         scale=scale,
     )
-    queries, expected = prepared(q, latent, LatentInputs(norm.operand, rotation, is_interleaved, None))
+    queries, expected = normalize_and_rotate(q, latent, LatentInputs(norm.operand, rotation, is_interleaved, None))
     torch.testing.assert_close(found, queries[..., nope:], atol=CLOSE[dtype], rtol=CLOSE[dtype])
     stored = vectors.view(-1, rank + rope).float()
     kept = stored[[37, 3]] * (scale if is_8_bit else 1.0)

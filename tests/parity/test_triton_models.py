@@ -12,7 +12,7 @@ from models.attention.gpu import TritonMetaData
 from models.attention.torch_paged import TorchAttentionBackend
 from models.attention.triton import TritonAttentionBackend
 from models.ops import triton as kernels
-from models.ops.types import AttentionOptions, KVCacheTensor
+from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU, PagedModel, Row, assert_same_distribution, prompt
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -104,7 +104,7 @@ def _forward(
     cache: KVCacheTensor,
     metadata: TritonMetaData,
 ) -> torch.Tensor:
-    return backend.forward(q, k, v, cache, metadata, AttentionOptions(scale=0.25))
+    return backend.forward(q, k, v, cache, metadata, AttentionInputs(AttentionOptions(scale=0.25)))
 
 
 def _run(model: PagedModel) -> list[torch.Tensor]:

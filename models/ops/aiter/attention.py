@@ -1,4 +1,4 @@
-"""The library's attention over Kaon's paged cache. Called by `models.attention.backend.aiter`, and by the probe.
+"""The library's attention over Kaon's paged cache. Called by `models.attention.aiter`, and by the probe.
 
 Of the library's functions, two read the cache as it lies, [num_blocks, kv_heads, block, head_dim] with any stride from
 block to block: `unified_attention`, to which it is a view of [num_blocks, block, kv_heads, head_dim], and

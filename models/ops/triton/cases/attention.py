@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from models.attention.context import AttentionMetaData
+from models.attention.backend import AttentionMetaData
 from models.attention.triton import TritonAttentionBackend
 from models.ops import paged_attention as reference
 from models.ops.rotary import rotate
@@ -15,7 +15,7 @@ from models.ops.self_test import Finding, Numbers, excess, of_fp8, slack, unless
 from models.ops.triton.attention import tokens_of_tile
 from models.ops.triton.cache_store import as_hardware_reads, store
 from models.ops.triton.grids import PIECE
-from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
+from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
 
 _WIDEST = 4096
 """Of the windows that a row goes beyond."""
@@ -69,9 +69,8 @@ class AttentionForm(NamedTuple):
             yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
         yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
 
-        found = step.backend.forward(
-            q.clone(), k, v, step.cache, step.metadata, self.options, step.sinks, norms, rotation
-        )
+        inputs = AttentionInputs(self.options, step.sinks, norms, rotation)
+        found = step.backend.forward(q.clone(), k, v, step.cache, step.metadata, inputs)
         exact, magnitude = (
             reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
             for each in (cache, KVCacheTensor(cache.k_cache, _absolute(cache.v_cache)))
