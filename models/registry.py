@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._registered or name in self._installed
+        return isinstance(name, str) and name in (*self._own, *self._registered, *self._installed)
 
     def __getitem__(self, name: str) -> T:
         """The implementation of that name. Raises `ValueError` if there is none, or if its module registers none."""

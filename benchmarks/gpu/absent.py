@@ -36,7 +36,7 @@ from engine.runner.kv_cache import CommittedBlocks
 from engine.runner.model_runner import ModelRunner
 from engine.runner.step_launcher import LaunchedStep, StepLauncher
 from models.architectures.config import ModelConfig
-from models.architectures.registry import resolve_model_class
+from models.architectures.registry import ARCHITECTURES
 from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
 from models.ops import triton as kernels
@@ -139,7 +139,7 @@ class _Runner(RandomRunner):
     def read_weights(self, *, progress: bool) -> CausalLM:
         """See `ModelRunner`."""
         assert isinstance(self.model_config, ModelConfig)
-        model = resolve_model_class(self.model_config.architecture)(self.model_config, self.parallel)
+        model = ARCHITECTURES[self.model_config.architecture].model_class(self.model_config, self.parallel)
         for parameter in model.parameters():
             parameter.data = torch.ones(parameter.shape, dtype=self.dtype)
         return cast(CausalLM, model.eval())

@@ -30,7 +30,7 @@ from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.sequence import Sequence as EngineSequence
 from models.architectures.config import ModelConfig
-from models.architectures.registry import resolve_model_class
+from models.architectures.registry import ARCHITECTURES
 from models.attention.context import set_kv_cache_data
 from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
@@ -91,7 +91,7 @@ class RandomRunner(ModelRunner):
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:
-                model = resolve_model_class(self.model_config.architecture)(self.model_config, self.parallel)
+                model = ARCHITECTURES[self.model_config.architecture].model_class(self.model_config, self.parallel)
         finally:
             torch.set_default_dtype(previous)
         for parameter in model.parameters():

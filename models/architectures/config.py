@@ -1,47 +1,45 @@
-"""`ModelConfig`: what config.json and generation_config.json say of a model, checked. Needs no torch."""
+"""`CheckpointConfig` and `ModelConfig`: a checkpoint's config.json and generation_config.json, read and checked.
+
+Importing this module imports no torch; reading a `ModelConfig` imports the architecture's model.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from models.architectures.registry import ARCHITECTURES, SUPPORTED_ARCHITECTURES, Architecture
+from models.architectures.registry import ARCHITECTURES, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
 from models.quantization.methods import QuantizationConfig, parse_quantization
 
-# [checkpoint_config] `CheckpointConfig`: what the engine needs to know of any checkpoint, whoever runs its model.
-# Needs no torch.
-
 DTYPES = ("float32", "bfloat16", "float16")
+_MAX_LAYERS = 4096
+"""Far above any checkpoint's: a damaged config.json must not make the loader build layers for hours."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """A causal language model; lengths in tokens."""
+    """What the engine needs to know of any checkpoint, whichever code runs its model. Lengths are in tokens."""
 
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Longest context. The server that allows less may replace it before it loads the model: the `dynamic` and
-    `longrope` rotary embeddings fit themselves to it."""
+    """Longest context. A server that allows less replaces it before it loads the model: the `dynamic` and `longrope`
+    rotary embeddings depend on it."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`: what the checkpoint says that it is computed in."""
+    """`float32`, `bfloat16` or `float16`: the dtype that the checkpoint names."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
 
     runs_by: ClassVar[str]
-    """Whose code, for the log."""
-
-
-_MOST_LAYERS = 4096
-"""Many times those of any checkpoint; a damaged one must not have the loader build layers for hours."""
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+    """The code that runs the model, for the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(CheckpointConfig):
-    """Architecture of one checkpoint that has a model here; lengths in tokens, sizes in elements."""
+    """A checkpoint whose architecture has a model here. Lengths are in tokens, sizes in elements."""
 
     runs_by: ClassVar[str] = "Kaon's own code"
 
@@ -57,29 +55,29 @@ class ModelConfig(CheckpointConfig):
     mlp_bias: bool
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
-    """By layer, tokens that a query sees, its own included; None: all before it."""
+    """For each layer the number of tokens that a query sees, its own included; None: all before it."""
     quantization: QuantizationConfig | None
-    """How the checkpoint's weights are stored; None: dense."""
+    """How the checkpoint's weights are quantised; None: they are not."""
     fields: Fields = field(repr=False, compare=False)
-    """config.json, for what only one architecture has."""
+    """config.json, for fields that only one architecture has."""
 
     @classmethod
     def from_checkpoint(cls, path: Path) -> "ModelConfig":
         """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value."""
         config = read_config(path)
         architecture = _architecture(config)
-        written = ARCHITECTURES[architecture]
-        config = config.with_defaults(written.defaults)
+        facts = ARCHITECTURES[architecture].facts
+        config = config.with_defaults(facts.defaults)
         generation = read_generation_config(path)
-        _refuse_what_would_be_computed_wrong(config)
+        _reject_unsupported(config)
         hidden_size = config.integer("hidden_size")
-        num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
+        num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
         heads = config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads", heads)
         if heads % kv_heads:
             raise config.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        head_dim = _head_dim(config, written, hidden_size, heads)
-        # A prompt's token and a generated one.
+        head_dim = _head_dim(config, facts, hidden_size, heads)
+        # One token of a prompt and one generated.
         max_position_embeddings = config.integer("max_position_embeddings", minimum=2)
         rope = parse_rope(config, head_dim=head_dim, max_position_embeddings=max_position_embeddings)
         bos = generation.token_ids("bos_token_id") or config.token_ids("bos_token_id")
@@ -96,12 +94,12 @@ class ModelConfig(CheckpointConfig):
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=rope,
             attention_bias=config.boolean("attention_bias", False),
-            mlp_bias=architecture == "LlamaForCausalLM" and config.boolean("mlp_bias", False),
+            mlp_bias=facts.has_mlp_bias and config.boolean("mlp_bias", False),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
             dtype=_dtype(config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
-            sliding_windows=_sliding_windows(config, written, num_layers),
+            sliding_windows=_sliding_windows(config, facts, num_layers),
             quantization=parse_quantization(config, path),
             fields=config,
         )
@@ -109,43 +107,43 @@ class ModelConfig(CheckpointConfig):
 
 def _architecture(config: Fields) -> str:
     names = config.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in SUPPORTED_ARCHITECTURES:
-        own = ", ".join(SUPPORTED_ARCHITECTURES)
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        own = ", ".join(ARCHITECTURES)
         raise config.invalid("architectures", f"a list of one of {own}; model_impl auto runs others by transformers")
     return str(names[0])
 
 
-def _refuse_what_would_be_computed_wrong(config: Fields) -> None:
+def _reject_unsupported(config: Fields) -> None:
     activation = config.string("hidden_act", "silu")
     if activation != "silu":
         raise config.invalid("hidden_act", '"silu"')
 
 
-def _head_dim(config: Fields, written: Architecture, hidden_size: int, heads: int) -> int:
-    if config.has(written.head_dim_field):
-        return config.integer(written.head_dim_field)
+def _head_dim(config: Fields, facts: ConfigFacts, hidden_size: int, heads: int) -> int:
+    if config.has(facts.head_dim_field):
+        return config.integer(facts.head_dim_field)
     if hidden_size % heads:
         raise config.invalid("num_attention_heads", f"a divisor of hidden_size, {hidden_size}, or head_dim given")
     return hidden_size // heads
 
 
-def _sliding_windows(config: Fields, written: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """By layer: as `layer_types` says, or `use_sliding_window`, or a bare `sliding_window` where that is enough."""
+def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window, from `layer_types`, `use_sliding_window` or a bare `sliding_window`, whichever applies."""
     kinds = config.strings("layer_types")
     if kinds:
-        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING} | written.layer_kinds:
-            known = " or ".join((_FULL, _SLIDING, *sorted(written.layer_kinds)))
+        if len(kinds) != num_layers or not set(kinds) <= {_FULL, _SLIDING} | facts.layer_kinds:
+            known = " or ".join((_FULL, _SLIDING, *sorted(facts.layer_kinds)))
             raise config.invalid("layer_types", f"a list of {num_layers} names, each {known}")
         windowed = [kind == _SLIDING for kind in kinds]
-    elif written.full_attention_every is not None:
-        every = config.integer("sliding_window_pattern", written.full_attention_every)
+    elif facts.full_attention_every is not None:
+        every = config.integer("sliding_window_pattern", facts.full_attention_every)
         windowed = [(layer + 1) % every != 0 for layer in range(num_layers)]
     elif config.has("use_sliding_window"):
         used = config.boolean("use_sliding_window", False)
         first = config.integer("max_window_layers", num_layers, minimum=0)
         windowed = [used and layer >= first for layer in range(num_layers)]
     else:
-        windowed = [written.is_windowed and config.has("sliding_window")] * num_layers
+        windowed = [facts.is_windowed and config.has("sliding_window")] * num_layers
     if not any(windowed):
         return (None,) * num_layers
     window = config.integer("sliding_window")

@@ -7,6 +7,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import INDEXED_LAYERS, ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.base import CacheSpec
 from models.layers.mla import LightningIndexer, MLAAttention, MLAShape
@@ -27,6 +28,13 @@ class DeepseekAttention(MLAAttention):
         super().__init__(name, _shape(config), indexer=indexer, parallel=parallel)
 
 
+_LATENT = ConfigFacts(head_dim_field="qk_rope_head_dim")
+_INDEXED = ConfigFacts(head_dim_field="qk_rope_head_dim", layer_kinds=INDEXED_LAYERS)
+
+
+@architecture("DeepseekV2ForCausalLM", _LATENT)
+@architecture("DeepseekV3ForCausalLM", _LATENT)
+@architecture("DeepseekV32ForCausalLM", _INDEXED)
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
     """Any of the three with its language-model head."""
 

@@ -8,6 +8,7 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.architectures.qwen3 import Qwen3Attention
+from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
 from models.layers.linear import VocabParallelEmbedding
@@ -88,12 +89,29 @@ class Gemma3Model(DecoderBody):
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
+_FACTS = ConfigFacts(
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "vocab_size": 262208,
+    },
+    full_attention_every=6,
+)
+
+
+@architecture("Gemma3ForCausalLM", _FACTS)
 class Gemma3ForCausalLM(LlamaForCausalLM):
     """Gemma 3's text model with its language-model head."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         fields = config.fields
-        _refuse_what_would_be_computed_wrong(fields)
+        _reject_unsupported(fields)
         super().__init__(config, parallel)
         self.soft_cap = fields.number("final_logit_softcapping") if fields.has("final_logit_softcapping") else None
 
@@ -107,7 +125,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
 
-def _refuse_what_would_be_computed_wrong(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields) -> None:
     if fields.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise fields.invalid("hidden_activation", '"gelu_pytorch_tanh"')
     if fields.boolean("use_bidirectional_attention", False):

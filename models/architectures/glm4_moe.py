@@ -6,6 +6,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, experts_per_token, groups_of_experts
@@ -30,6 +31,9 @@ class Glm4MoeAttention(LlamaAttention):
         return HeadNorms(self.q_norm.operand, self.k_norm.operand) if self.has_norms else None
 
 
+@architecture(
+    "Glm4MoeForCausalLM", ConfigFacts(defaults={"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1})
+)
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4.5 with its language-model head."""
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.linear import logits
 from models.layers.moe import FusedMoE
 from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
@@ -103,6 +104,10 @@ class GptOssMLP(nn.Module):
         return self.experts(hidden, *self.router(hidden))  # type: ignore[no-any-return]
 
 
+_FACTS = ConfigFacts(defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0}, full_attention_every=2)
+
+
+@architecture("GptOssForCausalLM", _FACTS)
 class GptOssForCausalLM(LlamaForCausalLM):
     """gpt-oss with its language-model head."""
 

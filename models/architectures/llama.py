@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from models.architectures.config import ModelConfig
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.attention import Attention
 from models.layers.base import CacheSpec
 from models.layers.linear import (
@@ -162,6 +163,8 @@ class LlamaModel(DecoderBody):
         return self.norm.add_norm(hidden, residual)[0]
 
 
+@architecture("LlamaForCausalLM", ConfigFacts(has_mlp_bias=True))
+@architecture("MistralForCausalLM", ConfigFacts(is_windowed=True))
 class LlamaForCausalLM(nn.Module):
     """Llama with its language-model head."""
 

@@ -6,11 +6,13 @@ from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.moe import ExpertNames, FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
 from models.parallel.tensor_parallel import TensorParallel
 
 
+@architecture("MixtralForCausalLM", ConfigFacts(is_windowed=True))
 class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral with its language-model head."""
 

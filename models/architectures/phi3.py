@@ -3,8 +3,10 @@
 from typing import ClassVar
 
 from models.architectures.llama import LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 
 
+@architecture("Phi3ForCausalLM", ConfigFacts(is_windowed=True))
 class Phi3ForCausalLM(LlamaForCausalLM):
     """Phi-3 with its language-model head."""
 

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 
 
 class Qwen2Attention(LlamaAttention):
@@ -11,6 +12,7 @@ class Qwen2Attention(LlamaAttention):
     has_output_bias: ClassVar[bool] = False
 
 
+@architecture("Qwen2ForCausalLM", ConfigFacts(defaults={"attention_bias": True}))
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Qwen2 with its language-model head."""
 

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaAttention, LlamaForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.norm import RMSNorm
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import TensorParallel
@@ -24,6 +25,7 @@ class Qwen3Attention(LlamaAttention):
         return HeadNorms(self.q_norm.operand, self.k_norm.operand)
 
 
+@architecture("Qwen3ForCausalLM", ConfigFacts(defaults={"head_dim": 128}))
 class Qwen3ForCausalLM(LlamaForCausalLM):
     """Qwen3 with its language-model head."""
 

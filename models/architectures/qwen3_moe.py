@@ -5,12 +5,14 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaMLP
 from models.architectures.qwen3 import Qwen3ForCausalLM
+from models.architectures.registry import ConfigFacts, architecture
 from models.config.fields import Fields
 from models.layers.moe import FusedMoE, SparseMoE
 from models.layers.routing import SoftmaxRouter, experts_per_token
 from models.parallel.tensor_parallel import TensorParallel
 
 
+@architecture("Qwen3MoeForCausalLM", ConfigFacts(defaults={"max_window_layers": 0, "sliding_window": 4096}))
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Qwen3-MoE with its language-model head."""
 

@@ -6,6 +6,7 @@ from torch import nn
 from models.architectures.config import ModelConfig
 from models.architectures.llama import DecoderBody, LlamaForCausalLM, LlamaMLP
 from models.architectures.qwen3_moe import is_sparse, routed_experts
+from models.architectures.registry import ConfigFacts, architecture
 from models.layers.attention import Attention
 from models.layers.base import CacheSpec
 from models.layers.gated_delta_net import GatedDeltaNet
@@ -142,6 +143,14 @@ class Qwen3NextModel(DecoderBody):
         return self.norm.add_norm(hidden, residual)[0]
 
 
+_FACTS = ConfigFacts(
+    defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    layer_kinds=frozenset({"linear_attention"}),
+    mtp_prefixes=("mtp.",),
+)
+
+
+@architecture("Qwen3NextForCausalLM", _FACTS)
 class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Qwen3-Next with its language-model head."""
 

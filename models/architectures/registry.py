@@ -1,107 +1,79 @@
-"""The architectures that have a model here, by Hugging Face name. Used by the configuration and the loader."""
+"""The architectures that have a model here, by their Hugging Face names. Imports no torch.
 
-from collections.abc import Mapping
-from importlib import import_module
+A model's file registers its class with `architecture`, next to the facts that reading its config.json needs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from models.errors import CheckpointError
+from models.registry import Registry
 
 if TYPE_CHECKING:
     from torch import nn
 
-
 INDEXED_LAYERS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-"""In `layer_types`, layers whose queries choose the tokens that they attend to: by its present name, and by the one of
-transformers 5.17."""
+"""Names in `layer_types` of layers whose queries choose the tokens that they attend to. The second is transformers
+5.17's."""
+
+Model = TypeVar("Model", bound="type[nn.Module]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFacts:
+    """What an architecture's config.json leaves unsaid."""
+
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of fields that it may leave out."""
+    head_dim_field: str = "head_dim"
+    """The field with the number of dimensions of a head that may be rotated."""
+    has_mlp_bias: bool = False
+    """Whether the field `mlp_bias` counts."""
+    is_windowed: bool = False
+    """Whether a bare `sliding_window` means a window in every layer."""
+    layer_kinds: frozenset[str] = frozenset()
+    """Names in `layer_types` other than those of full and sliding-window attention."""
+    full_attention_every: int | None = None
+    """Without `layer_types`: one layer in this many attends to all tokens, the others in a window."""
+    mtp_prefixes: tuple[str, ...] = ()
+    """Prefixes of the tensors that predict further tokens, other than those of layers past the last one."""
 
 
 class Architecture(NamedTuple):
-    """Where a model is written."""
+    """A model class and what it needs to read a checkpoint."""
 
-    module: str
-    name: str
-    """Of its class."""
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    """Fields that its config.json may leave out."""
-    head_dim_field: str = "head_dim"
-    """The field that holds how many dimensions of a head may be rotated."""
-    is_windowed: bool = False
-    """Whether every layer has a sliding window where its config.json names just that."""
-    layer_kinds: frozenset[str] = frozenset()
-    """Names in `layer_types` beside those of full and windowed attention."""
-    full_attention_every: int | None = None
-    """Every so manieth layer attends to all, the others in a window, where its config.json has no `layer_types`."""
-    prediction_modules: tuple[str, ...] = ()
-    """What predicts further tokens in its checkpoints beside the layers proper, by how its tensors' names begin."""
+    model_class: "type[nn.Module]"
+    """Called with `ModelConfig` and `TensorParallel`."""
+    facts: ConfigFacts
 
 
-ARCHITECTURES = {
-    "GptOssForCausalLM": Architecture(
-        "models.architectures.gpt_oss",
-        "GptOssForCausalLM",
-        {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0},
-        full_attention_every=2,
-    ),
-    "DeepseekV2ForCausalLM": Architecture(
-        "models.architectures.deepseek_v2", "DeepseekV2ForCausalLM", head_dim_field="qk_rope_head_dim"
-    ),
-    "DeepseekV32ForCausalLM": Architecture(
-        "models.architectures.deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        head_dim_field="qk_rope_head_dim",
-        layer_kinds=INDEXED_LAYERS,
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "models.architectures.deepseek_v2", "DeepseekV2ForCausalLM", head_dim_field="qk_rope_head_dim"
-    ),
-    "Gemma3ForCausalLM": Architecture(
-        "models.architectures.gemma3",
-        "Gemma3ForCausalLM",
-        {
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-            "vocab_size": 262208,
-        },
-        full_attention_every=6,
-    ),
-    "Phi3ForCausalLM": Architecture("models.architectures.phi3", "Phi3ForCausalLM", is_windowed=True),
-    "LlamaForCausalLM": Architecture("models.architectures.llama", "LlamaForCausalLM"),
-    "MistralForCausalLM": Architecture("models.architectures.llama", "LlamaForCausalLM", is_windowed=True),
-    "Qwen2ForCausalLM": Architecture("models.architectures.qwen2", "Qwen2ForCausalLM", {"attention_bias": True}),
-    "Qwen3ForCausalLM": Architecture("models.architectures.qwen3", "Qwen3ForCausalLM", {"head_dim": 128}),
-    "Qwen3MoeForCausalLM": Architecture(
-        "models.architectures.qwen3_moe", "Qwen3MoeForCausalLM", {"max_window_layers": 0, "sliding_window": 4096}
-    ),
-    "Qwen3NextForCausalLM": Architecture(
-        "models.architectures.qwen3_next",
-        "Qwen3NextForCausalLM",
-        {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
-        layer_kinds=frozenset({"linear_attention"}),
-        prediction_modules=("mtp.",),
-    ),
-    "MixtralForCausalLM": Architecture("models.architectures.mixtral", "MixtralForCausalLM", is_windowed=True),
-    "Glm4MoeForCausalLM": Architecture(
-        "models.architectures.glm4_moe",
-        "Glm4MoeForCausalLM",
-        {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES)
+ARCHITECTURES: Registry[Architecture] = Registry(
+    "architecture",
+    {
+        "GptOssForCausalLM": "models.architectures.gpt_oss",
+        "DeepseekV2ForCausalLM": "models.architectures.deepseek_v2",
+        "DeepseekV32ForCausalLM": "models.architectures.deepseek_v2",
+        "DeepseekV3ForCausalLM": "models.architectures.deepseek_v2",
+        "Gemma3ForCausalLM": "models.architectures.gemma3",
+        "Phi3ForCausalLM": "models.architectures.phi3",
+        "LlamaForCausalLM": "models.architectures.llama",
+        "MistralForCausalLM": "models.architectures.llama",
+        "Qwen2ForCausalLM": "models.architectures.qwen2",
+        "Qwen3ForCausalLM": "models.architectures.qwen3",
+        "Qwen3MoeForCausalLM": "models.architectures.qwen3_moe",
+        "Qwen3NextForCausalLM": "models.architectures.qwen3_next",
+        "MixtralForCausalLM": "models.architectures.mixtral",
+        "Glm4MoeForCausalLM": "models.architectures.glm4_moe",
+    },
+)
 
 
-def resolve_model_class(architecture: str) -> "type[nn.Module]":
-    """The class of that name, its module imported. Raises `CheckpointError` for an architecture without one."""
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"architecture is {architecture!r}, which is not supported; it must be one of "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    entry = ARCHITECTURES[architecture]
-    return cast("type[nn.Module]", getattr(import_module(entry.module), entry.name))
+def architecture(name: str, facts: ConfigFacts = ConfigFacts()) -> Callable[[Model], Model]:
+    """A class decorator: the class is the model of checkpoints of this architecture. A class may have several."""
+
+    def register(model_class: Model) -> Model:
+        ARCHITECTURES.register(name)(Architecture(model_class, facts))
+        return model_class
+
+    return register

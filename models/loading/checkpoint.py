@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
-from models.architectures.registry import INDEXED_LAYERS, SUPPORTED_ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
 from models.errors import CheckpointError, first_line
 
@@ -135,7 +135,7 @@ def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> Checkp
     """
     config = read_config(path)
     names = config.values.get("architectures")
-    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in SUPPORTED_ARCHITECTURES
+    is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):
         return ModelConfig.from_checkpoint(path)
     return TransformersConfig.from_checkpoint(path, config, read_generation_config(path))

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from models.architectures.config import CheckpointConfig, ModelConfig
-from models.architectures.registry import ARCHITECTURES, resolve_model_class
+from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM
@@ -116,7 +116,7 @@ def load_model(
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig)
     files = weight_files(path)
-    model_class = resolve_model_class(config.architecture)
+    model_class = ARCHITECTURES[config.architecture].model_class
     may_stay = config.quantization is not None and triton.takes("linear")
     try:
         with _default_dtype(dtype), device, products_without_memory() if may_stay else nullcontext():
@@ -303,7 +303,7 @@ def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
     """How the names of tensors begin that predict further tokens: of layers past the last one, or modules beside."""
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
     past = (f"model.layers.{layer}." for layer in range(first, first + count))
-    return (*past, *ARCHITECTURES[config.architecture].prediction_modules)
+    return (*past, *ARCHITECTURES[config.architecture].facts.mtp_prefixes)
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:

@@ -25,8 +25,8 @@ def architectures_table() -> str:
             "operator by operator" if name in PARTLY_TORCH else "one call",
             "; ".join(variant.name for variant in variants if variant.architecture == name),
         )
-        for name, entry in sorted(ARCHITECTURES.items())
-        for file in [f"{entry.module.replace('.', '/')}.py"]
+        for name in sorted(ARCHITECTURES)
+        for file in [f"{ARCHITECTURES[name].model_class.__module__.replace('.', '/')}.py"]
     ]
     return _table(("Architecture", "Model file", "A step on the CPU", "Proven with"), rows)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.architectures.config import ModelConfig
-from models.architectures.registry import resolve_model_class
+from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
 from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
@@ -214,8 +214,8 @@ def test_a_model_that_memory_cannot_hold_is_told_in_a_sentence(checkpoint: Path)
 
 
 def test_an_unknown_architecture_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(CheckpointError, match=r"'GPT2LMHeadModel'.*LlamaForCausalLM, .*Qwen3ForCausalLM"):
-        resolve_model_class("GPT2LMHeadModel")
+    with pytest.raises(ValueError, match=r"architecture is 'GPT2LMHeadModel'.*LlamaForCausalLM, .*Qwen3ForCausalLM"):
+        ARCHITECTURES["GPT2LMHeadModel"]
 
 
 def test_importing_a_model_imports_neither_transformers_nor_a_compiler() -> None:

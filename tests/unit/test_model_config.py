@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.architectures.config import ModelConfig
-from models.architectures.registry import SUPPORTED_ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
 
 LLAMA: dict[str, Any] = {
@@ -154,7 +154,7 @@ def test_an_invalid_generation_config_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], ..., "LlamaForCausalLM", [3]])
 def test_an_unknown_architecture_is_refused_with_the_supported_ones(tmp_path: Path, architectures: Any) -> None:
-    assert ", ".join(SUPPORTED_ARCHITECTURES) in refusal(tmp_path, architectures=architectures)
+    assert ", ".join(ARCHITECTURES) in refusal(tmp_path, architectures=architectures)
 
 
 def test_an_unknown_quantisation_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
