@@ -12,8 +12,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import Case, Values, Wrong
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
-from engine.sampling.triton_sampler import launch
-from engine.text.structured.matcher import MaskedRow, TokenMasks, packed
+from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.gpu import TritonMetaData
 from models.attention.triton import TritonAttentionBackend
 from models.config.rope import RopeConfig
@@ -658,7 +657,7 @@ def _drawn(bench: Bench, rows: int, top_p: float, *, is_masked: bool) -> Values:
     allowed = packed(range(0, width, 3), width)
     masked = [MaskedRow(row, allowed=allowed) for row in range(0, rows, 2)]
     wanted = SamplingRows(random=random, masked=masked if is_masked else None)
-    masks, kept = TokenMasks(), dict[str, list[torch.Tensor]]()
+    sampler, kept = Sampler(), dict[str, list[torch.Tensor]]()
 
     def send(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         if "sent" not in kept:
@@ -666,9 +665,9 @@ def _drawn(bench: Bench, rows: int, top_p: float, *, is_masked: bool) -> Values:
         return kept["sent"]
 
     def chosen() -> torch.Tensor:
-        return launch(logits, wanted, masks, send).token_ids
+        return sampler.launch(logits, wanted, send).token_ids
 
-    found = launch(logits.clone(), wanted, masks, send).token_ids[:_CHECKED].tolist()
+    found = sampler.launch(logits.clone(), wanted, send).token_ids[:_CHECKED].tolist()
     few = SamplingRows(
         random=random.take(np.arange(len(found))),
         masked=[each for each in masked if each.row < len(found)] if is_masked else None,

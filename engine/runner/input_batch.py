@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import AppendedBlocks, PromptSpan
-from engine.sampling.parameters import LATER, SamplingColumns, SamplingRows
-from engine.sampling.verification import counted_places
+from engine.sampling.parameters import SamplingColumns, SamplingRows
+from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
 
 
@@ -64,7 +64,8 @@ class StepInputs:
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one that each place is behind
     unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
     unread_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
-    sampling: SamplingRows
+    sampling: SamplingRows | None
+    """None where a row needs the token before its own, which has not been read yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     query_len: int = 1
     """One token, and as many drafts as are verified with it."""
@@ -217,7 +218,7 @@ class InputBatch:
             last_tokens=last_tokens,
             unread_rows=unread,
             unread_tokens=(ends - seq_lens + num_read)[unread],
-            sampling=LATER if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
+            sampling=None if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
             adapters=self._adapters_of(slots),
             query_len=query_len,
             has_drafts=bool(drafts),
@@ -244,9 +245,10 @@ class InputBatch:
 
     def keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
         """Take in what was sampled at a step's places. # [S]"""
-        slots, positions, counted = inputs.sampled_slots, inputs.sampled_positions, counted_places(inputs, token_ids)
-        if counted is not None:
-            slots, positions, token_ids = slots[counted], positions[counted], token_ids[counted]
+        slots, positions = inputs.sampled_slots, inputs.sampled_positions
+        if inputs.has_drafts:
+            accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
+            slots, positions, token_ids = slots[accepted], positions[accepted], token_ids[accepted]
         self._tokens[slots, positions] = token_ids
         # Of a slot that is named several times the last one counts, which is its furthest.
         self._num_read[slots] = positions + 1

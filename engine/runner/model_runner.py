@@ -25,7 +25,7 @@ from engine.runner.input_batch import InputBatch, StepInputs, StepRows
 from engine.runner.kernel_checks import check_kernels
 from engine.runner.kv_cache import KV_CACHE_DTYPES, CommittedBlocks, LayerCaches
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST, KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
-from engine.runner.step_launcher import LaunchedStep, StepLauncher
+from engine.runner.step_launcher import LaunchedStep, StepLauncher, mark_unusable, output_of
 from engine.runner.warm_up import (
     StepSizes,
     WarmUpRow,
@@ -36,8 +36,8 @@ from engine.runner.warm_up import (
     run_largest_step,
 )
 from engine.sampling.logprobs import read_prompt_logprobs
-from engine.sampling.sampled_tokens import SampledTokens, output_of, without_spoiled
-from engine.sampling.sampler import Sampler
+from engine.sampling.parameters import SamplingRows
+from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
 from engine.speculative.drafts import most_choices
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.attention.backend import AttentionBackend, select_backend
@@ -454,7 +454,7 @@ class ModelRunner:
 
     def run_model(
         self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]
-    ) -> tuple[torch.Tensor | SampledTokens, dict[int, list[TokenLogprobs]] | None]:
+    ) -> tuple[torch.Tensor | LaunchedTokens, dict[int, list[TokenLogprobs]] | None]:
         """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
 
         The tokens themselves, where each row takes the likeliest and the model's head tells it without logits.
@@ -483,12 +483,11 @@ class ModelRunner:
         """By sequence. # hidden [T, H]"""
         return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
 
-    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
         """See `run_model`. # [S, H]"""
         head = self._greedy_head_for(hidden, inputs)
-        if head is not None and inputs.sampling.is_greedy:
-            token_ids, peaks = head.choose(hidden)
-            return SampledTokens(token_ids, {}, np.flatnonzero(~np.isfinite(peaks)).tolist(), {})
+        if head is not None and inputs.sampling is not None and inputs.sampling.is_greedy:
+            return LaunchedTokens.of_host(*head.choose(hidden))
         return self.model.compute_logits(hidden)
 
     def _greedy_head_for(self, hidden: torch.Tensor, inputs: StepInputs) -> GreedyHead | None:
@@ -518,16 +517,21 @@ class ModelRunner:
         return hidden
 
     def postprocess(
-        self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | SampledTokens
+        self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | LaunchedTokens
     ) -> ScheduledBatchOutput:
-        """Sample, unless that is done; keep the tokens for the next step, and report them by sequence."""
-        sampled = logits
-        if isinstance(sampled, torch.Tensor):
-            sampled = self.sampler.sample(sampled, inputs.sampling)
-        sampled = without_spoiled(sampled, inputs)
-        self._keep(inputs, sampled.token_ids)
-        return self.report(batch, inputs, sampled)
+        """Sample, wait for the tokens, and `finish` the step."""
+        assert inputs.sampling is not None, "the tokens of all steps before have been read"
+        return self.finish(batch, inputs, self.launch_sampler(logits, inputs.sampling).read())
 
-    def report(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
-        """What a step sampled, by sequence."""
+    def launch_sampler(self, logits: torch.Tensor | LaunchedTokens, rows: SamplingRows) -> LaunchedTokens:
+        """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
+        if isinstance(logits, LaunchedTokens):
+            return logits
+        device = self.launcher.device
+        return self.sampler.launch(logits, rows, None if device.is_host else self.launcher.uploads.send)
+
+    def finish(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
+        """Keep a step's tokens for the next one, and report them by sequence."""
+        sampled = mark_unusable(sampled, inputs)
+        self._keep(inputs, sampled.token_ids)
         return output_of(batch, inputs, sampled, self.dtype)

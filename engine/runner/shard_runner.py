@@ -14,8 +14,7 @@ from engine.runner.input_batch import StepInputs, StepRows
 from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import WarmUpRow, WarmUpStep
 from engine.sampling.logprobs import compute_prompt_logits
-from engine.sampling.sampled_tokens import SampledTokens
-from engine.sampling.sampler import best_of_part, likeliest_of_ranks
+from engine.sampling.sampler import LaunchedTokens, argmax_of_shard, argmax_over_ranks
 from models.architectures.llama import LlamaForCausalLM
 from models.layers.linear import ParallelLMHead
 from models.ops.cpu.collectives import SharedMemoryCollectives
@@ -93,18 +92,18 @@ class ShardRunner(ModelRunner):
         compute_prompt_logits(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
         return {}
 
-    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
         if not self._moves_no_logits:
             return self.model.compute_logits(hidden)
         first_token = self._head.first_row
         head = self._greedy_head_for(hidden, inputs)
         # A vocabulary may end before the last ranks' shares begin.
         if head is None or first_token >= self._head.vocab_size:
-            peaks, token_ids = best_of_part(self._own_logits(hidden), first_token)
+            peaks, token_ids = argmax_of_shard(self._own_logits(hidden), first_token)
         else:
             chosen, values = head.choose(hidden)
             peaks, token_ids = torch.from_numpy(values), torch.from_numpy(chosen) + first_token
-        return likeliest_of_ranks(peaks, token_ids, self.parallel)
+        return argmax_over_ranks(peaks, token_ids, self.parallel)
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._head.gives_parts = True

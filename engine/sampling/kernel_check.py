@@ -9,7 +9,7 @@ import torch
 
 from engine.sampling.counter_rng import uniform
 from engine.sampling.parameters import RandomRows
-from engine.sampling.triton_sampler import columns_of
+from engine.sampling.triton_ops import columns_of
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, unless
 from models.ops.triton import logits as sampling
 from models.ops.triton import sampling as draw

@@ -1,51 +1,32 @@
-"""`BadWords`: the token sequences that a request must never complete. Kept by slot in the sampling columns."""
+"""Sampling parameters: `SamplingColumns` keeps those of each slot; `SamplingRows` is what one step needs of them.
+
+The input batch writes a slot when its sequence starts, and asks for the rows of each step.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.sampling.counter_rng import request_key, server_key, uniform
+from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
 
-
-class BadWords:
-    """Sequences of tokens, each forbidden as a whole: its last token, where those before it were just generated."""
-
-    def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
-        self._words = [np.array(word, dtype=np.int64) for word in words if len(word) > 1]
-        self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
-
-    def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """The tokens that would complete a sequence behind `generated`, which no prompt is part of."""
-        if not len(generated) or not self._words:
-            return self._always
-        # Most sequences are ruled out by the one token before their last.
-        begun = [self._words[i] for i in np.flatnonzero(self._before_last == generated[-1]).tolist()]
-        completing = [int(word[-1]) for word in begun if _ends_with(generated, word[:-1])]
-        return np.concatenate([self._always, np.array(completing, dtype=np.int64)])
-
-
-def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> bool:
-    return len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)
-
-
-# [sampling_columns] `SamplingColumns`: how each slot's tokens are chosen, kept between steps; `SamplingRows`: what
-# one step needs of it.
-#
-# Written by the input batch when a sequence starts, read by it once a step for the sampler.
-
 MIN_TEMPERATURE = 1e-5
-"""Below it the likeliest token is taken: the limit, without the overflow."""
+"""Below it the argmax is taken: the limit, without the overflow."""
+
+REPETITION, PRESENCE, FREQUENCY, BIAS = range(4)
+"""Kinds of adjustments to single logits, in the order in which they are applied."""
 
 _RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_WORDS, _MASK = (
     1 << bit for bit in range(9)
 )
+"""Features that a slot uses."""
 _OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
-"""Features that look at the tokens before the one that is chosen."""
+"""Features that depend on the tokens before the one that is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +79,19 @@ class SamplingRows:
     """Rows that may sample some tokens only."""
     num_logprobs: dict[int, int] | None = None
     """Alternatives asked for, by row."""
+    filters: list[FilteredRows] = field(default_factory=list)
+    """Of random rows, those with a filter that the draw does not implement itself."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes its likeliest token, and nothing else is asked of the logits."""
-        return self is _GREEDY
+        """Whether every row takes its argmax, and nothing else is asked of the logits."""
+        return self.random is None and not (self.adjustments or self.masked or self.num_logprobs)
 
-
-_GREEDY = SamplingRows()
-LATER = SamplingRows()
-"""Stands for rows that can be told only once a token that the device has sampled is read."""
+    @property
+    def adjustments(self) -> list[tuple[int, Adjustments]]:
+        """Those that change a logit, with their kind, in the order in which they are applied."""
+        all_kinds = self.repetition, self.presence, self.frequency, self.bias
+        return [(kind, each) for kind, each in enumerate(all_kinds) if each is not None and len(each.rows)]
 
 
 class SamplingColumns:
@@ -120,9 +104,7 @@ class SamplingColumns:
         self._needs = np.zeros(max_num_seqs, dtype=np.uint16)
         """Which of the features above a slot uses: a step does only what one of its rows needs."""
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
-        self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
-        self._top_p = np.zeros(max_num_seqs, dtype=np.float64)
-        self._min_p = np.zeros(max_num_seqs, dtype=np.float64)
+        self._filters = {each.name: np.zeros(max_num_seqs, dtype=each.dtype) for each in FILTERS}
         self._key = np.zeros(max_num_seqs, dtype=np.uint64)
         self._repetition = np.zeros(max_num_seqs, dtype=np.float32)
         self._presence = np.zeros(max_num_seqs, dtype=np.float32)
@@ -143,9 +125,8 @@ class SamplingColumns:
         if params.temperature >= MIN_TEMPERATURE:
             needs |= _RANDOM
             self._temperature[slot] = params.temperature
-            self._top_k[slot] = min(params.top_k, self._vocab_size) if params.top_k > 0 else self._vocab_size
-            self._top_p[slot] = params.top_p
-            self._min_p[slot] = params.min_p
+            for name, column in self._filters.items():
+                column[slot] = getattr(params, name)
             if params.seed is None:
                 self._key[slot] = server_key(self._seed, seq.id)
             else:
@@ -202,7 +183,7 @@ class SamplingColumns:
         flags = self._needs[slots]
         needs = int(np.bitwise_or.reduce(flags)) if len(flags) else 0
         if needs == 0:
-            return _GREEDY
+            return SamplingRows()
 
         def history(flag: int, penalties: npt.NDArray[np.float32], *, prompt: bool) -> Adjustments | None:
             if not needs & flag:
@@ -216,32 +197,44 @@ class SamplingColumns:
             ids = tokens[np.repeat(at, counts), columns].astype(np.int64)
             return Adjustments(np.repeat(rows, counts), ids, np.repeat(penalties[at], counts))
 
+        random, filters = self._random_rows(slots, num_tokens, flags) if needs & _RANDOM else (None, [])
         return SamplingRows(
-            random=self._random_rows(slots, num_tokens, flags) if needs & _RANDOM else None,
+            random=random,
             repetition=history(_REPETITION, self._repetition, prompt=True),
             presence=history(_PRESENCE, self._presence, prompt=False),
             frequency=history(_FREQUENCY, self._frequency, prompt=False),
             bias=self._biases(slots, num_tokens, tokens, flags) if needs & (_BIAS | _FORBIDDEN | _BAD_WORDS) else None,
             masked=self._masked_rows(slots, num_tokens, flags) if needs & _MASK else None,
             num_logprobs=self._logprob_rows(slots, flags) if needs & _LOGPROBS else None,
+            filters=filters,
         )
 
     def _random_rows(
         self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]
-    ) -> RandomRows:
+    ) -> tuple[RandomRows, list[FilteredRows]]:
         rows = np.flatnonzero(flags & _RANDOM)
         at = slots[rows]
-        top_k, top_p, min_p = self._top_k[at], self._top_p[at], self._min_p[at]
-        return RandomRows(
+        temperature, of_draw, others = self._temperature[at], dict[str, npt.NDArray[Any]](), list[FilteredRows]()
+        is_filtered = np.zeros(len(rows), dtype=np.bool_)
+        for each in FILTERS:
+            values = self._filters[each.name][at]
+            is_off = each.is_off(values, self._vocab_size)
+            if each.keep is None:
+                of_draw[each.name] = values
+                is_filtered |= ~is_off
+            elif not is_off.all():
+                others.append(FilteredRows(each.keep, rows[~is_off], temperature[~is_off], values[~is_off]))
+        top_k = of_draw["top_k"]
+        of_draw["top_k"] = np.where((top_k <= 0) | (top_k > self._vocab_size), self._vocab_size, top_k)
+        random = RandomRows(
             rows=rows,
-            temperature=self._temperature[at],
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            temperature=temperature,
             key=self._key[at],
             position=num_tokens[rows],
-            filtered=(top_k < self._vocab_size) | (top_p < 1.0) | (min_p > 0.0),
+            filtered=is_filtered,
+            **of_draw,
         )
+        return random, others
 
     def _biases(
         self,
@@ -283,6 +276,28 @@ class SamplingColumns:
 
     def _logprob_rows(self, slots: npt.NDArray[np.int64], flags: npt.NDArray[np.uint16]) -> dict[int, int]:
         return {int(row): self._num_logprobs[int(slots[row])] for row in np.flatnonzero(flags & _LOGPROBS)}
+
+
+class BadWords:
+    """Sequences of tokens, each forbidden as a whole: its last token, where those before it were just generated."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
+        self._words = [np.array(word, dtype=np.int64) for word in words if len(word) > 1]
+        self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
+
+    def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """The tokens that would complete a sequence behind `generated`, which no prompt is part of."""
+        if not len(generated) or not self._words:
+            return self._always
+        # Most sequences are ruled out by the one token before their last.
+        begun = [self._words[i] for i in np.flatnonzero(self._before_last == generated[-1]).tolist()]
+        completing = [int(word[-1]) for word in begun if _ends_with(generated, word[:-1])]
+        return np.concatenate([self._always, np.array(completing, dtype=np.int64)])
+
+
+def _ends_with(generated: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> bool:
+    return len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)
 
 
 class _Masked:

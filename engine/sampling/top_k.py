@@ -21,7 +21,7 @@ def argmax(values: torch.Tensor) -> torch.Tensor:
     return values.argmax(-1)
 
 
-def likeliest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stable_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `k` largest values of each row and their indexes. # values [R, V] float32 -> [R, k] float32, [R, k] int64
 
     The best k tokens lie in the k blocks with the best maxima (of equal maxima, the first ones): each block that is
@@ -42,20 +42,20 @@ def likeliest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     return values.gather(-1, best), best
 
 
-def descending(values: torch.Tensor) -> torch.Tensor:
+def sorted_descending(values: torch.Tensor) -> torch.Tensor:
     """Each row's values, largest first. # [R, V] float32
 
-    With `at_ranks`, a third of what ordering all of their indexes takes.
+    With `index_of_rank`, a third of what ordering all of their indexes takes.
     """
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
-def at_ranks(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+def index_of_rank(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
     """Index of the value that has the rank, one a row; equal ones rank by index. # 2 x [R, V], [R] -> [R] int64
 
-    `ordered` is what `descending` made of `values`.
+    `ordered` is what `sorted_descending` made of `values`.
     """
     wanted = ordered.gather(-1, ranks[:, None])  # [R, 1]
     among_equals = ranks - (ordered > wanted).sum(-1)

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from engine.runner.device import Downloads, Uploads
-from engine.runner.step_launcher import DeferredSampler
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.text.structured.matcher import MaskedRow, packed
 from tests.gpu.places import ANYWHERE, ON_GPU, Place
+from tests.parity.delayed_device import read
 
 VOCAB_SIZE = 3000
 
@@ -99,16 +99,16 @@ def test_choosing_tokens_waits_for_nothing_and_chooses_what_the_cpu_does(place: 
         place.backend()
     device = place.seam()
     uploads, downloads = Uploads(device), Downloads(device)
-    sampler = DeferredSampler(uploads, downloads)
-    sampler.sample(logits.clone().to(place.device), rows).read(downloads)
+    sampler = Sampler()
+    sampler.launch(logits.clone().to(place.device), rows, uploads.send).read()
     on_device = logits.clone().to(place.device)
     mode = torch.cuda.set_sync_debug_mode if place.is_gpu else lambda _: None
     mode("error")
     try:
-        pending = sampler.sample(on_device, rows)
+        launched = sampler.launch(on_device, rows, uploads.send)
     finally:
         mode("default")
-    found = pending.read(downloads)
+    found = read(launched, downloads)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.logprobs.keys() == expected.logprobs.keys()
     for row, told in found.logprobs.items():

@@ -2,7 +2,8 @@
 
 import torch
 
-from engine.runner.device import Event, HostDevice
+from engine.runner.device import Downloads, Event, HostDevice
+from engine.sampling.sampler import LaunchedTokens, SampledTokens
 
 GARBAGE = 0x7B
 
@@ -69,3 +70,10 @@ class _Later:
     def synchronize(self) -> None:
         """See `Event`."""
         self._device.reach(self._place)
+
+
+def read(launched: LaunchedTokens, downloads: Downloads) -> SampledTokens:
+    """Read tokens by way of copies that are begun before they are waited for, as the launcher does."""
+    words = (launched.candidates.words, launched.logprobs)
+    begun = [downloads.begin(each) for each in words if each is not None]
+    return launched.read(*(download.wait() for download in begun))

@@ -9,7 +9,7 @@ import torch
 
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
-from engine.sampling.top_k import likeliest
+from engine.sampling.top_k import stable_topk
 from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
@@ -120,10 +120,10 @@ def test_a_number_that_is_none_counts_as_largest(rows: int) -> None:
 def test_the_sampler_is_told_the_same_of_the_likeliest_as_by_torch(width: int) -> None:
     values = rows_of(width)
     for k in (1, 20, width if width < 1000 else 2000):
-        by_operators = likeliest(values, k)
+        by_operators = stable_topk(values, k)
         threads = library.load_library().threads
         runtime.stop()
-        by_torch = likeliest(values, k)
+        by_torch = stable_topk(values, k)
         runtime.start(threads)
         for found, expected in zip(by_operators, by_torch, strict=True):
             assert found.tolist() == expected.tolist()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.runner.device import Downloads, Uploads
-from engine.runner.step_launcher import DeferredSampler
+from engine.sampling import sampler
+from engine.sampling.ops import TorchOps
 from engine.sampling.parameters import RandomRows, SamplingRows
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
@@ -16,7 +17,7 @@ from engine.sequence import Sequence
 from engine.text.structured.matcher import Matchers
 from engine.text.structured.spec import GrammarSpec, lark_of
 from tests.parity.ahead import Ahead, answers, waiting
-from tests.parity.delayed_device import DelayedDevice
+from tests.parity.delayed_device import DelayedDevice, read
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, checkpoint, prompts, runner_for
 
 __all__ = ["checkpoint", "prompts"]
@@ -142,7 +143,7 @@ def test_a_step_that_raises_names_its_sequences_and_leaves_the_others_whole(
 
 
 @pytest.mark.parametrize("vocab_size", [50, 3000])
-def test_the_sampler_that_waits_for_nothing_chooses_the_same_tokens(vocab_size: int) -> None:
+def test_operations_for_any_device_choose_the_cpus_tokens(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, num_rows = np.random.default_rng(vocab_size), 40
     logits = torch.from_numpy(rng.normal(size=(num_rows, vocab_size)).astype(np.float32) * 3)
     # Ties, as bfloat16 makes them.
@@ -167,9 +168,8 @@ def test_the_sampler_that_waits_for_nothing_chooses_the_same_tokens(vocab_size: 
     logits[9, 3] = torch.inf
     expected = Sampler().sample(logits.clone(), rows)
     device = DelayedDevice()
-    downloads = Downloads(device)
-    pending = DeferredSampler(Uploads(device), downloads).sample(logits.clone(), rows)
-    found = pending.read(downloads)
+    monkeypatch.setattr(sampler, "ops_for", lambda _: TorchOps())
+    found = read(Sampler().launch(logits.clone(), rows, Uploads(device).send), Downloads(device))
     assert found.broken == expected.broken == [7, 9]
     usable = [row for row in range(num_rows) if row not in found.broken]
     assert found.token_ids[usable].tolist() == expected.token_ids[usable].tolist()

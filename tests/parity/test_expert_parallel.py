@@ -19,7 +19,7 @@ from engine.config.config import Config
 from engine.runner.input_batch import StepInputs
 from engine.runner.model_runner import ModelRunner
 from engine.runner.warm_up import WarmUpRow, WarmUpStep
-from engine.sampling.sampled_tokens import SampledTokens
+from engine.sampling.sampler import LaunchedTokens
 from models.architectures.config import ModelConfig
 from models.attention.context import DPMetadata, ForwardContext
 from models.errors import CheckpointError
@@ -318,7 +318,7 @@ def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     choose = type(runner)._choices
 
-    def note(hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | SampledTokens:
+    def note(hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
         seen.append(hidden.clone())
         return choose(runner, hidden, inputs)
 

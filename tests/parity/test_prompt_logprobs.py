@@ -11,7 +11,7 @@ from engine.messages import RequestOutput, TokenLogprobs
 from engine.runner.model_runner import ModelRunner
 from engine.sampling import logprobs as room
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.top_k import likeliest
+from engine.sampling.top_k import stable_topk
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.parity.checkpoints import make_checkpoint
@@ -104,6 +104,6 @@ def test_ranks_order_equal_logits_as_the_likeliest_do() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0, -1.0]]).repeat(6, 1)
     entries = token_logprobs(logits, torch.arange(6), [6] * 6)
     assert all(type(entry.rank) is int for entry in entries)
-    order = likeliest(logits[:1], 6)[1][0].tolist()
+    order = stable_topk(logits[:1], 6)[1][0].tolist()
     assert [entry.rank for entry in entries] == [1 + order.index(token) for token in range(6)]
     assert [entry.rank for entry in entries] == [5, 1, 2, 4, 3, 6]

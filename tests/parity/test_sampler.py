@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sampling import parameters
 from engine.sampling.counter_rng import request_key, server_key, uniform
+from engine.sampling.filters import FILTERS, Filter
 from engine.sampling.parameters import SamplingColumns
 from engine.sampling.sampler import SampledTokens, Sampler
-from engine.sampling.top_k import at_ranks, descending, likeliest
+from engine.sampling.top_k import index_of_rank, sorted_descending, stable_topk
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.ops.cpu import runtime
@@ -276,6 +278,26 @@ def test_the_only_token_with_a_finite_logit_is_taken(filters: dict):
     assert {sample_one(SamplingParams(seed=seed, **filters), logits) for seed in range(20)} == {517}
 
 
+class ParamsWithMaxGap(SamplingParams, frozen=True):
+    """With a filter of this test's: tokens whose scaled logit is further from the peak are excluded; 0 is off."""
+
+    max_gap: float = 0.0
+
+
+def test_a_filter_of_the_table_masks_before_the_draw(monkeypatch: pytest.MonkeyPatch):
+    def keep(scaled: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return scaled >= -values[:, None]
+
+    max_gap = Filter("max_gap", np.float32, lambda values, _: values == 0.0, keep)
+    monkeypatch.setattr(parameters, "FILTERS", (*FILTERS, max_gap))
+    logits = [3.0, 2.6, 1.6, 2.9, -math.inf]
+    for filters in ({}, {"top_p": 0.95}):
+        for gap, expected in ((0.3, {0, 3}), (1.0, {0, 1, 3}), (0.0, {0, 1, 2, 3} if not filters else {0, 1, 3})):
+            params = [ParamsWithMaxGap(seed=seed, max_gap=gap, temperature=0.5, **filters) for seed in range(200)]
+            seqs = [sequence(each, [0], id=id) for id, each in enumerate(params)]
+            assert set(sample(seqs, np.array([logits] * 200)).token_ids.tolist()) == expected
+
+
 def test_a_bias_of_a_hundred_forces_and_forbids():
     assert {sample_one(SamplingParams(logit_bias={2: 100.0}, seed=s), [9.0, 0.0, -9.0]) for s in range(20)} == {2}
     banned = SamplingParams(logit_bias={0: -100.0}, temperature=0.0)
@@ -345,7 +367,7 @@ def test_a_row_without_any_possible_token_is_named():
 
 def test_a_rank_among_all_tokens_is_that_of_the_likeliest_in_order():
     values = torch.tensor([[0.0, -3.0, 2.0, -0.0, 2.0, -math.inf, -3.0, 0.0], [1.0] * 8])
-    ordered = descending(values)
-    in_order = likeliest(values, 8)[1]
+    ordered = sorted_descending(values)
+    in_order = stable_topk(values, 8)[1]
     for rank in range(8):
-        assert at_ranks(values, ordered, torch.tensor([rank, rank])).tolist() == in_order[:, rank].tolist()
+        assert index_of_rank(values, ordered, torch.tensor([rank, rank])).tolist() == in_order[:, rank].tolist()

@@ -10,18 +10,17 @@ from engine.runner import graphs as graph_runner
 from engine.runner import model_runner
 from engine.runner.device import Downloads, Uploads, device_of
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import DeferredSampler, StepLauncher
+from engine.runner.step_launcher import StepLauncher
 from engine.sampling.counter_rng import request_key
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
-from engine.sampling.sampled_tokens import SampledTokens
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.triton import TritonAttentionBackend
 from models.ops import triton as kernels
 from tests.parity.ahead import Ahead, answers, waiting
-from tests.parity.delayed_device import DelayedDevice
+from tests.parity.delayed_device import DelayedDevice, read
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, VOCAB_SIZE, checkpoint, runner_for
 from tests.parity.triton_interpreter import DEVICE, INTERPRETED, requires_interpreter, triton_kernels
@@ -39,10 +38,10 @@ def by_torch_and_ahead(logits: torch.Tensor, rows: SamplingRows) -> tuple[Sample
         expected = Sampler().sample(logits.clone(), rows)
         reason = kernels.start(DEVICE)
         assert reason is None, reason
-        pending = DeferredSampler(Uploads(device), downloads).sample(logits.clone().to(DEVICE), rows)
-        found = pending.read(downloads)
+        launched = Sampler().launch(logits.clone().to(DEVICE), rows, Uploads(device).send)
+        found = read(launched, downloads)
     kernels.stop()
-    assert pending.token_ids.tolist() == found.token_ids.tolist()
+    assert launched.token_ids.tolist() == found.token_ids.tolist()
     return expected, found
 
 

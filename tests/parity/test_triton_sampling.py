@@ -6,9 +6,8 @@ import torch
 
 from engine.sampling.counter_rng import request_key, uniform
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingColumns, SamplingRows
-from engine.sampling.sampled_tokens import SampledTokens
-from engine.sampling.sampler import Sampler
-from engine.sampling.triton_sampler import columns_of, warm_up
+from engine.sampling.sampler import SampledTokens, Sampler
+from engine.sampling.triton_ops import columns_of
 from engine.sampling_params import SamplingParams
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops import triton as kernels
@@ -266,7 +265,7 @@ def test_the_likeliest_and_log_probabilities_are_those_of_the_references() -> No
 
 
 def test_warming_up_runs_every_kernel() -> None:
-    warm_up(50, DEVICE)
+    Sampler().warm_up(50, DEVICE)
 
 
 def test_arrays_arrive_in_one_buffer_each_of_them_aligned() -> None:

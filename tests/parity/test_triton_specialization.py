@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from engine.runner.device import Downloads, Uploads
-from engine.runner.step_launcher import DeferredSampler
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
+from engine.sampling.sampler import Sampler
 from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.triton import TritonAttentionBackend
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.delayed_device import DelayedDevice
+from tests.parity.delayed_device import DelayedDevice, read
 from tests.parity.launches import Launches
 from tests.parity.paged_model import PagedModel, Row, prompt
 from tests.parity.test_triton_latent_models import MODELS
@@ -104,7 +104,7 @@ def sampled(count: int) -> None:
         num_logprobs=dict.fromkeys(range(0, count, 2), 3),
     )
     logits = torch.from_numpy(rng.normal(size=(count, width)).astype(np.float32))
-    DeferredSampler(Uploads(DelayedDevice()), Downloads(DelayedDevice())).sample(logits, rows)
+    read(Sampler().launch(logits, rows, Uploads(DelayedDevice()).send), Downloads(DelayedDevice()))
 
 
 def test_sampling_other_numbers_of_rows_compiles_nothing_again() -> None:
