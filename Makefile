@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ test: $(VENV)/.installed-test ## Run the tests
 
 test-long: $(VENV)/.installed-test ## Run the tests, with the long form of those that have one, on examples drawn anew
 	@exec $(VENV)/bin/python -m pytest -n 2 --dist worksteal --hypothesis-profile=anew $(ARGS)
+
+test-paths: $(VENV)/.installed-test ## Run the parity tests with each set of instructions that the processor has
+	@exec $(VENV)/bin/python -m tests.paths $(ARGS)
 
 test-gpu: $(VENV)/.installed-test ## Run the tests that need a GPU, on the one that there is
 	@exec $(VENV)/bin/python -m pytest -m gpu $(ARGS)

@@ -60,12 +60,18 @@ def waiting(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput
 
 
 class Near(float):
-    """Equal to what is nearly as large: sums depend on how steps are cut."""
+    """Equal to what differs by at most `within`: sums, and ranks of close tokens, depend on how steps are cut."""
 
+    within: float
     __hash__ = None  # type: ignore[assignment]
 
+    def __new__(cls, value: float, within: float) -> "Near":
+        made = super().__new__(cls, value)
+        made.within = within
+        return made
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and abs(self - other) < 1e-3
+        return isinstance(other, float) and abs(self - other) <= self.within
 
 
 def by_core(runner: ModelRunner, seqs: Iterable[Sequence]) -> list[RequestOutput]:
@@ -92,6 +98,6 @@ def answers(outputs: Iterable[RequestOutput]) -> dict[int, tuple[object, ...]]:
         tokens, logprobs, rest = told.setdefault(output.request_id, ([], [], []))
         tokens += output.output_tokens
         for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
-            logprobs.append((each.token_id, Near(each.logprob), each.top_ids, each.rank))
+            logprobs.append((each.token_id, Near(each.logprob, 1e-3), each.top_ids, Near(each.rank, 1)))
         rest += [output.finish_reason, output.error] if output.finished else []
     return {seq_id: tuple(parts) for seq_id, parts in told.items()}

@@ -1,17 +1,35 @@
-"""Nothing of one test's operators is left for the next."""
+"""Nothing of one test's operators is left for the next; KAON_TEST_OPERATORS limits the instructions that they use."""
 
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
 
 from models.ops import triton
 from models.ops.cpu import runtime
+from models.ops.cpu import runtime as library
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 collect_ignore_glob = [] if _HAS_TRITON else ["test_triton_*.py"]
+
+
+def _limit_operators(name: str) -> None:
+    """Have tests see a library of at most the instruction set `name`, or none at all; before they are imported."""
+    if name == "none":
+        library.load_library = cache(lambda: None)
+        return
+    limit, loaded = library.INSTRUCTION_SETS.index(name), library.load_library()
+    if loaded is not None:
+        of_processor = loaded._library.kaon_isa
+        loaded._library.kaon_isa = lambda: min(of_processor(), limit)
+        loaded.isa = min(loaded.isa, limit)
+
+
+if "KAON_TEST_OPERATORS" in os.environ:
+    _limit_operators(os.environ["KAON_TEST_OPERATORS"])
 
 
 def pytest_report_header() -> str | None:

@@ -17,7 +17,7 @@ from models.lora.adapters import group_by_adapter
 from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity.thread_ranks import ThreadExchange
-from tests.parity.tolerance import assert_within, rounding_bound
+from tests.parity.tolerance import assert_within, with_bound
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 8
@@ -173,10 +173,6 @@ class Reference:
         with torch.inference_mode():
             return self.model(torch.tensor([tokens], device=self.device)).logits[0].cpu()
 
-    def rounding_bound(self, tokens: list[int]) -> torch.Tensor:
-        """How far rounding may move the log probabilities at each position. # [len(tokens), 1]"""
-        return rounding_bound(self.model, lambda: self.logits(tokens).log_softmax(-1))
-
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """The likeliest continuation, EOS and all."""
         tokens, step, cache = list(prompt), list(prompt), None
@@ -198,8 +194,17 @@ def prompt(length: int, *, seed: int = 0, vocab_size: int = 307) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
 
 
-def assert_same_distribution(
-    found: torch.Tensor, expected: torch.Tensor, tolerance: float | torch.Tensor = 1e-4
-) -> None:
-    """Log probabilities of every token at every position agree, to a tolerance for all or one for each position."""
-    assert_within(found.log_softmax(-1), expected.log_softmax(-1), torch.as_tensor(tolerance))
+def distribution(model: PagedModel | Reference, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probabilities of a float32 model, and how far rounding may move them. # [n, V], [n, 1]"""
+    return with_bound(model.model, lambda: model.logits(tokens).log_softmax(-1))
+
+
+def assert_computes(model: PagedModel | Reference, tokens: list[int], found: torch.Tensor) -> None:
+    """Logits `found` are those of `model` for the last of `tokens`, up to rounding. # found: [n, V]"""
+    expected, bound = (each[-len(found) :] for each in distribution(model, tokens))
+    assert_within(found.log_softmax(-1), expected, bound)
+
+
+def assert_same_distribution(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Log probabilities of every token at every position agree."""
+    assert_within(found.log_softmax(-1), expected.log_softmax(-1), torch.tensor(tolerance))

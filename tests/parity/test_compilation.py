@@ -15,10 +15,11 @@ from models.layers.compilation import compile_pieces
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.paged_model import PagedModel, Row, prompt
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
+from tests.parity.tolerance import assert_within, with_bound
 
 __all__ = ["checkpoint", "prompts"]
 
@@ -58,11 +59,18 @@ def logits(model: PagedModel) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def assert_same_as_uncompiled(model: PagedModel, path: Path) -> None:
+    """Up to rounding: what is compiled may lie elsewhere in memory, and add in another order."""
+    uncompiled = PagedModel(path)
+    expected, bound = with_bound(uncompiled.model, lambda: logits(uncompiled).log_softmax(-1))
+    assert_within(logits(model).log_softmax(-1), expected, bound)
+
+
 def test_layers_of_a_kind_share_what_is_compiled_for_any_number_of_tokens(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, num_hidden_layers=4)
     pieces, model = Pieces(), PagedModel(path)
     assert compile_pieces(model.model, pieces) == 4
-    assert_same_distribution(logits(model), logits(PagedModel(path)), tolerance=1e-6)
+    assert_same_as_uncompiled(model, path)
     # The norm before the first layer's attention and before the others', the projections to attention and behind it,
     # and norm and feed-forward; for one token and for several. Attention is in none: that would be dozens.
     assert len(pieces.sizes) == 2 * 5
@@ -111,4 +119,4 @@ def test_what_inductor_makes_computes_the_same(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     model = PagedModel(path)
     compile_pieces(model.model, "inductor")
-    assert_same_distribution(logits(model), logits(PagedModel(path)), tolerance=1e-4)
+    assert_same_as_uncompiled(model, path)

@@ -16,6 +16,7 @@ from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
 from models.ops.cpu.program import NotRecordable, record
 from tests.parity.test_cpu_operators import bf16, operators, packed, pytestmark
+from tests.parity.tolerance import gamma
 
 __all__ = ["operators", "pytestmark"]
 
@@ -50,12 +51,15 @@ class TestFloatLinear:
         )
 
 
-def assert_same_choice(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_same_choice(
+    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], experts: int
+) -> None:
+    """Both sum over all experts; an exponential and two quotients err by a few units of roundoff more."""
     order = [ids.argsort(dim=-1) for _, ids in (found, expected)]
     ids = [of[1].gather(-1, by) for of, by in zip((found, expected), order, strict=True)]
     weights = [of[0].gather(-1, by) for of, by in zip((found, expected), order, strict=True)]
     assert torch.equal(*ids)
-    torch.testing.assert_close(*weights, rtol=2e-6, atol=0)
+    torch.testing.assert_close(*weights, rtol=2 * gamma(experts + 8), atol=0)
 
 
 @pytest.mark.usefixtures("operators")
@@ -65,7 +69,7 @@ class TestRoute:
     def test_softmax_equals_the_reference(self, experts: int, top_k: int, renormalize: bool) -> None:
         logits = 4 * f32(23, experts)
         found = expert_ops.route(logits, top_k, scoring=structures.SOFTMAX, renormalize=renormalize)
-        assert_same_choice(found, softmax_top_k(logits, top_k, renormalize=renormalize))
+        assert_same_choice(found, softmax_top_k(logits, top_k, renormalize=renormalize), experts)
 
     @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (8, 8), (3, 1)])
     @pytest.mark.parametrize("corrected", [True, False])
@@ -83,7 +87,7 @@ class TestRoute:
             **options,
         )
         expected = grouped_top_k(logits, 3, renormalize=True, scoring=scoring, correction_bias=correction, **options)
-        assert_same_choice(found, expected)
+        assert_same_choice(found, expected, 24)
 
     def test_of_equals_the_first_are_chosen_best_first(self) -> None:
         logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0]])

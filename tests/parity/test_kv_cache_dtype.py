@@ -10,9 +10,10 @@ from engine.config.config import QuantizationConfig
 from models.attention.cpu_cache import from_cache, to_cache
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.paged_model import PagedModel, Row, assert_computes, distribution, prompt
 from tests.parity.test_quantization import FORMATS, first_family
 from tests.parity.test_worker_model_runner import runner_for
+from tests.parity.tolerance import assert_within
 
 KV_CASES = {
     ("LlamaForCausalLM", torch.float8_e4m3fn): 0.12,
@@ -36,13 +37,14 @@ def test_a_narrower_kv_cache_errs_within_bounds_and_alike_however_a_prompt_is_co
     tokens = prompt(90)
     exact = PagedModel(path).logits(tokens).log_softmax(-1)
     model = PagedModel(path, kv_dtype=kv_dtype)
-    whole = model.logits(tokens)
-    error = (whole.log_softmax(-1) - exact).abs().mean().item()
+    whole, bound = distribution(model, tokens)
+    error = (whole - exact).abs().mean().item()
     assert 0 < error < KV_CASES[architecture, kv_dtype]
+    # At any token a number half-way between two that the cache holds may be rounded to either.
     row = Row(tokens)
     pieces = [model.step([(row, count)])[0] for count in (33, 40)]
     pieces += [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]
-    assert_same_distribution(torch.cat(pieces), whole)
+    assert_within(torch.cat(pieces).log_softmax(-1), whole, bound.max())
 
 
 def test_values_beyond_the_range_of_fp8_saturate() -> None:
@@ -66,12 +68,13 @@ def test_a_checkpoints_scales_of_the_kv_cache_are_taken(tmp_path: Path, k_name: 
 
     q.change(pair.quantised, enlarge)
     tokens = prompt(60)
-    exact = PagedModel(pair.quantised).logits(tokens).log_softmax(-1)
+    logits = PagedModel(pair.quantised).logits(tokens)
+    exact = logits.log_softmax(-1)
     without = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
     scales = {f"{layer}.{k_name}": torch.tensor(512.0) for layer in layers}
     scales |= {f"{layer}.{v_name}": torch.tensor([1.0]) for layer in layers}
     q.change(pair.quantised, lambda tensors: tensors.update(scales))
-    assert torch.equal(PagedModel(pair.quantised).logits(tokens).log_softmax(-1), exact)
+    assert_computes(PagedModel(pair.quantised), tokens, logits)
     scaled = PagedModel(pair.quantised, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
     assert 0 < (scaled - exact).abs().mean() < 0.12 < (without - exact).abs().mean()
 
@@ -98,18 +101,19 @@ def test_a_checkpoints_scale_of_latents_is_taken(tmp_path: Path, name: str) -> N
 
     q.change(path, enlarge)
     tokens = prompt(60)
-    exact = PagedModel(path).logits(tokens).log_softmax(-1)
+    logits = PagedModel(path).logits(tokens)
+    exact = logits.log_softmax(-1)
     without = PagedModel(path, kv_dtype=torch.float8_e4m3fn).logits(tokens).log_softmax(-1)
     layers = sorted({name.partition(".kv_a")[0] for name in load_file(path / "model.safetensors") if ".kv_a" in name})
     q.change(path, lambda tensors: tensors.update({f"{layer}.{name}": torch.tensor(32.0) for layer in layers}))
-    assert torch.equal(PagedModel(path).logits(tokens).log_softmax(-1), exact)
+    assert_computes(PagedModel(path), tokens, logits)
     model = PagedModel(path, kv_dtype=torch.float8_e4m3fn)
-    scaled = model.logits(tokens)
-    error = (scaled.log_softmax(-1) - exact).abs().mean()
+    scaled, bound = distribution(model, tokens)
+    error = (scaled - exact).abs().mean()
     assert 0 < error < (without - exact).abs().mean() / 2
     row = Row(tokens)
     pieces = [model.step([(row, 43)])[0]] + [model.step([(row, 1)], num_decodes=1)[0] for _ in range(17)]
-    assert_same_distribution(torch.cat(pieces), scaled)
+    assert_within(torch.cat(pieces).log_softmax(-1), scaled, bound.max())
 
 
 def test_an_8_bit_cache_has_blocks_of_a_quarter_of_float32s_bytes(tmp_path: Path) -> None:

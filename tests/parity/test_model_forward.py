@@ -8,7 +8,7 @@ import torch
 
 from models.attention import cpu_plan
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import PagedModel, Reference, Row, assert_same_distribution, prompt
+from tests.parity.paged_model import PagedModel, Reference, Row, assert_computes, prompt
 
 SHAPES: dict[str, dict[str, Any]] = {
     "one KV head a query head": {"num_key_value_heads": 4},
@@ -45,7 +45,7 @@ def test_prompt_log_probabilities_and_greedy_tokens_are_those_of_transformers(
     path = make_checkpoint(tmp_path, family, **overrides)
     model, reference = PagedModel(path), Reference(path)
     tokens = prompt(37)
-    assert_same_distribution(model.logits(tokens), reference.logits(tokens))
+    assert_computes(reference, tokens, model.logits(tokens))
     assert model.greedy(tokens, 32) == reference.greedy(tokens, 32)
 
 
@@ -53,7 +53,7 @@ def test_weights_saved_in_bfloat16_are_computed_in_float32_on_request(tmp_path: 
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
     model, reference = PagedModel(path), Reference(path)
     assert model.config.dtype == "bfloat16"
-    assert_same_distribution(model.logits(prompt(37)), reference.logits(prompt(37)))
+    assert_computes(reference, prompt(37), model.logits(prompt(37)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,7 +86,7 @@ def test_any_mix_of_chunks_and_decodes_equals_the_whole_prompt(checkpoint: Path,
     step((1, 13))
     for index, row in enumerate(rows):
         assert row.computed == len(row.tokens)
-        assert_same_distribution(torch.cat(got[index]), model.logits(row.tokens), 2e-5)
+        assert_computes(model, row.tokens, torch.cat(got[index]))
 
 
 def test_rows_of_very_different_lengths_decode_together(checkpoint: Path) -> None:
@@ -95,7 +95,7 @@ def test_rows_of_very_different_lengths_decode_together(checkpoint: Path) -> Non
     model.step([(row, len(row.tokens) - 1) for row in rows])
     together = model.step([(row, 1) for row in rows], num_decodes=len(rows))
     for row, logits in zip(rows, together, strict=True):
-        assert_same_distribution(logits[-1], model.logits(row.tokens)[-1], 2e-5)
+        assert_computes(model, row.tokens, logits[-1:])
 
 
 def test_bounded_scratch_memory_changes_no_result(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_bounded_scratch_memory_changes_no_result(checkpoint: Path, monkeypatch:
         ):
             logits[index].append(found)
     for row, found in zip(rows, logits, strict=True):
-        assert_same_distribution(torch.cat(found), model.logits(row.tokens), 2e-5)
+        assert_computes(model, row.tokens, torch.cat(found))
 
 
 def test_a_row_of_not_a_number_spoils_no_other_row(checkpoint: Path) -> None:
@@ -128,17 +128,16 @@ def test_a_row_of_not_a_number_spoils_no_other_row(checkpoint: Path) -> None:
     model.step([(good, 36)])
     spoiled, found = model.step([(bad, 1), (good, 1)], num_decodes=2)
     assert not spoiled.isfinite().all()
-    assert_same_distribution(found[-1], model.logits(good.tokens)[-1], 2e-5)
+    assert_computes(model, good.tokens, found[-1:])
 
 
 def test_a_row_is_computed_alike_alone_and_among_32(checkpoint: Path) -> None:
     model = PagedModel(checkpoint, num_blocks=256)
     rows = [Row(prompt(20 + index, seed=index)) for index in range(32)]
-    alone = [model.logits(row.tokens)[-1] for row in rows]
     model.step([(row, len(row.tokens) - 1) for row in rows])
     together = model.step([(row, 1) for row in rows], num_decodes=32)
-    for expected, found in zip(alone, together, strict=True):
-        assert_same_distribution(found[-1], expected, 2e-5)
+    for row, found in zip(rows, together, strict=True):
+        assert_computes(model, row.tokens, found[-1:])
 
 
 def test_running_a_model_outside_a_step_is_an_error(checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from models.architectures.registry import ARCHITECTURES
 from models.errors import CheckpointError
 from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.paged_model import CPU, PagedModel, prompt
+from tests.parity.paged_model import CPU, PagedModel, assert_computes, prompt
 from tests.parity.variants.qwen3_next import VARIANTS as QWEN3_NEXT
 
 WEIGHTS = "model.safetensors"
@@ -41,7 +41,7 @@ def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:
     whole = make_checkpoint(tmp_path / "whole", "qwen3")
     sharded = make_checkpoint(tmp_path / "sharded", "qwen3", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    assert torch.equal(PagedModel(whole).logits(prompt(20)), PagedModel(sharded).logits(prompt(20)))
+    assert_computes(PagedModel(whole), prompt(20), PagedModel(sharded).logits(prompt(20)))
 
 
 def test_the_module_that_predicts_further_tokens_in_published_qwen3_next_checkpoints_is_ignored(
@@ -109,7 +109,7 @@ def test_computed_frequencies_and_a_copy_of_the_tied_embedding_are_ignored(tmp_p
     extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(307, 64)}
     expected = PagedModel(path).logits(prompt(9))
     rewrite(path, lambda tensors: tensors.update(extras))
-    assert torch.equal(PagedModel(path).logits(prompt(9)), expected)
+    assert_computes(PagedModel(path), prompt(9), expected)
 
 
 def test_a_head_that_is_not_tied_must_be_there(checkpoint: Path) -> None:

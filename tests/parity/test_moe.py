@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from models.architectures.config import ModelConfig
 from models.errors import CheckpointError
@@ -16,11 +17,14 @@ from models.layers.parameter import sources_of
 from models.layers.routing import softmax_top_k
 from models.loading.loader import load_model
 from tests.parity.checkpoints import edit_json, make_checkpoint
-from tests.parity.paged_model import CPU, PagedModel, prompt
+from tests.parity.paged_model import CPU, PagedModel, assert_computes, prompt
 from tests.parity.test_model_sharding import fill, random, ranks
+from tests.parity.tolerance import assert_within, with_bound
 from tests.parity.variants import all_variants
 
 HIDDEN, INNER, EXPERTS, TOP_K = 12, 8, 6, 3
+SUMMED = HIDDEN + INNER + TOP_K
+"""Products that are summed one after the other on the way to an output; few, so all of them count."""
 WEIGHTS = "model.safetensors"
 VARIANTS = {
     variant.architecture: variant
@@ -29,21 +33,27 @@ VARIANTS = {
 }
 
 
-class Whole:
+class Whole(nn.Module):
     """The checkpoint's tensors of one layer, and its formula written out."""
 
     def __init__(self, *, bias: bool) -> None:
-        self.gate_up, self.down = random(EXPERTS, 2 * INNER, HIDDEN), random(EXPERTS, HIDDEN, INNER)
-        self.gate_up_bias = random(EXPERTS, 2 * INNER) if bias else torch.zeros(EXPERTS, 2 * INNER)
-        self.down_bias = random(EXPERTS, HIDDEN) if bias else torch.zeros(EXPERTS, HIDDEN)
+        super().__init__()
+        self.gate_up = _constant(random(EXPERTS, 2 * INNER, HIDDEN))
+        self.down = _constant(random(EXPERTS, HIDDEN, INNER))
+        self.gate_up_bias = _constant(random(EXPERTS, 2 * INNER) * bias)
+        self.down_bias = _constant(random(EXPERTS, HIDDEN) * bias)
 
-    def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         output = torch.zeros_like(hidden)
         for token, (its_weights, its_ids) in enumerate(zip(weights, ids, strict=True)):
             for weight, expert in zip(its_weights, its_ids, strict=True):
                 gate, up = (self.gate_up[expert] @ hidden[token] + self.gate_up_bias[expert]).chunk(2)
                 output[token] += weight * (self.down[expert] @ (F.silu(gate) * up) + self.down_bias[expert])
         return output
+
+    def with_bound(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the formula gives, and how far rounding may move each token of it."""
+        return with_bound(self, lambda: self(*inputs), terms=SUMMED, draws=8)
 
     def fill(self, layer: FusedMoE, *, stacked: bool) -> None:
         for parameter, value, parts in (
@@ -63,6 +73,10 @@ class Whole:
                     fill(parameter, tensor, (expert, part))
 
 
+def _constant(value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
 def routed(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return random(num_tokens, HIDDEN), *softmax_top_k(random(num_tokens, EXPERTS), TOP_K, renormalize=False)
 
@@ -77,7 +91,7 @@ def test_shards_of_experts_add_up_to_the_whole_layer(size: int, bias: bool, stac
         layer = FusedMoE(HIDDEN, INNER, EXPERTS, bias=bias, parallel=parallel)
         whole.fill(layer, stacked=stacked)
         total += layer(*inputs)
-    torch.testing.assert_close(total, whole(*inputs))
+    assert_within(total, *whole.with_bound(*inputs))
 
 
 @pytest.mark.parametrize("top_k", [1, EXPERTS])
@@ -86,7 +100,7 @@ def test_a_token_may_have_one_expert_or_all(top_k: int) -> None:
     layer = FusedMoE(HIDDEN, INNER, EXPERTS)
     whole.fill(layer, stacked=False)
     chosen = softmax_top_k(random(5, EXPERTS), top_k, renormalize=True)
-    torch.testing.assert_close(layer(hidden, *chosen), whole(hidden, *chosen))
+    assert_within(layer(hidden, *chosen), *whole.with_bound(hidden, *chosen))
 
 
 def test_experts_that_no_token_chose_are_not_touched() -> None:
@@ -131,7 +145,7 @@ def test_stacked_experts_load_the_same_as_one_tensor_an_expert(tmp_path: Path) -
     path = checkpoint_of("Glm4MoeForCausalLM", tmp_path)
     expected = PagedModel(path).logits(prompt(9))
     stack_experts(path)
-    assert torch.equal(PagedModel(path).logits(prompt(9)), expected)
+    assert_computes(PagedModel(path), prompt(9), expected)
 
 
 def test_experts_in_both_spellings_are_left_over_in_one(tmp_path: Path) -> None:

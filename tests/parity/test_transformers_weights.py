@@ -11,7 +11,7 @@ from models.errors import CheckpointError
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json
 from tests.parity.foreign_models import GPT2, OLMO2
-from tests.parity.paged_model import PagedModel, assert_same_distribution, prompt
+from tests.parity.paged_model import PagedModel, assert_computes, prompt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.variants.gpt_oss import VARIANTS
 
@@ -30,7 +30,7 @@ def test_a_quantised_checkpoint_computes_what_its_dense_twin_computes(
     pair = q.write_pair(tmp_path, *FORMATS[name], family=family, **fields)
     q.scatter(pair.quantised)
     tokens = prompt(40)
-    assert torch.equal(PagedModel(pair.quantised).logits(tokens), PagedModel(pair.dense).logits(tokens))
+    assert_computes(PagedModel(pair.dense), tokens, PagedModel(pair.quantised).logits(tokens))
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_gpt_oss_as_it_is_published_computes_the_same_by_both_routes(tmp_path: P
     overrides = {"intermediate_size": 64, **VARIANTS[0].overrides}
     pair = q.write_gpt_oss_pair(tmp_path, VARIANTS[0].family, **overrides)
     tokens = prompt(40)
-    general = [PagedModel(path, model_impl="transformers").logits(tokens) for path in pair]
-    assert torch.equal(*general)
-    assert_same_distribution(general[0], PagedModel(pair.quantised, model_impl="kaon").logits(tokens))
+    found = PagedModel(pair.quantised, model_impl="transformers").logits(tokens)
+    assert_computes(PagedModel(pair.dense, model_impl="transformers"), tokens, found)
+    assert_computes(PagedModel(pair.quantised, model_impl="kaon"), tokens, found)
 
 
 def test_experts_as_gpt_oss_has_them_are_refused_for_another_model(tmp_path: Path) -> None:

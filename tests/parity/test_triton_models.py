@@ -14,7 +14,8 @@ from models.attention.triton import TritonAttentionBackend
 from models.ops import triton as kernels
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor
 from tests.parity.checkpoints import make_checkpoint
-from tests.parity.paged_model import CPU, PagedModel, Row, assert_same_distribution, prompt
+from tests.parity.paged_model import CPU, PagedModel, Row, prompt
+from tests.parity.tolerance import assert_within, with_bound
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
 from tests.parity.variants import gemma3, gpt_oss
 
@@ -45,8 +46,7 @@ def test_mixed_steps_of_chunks_and_decodes_agree_with_the_cpu_backend(
     checkpoint: Path, backend_class: type[TritonAttentionBackend]
 ) -> None:
     found = _run(PagedModel(checkpoint, backend=backend_class(CPU)))
-    for one, other in zip(found, _run(PagedModel(checkpoint, backend=CPUAttentionBackend())), strict=True):
-        assert_same_distribution(one, other)
+    assert_within(found, *_with_bound(PagedModel(checkpoint, backend=CPUAttentionBackend())))
 
 
 @pytest.mark.usefixtures("triton_kernels")
@@ -54,8 +54,7 @@ def test_mixed_steps_of_chunks_and_decodes_agree_with_the_cpu_backend(
 def test_kernels_compute_all_of_a_model(checkpoint: Path) -> None:
     found = _run(PagedModel(checkpoint, backend=TritonAttentionBackend(CPU)))
     kernels.stop()
-    for one, other in zip(found, _run(PagedModel(checkpoint, backend=CPUAttentionBackend())), strict=True):
-        assert_same_distribution(one, other)
+    assert_within(found, *_with_bound(PagedModel(checkpoint, backend=CPUAttentionBackend())))
 
 
 def test_a_cache_in_fp8_agrees_with_the_cpu_backend(tmp_path: Path) -> None:
@@ -64,8 +63,9 @@ def test_a_cache_in_fp8_agrees_with_the_cpu_backend(tmp_path: Path) -> None:
         PagedModel(path, backend=backend, kv_dtype=torch.float8_e4m3fn)
         for backend in (TorchAttentionBackend(CPU), CPUAttentionBackend())
     ]
-    for one, other in zip(_run(models[0]), _run(models[1]), strict=True):
-        assert_same_distribution(one, other, 1e-3)
+    expected, bound = _with_bound(models[1])
+    # At any token a number half-way between two that the cache holds may be rounded to either.
+    assert_within(_run(models[0]), expected, bound.max())
 
 
 def test_a_replay_reads_its_step_from_the_buffers_that_were_captured() -> None:
@@ -107,11 +107,17 @@ def _forward(
     return backend.forward(q, k, v, cache, metadata, AttentionInputs(AttentionOptions(scale=0.25)))
 
 
-def _run(model: PagedModel) -> list[torch.Tensor]:
-    """Two prompts, one of them in chunks, and then decodes beside a third prompt. # each [n, V]"""
+def _run(model: PagedModel) -> torch.Tensor:
+    """Log probabilities of two prompts, one in chunks, and then of decodes beside a third prompt. # [tokens, V]"""
     rows = [Row(prompt(length, seed=length)) for length in (30, 45, 9)]
-    return [
+    logits = [
         *model.step([(rows[0], 28), (rows[1], 30)]),
         *model.step([(rows[0], 1), (rows[1], 14)], num_decodes=1),
         *model.step([(rows[0], 1), (rows[1], 1), (rows[2], 9)], num_decodes=2),
     ]
+    return torch.cat(logits).log_softmax(-1)
+
+
+def _with_bound(model: PagedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and how far rounding may move it."""
+    return with_bound(model.model, lambda: _run(model))

@@ -1,0 +1,55 @@
+"""`make test-paths`: the parity tests with each set of instructions that this processor can be made to use.
+
+Libraries choose their code by the processor, and with it the order in which they add: a tolerance must fit them all.
+Arguments are pytest's, such as the tests to run instead of tests/parity. Exits with 1 if a test fails on any path.
+"""
+
+import os
+import subprocess
+import sys
+
+PATHS = {
+    "2 threads": {"OMP_NUM_THREADS": "2"},
+    "torch without Kaon's operators": {"KAON_TEST_OPERATORS": "none"},
+    "AVX-512 without AMX": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "MKL_CBWR": "AVX512",
+        "KAON_TEST_OPERATORS": "AVX-512 bfloat16",
+    },
+    "AVX2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "AVX2",
+        "KAON_TEST_OPERATORS": "portable",
+    },
+    "SSE": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_CBWR": "COMPATIBLE",
+        "KAON_TEST_OPERATORS": "portable",
+    },
+}
+"""What each adds to the environment of `make test`. What the processor lacks, the libraries ignore.
+
+MKL computes torch's float32 products, oneDNN those of bfloat16, ATen the rest of torch; KAON_TEST_OPERATORS limits
+Kaon's own operators (tests/parity/conftest.py).
+"""
+
+
+def main() -> int:
+    """Run pytest once for each path."""
+    arguments = sys.argv[1:] or ["tests/parity", "-m", "not slow and not gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *arguments]
+    failed = []
+    for name, environment in PATHS.items():
+        settings = " ".join(f"{key}={value}" for key, value in environment.items())
+        sys.stdout.write(f"\n{name}: {settings}\n")
+        sys.stdout.flush()
+        if subprocess.run(command, env={**os.environ, **environment}, check=False).returncode:
+            failed.append(name)
+    sys.stdout.write(f"\nfailed: {', '.join(failed)}\n" if failed else f"\nall {len(PATHS)} paths passed\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
