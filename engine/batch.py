@@ -1,6 +1,10 @@
-"""`ScheduledBatch`: one step's work, from the scheduler to the workers; `ScheduledBatchOutput`: its tokens."""
+"""`ScheduledBatch`: one step's work, from the scheduler to the workers; `ScheduledBatchOutput`: its tokens.
 
-import logging
+`StepBuilder` gathers a batch for the scheduler, with `DecodeRows`, the part of it that most steps share.
+"""
+
+import operator
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.messages import TokenLogprobs
-from engine.sequence import Sequence
+from engine.sequence import Sequence, SequenceType
 
 
 class AppendedBlocks(NamedTuple):
@@ -21,11 +25,11 @@ class AppendedBlocks(NamedTuple):
 
 
 class PromptSpan(NamedTuple):
-    """Prompt tokens whose log probabilities a row must tell, each from the position before it."""
+    """Prompt tokens whose log probabilities a row must report, each computed at the position before it."""
 
     seq_id: int
     first: int
-    """Index in the step's tokens of the position before the first of them."""
+    """Index, among the step's tokens, of the position before the first of `token_ids`."""
     token_ids: list[int]
     num_alternatives: int
 
@@ -36,7 +40,7 @@ class ScheduledBatch:
     Row `i` computes its sequence's tokens `[context_lens[i] - num_scheduled_tokens[i], context_lens[i])`. The
     worker keeps rows between steps by `slot`: it needs `new_seqs` whole and, of the others, only
     `appended_blocks`. Tokens and block tables are kept as a reference and a length, which is exact because
-    both only grow in place.
+    both only grow in place. The contract is docs/specification.md#scheduledbatch.
     """
 
     def __init__(
@@ -76,19 +80,19 @@ class ScheduledBatch:
         self.new_seqs = new_seqs
         self.appended_blocks = appended_blocks
         self.prompt_spans = _prompt_spans(rows, num_scheduled_tokens, self.context_lens, total_seqs_num_decode)
-        """Positions of prompts whose log probabilities are to be told."""
+        """Prompt tokens whose log probabilities the step must report."""
         self._rows = rows
         self._slots = [seq.slot for seq in rows]
         self._tables = [seq.block_table for seq in rows]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Of each row."""
+        """The sequence of each row."""
         return self._rows
 
     @property
     def tables(self) -> list[list[int]]:
-        """Block table of each row, which the step may only see grow."""
+        """Block table of each row, whole: it may have grown since the step was scheduled."""
         return self._tables
 
     @property
@@ -120,6 +124,7 @@ class ScheduledBatch:
 
     @property
     def temperatures(self) -> list[float]:
+        """Sampling temperature of each row. Part of the contract; workers keep it by slot."""
         return [seq.temperature for seq in self._rows]
 
     @property
@@ -131,7 +136,7 @@ class ScheduledBatch:
 
     @property
     def last_block_num_tokens(self) -> list[int]:
-        """Valid tokens in each row's last block once the step has run."""
+        """Valid tokens in each row's last block once the step has run. Part of the contract."""
         size = self._rows[0].block_size if self._rows else 1
         return [(length - 1) % size + 1 for length in self.context_lens]
 
@@ -147,13 +152,13 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class ScheduledBatchOutput:
-    """Tokens sampled in one step.
+    """Tokens sampled in one step; every field is keyed by sequence id.
 
-    `token_ids` maps a sequence's id to the tokens accepted for it; a row whose prompt is not yet fully computed is
-    absent. `draft_token_ids` maps it to the drafts for its next step. `logprobs` holds, for the rows that asked, one
-    entry a token; `prompt_logprobs`, for the batch's `prompt_spans`, one entry a token of theirs. `errors` says why of
-    rows that could not be sampled, which are absent from the rest, and `refusals` the same where the request itself
-    left no token to sample. The key -1 in `token_ids` marks deferred output, as in the specification.
+    `token_ids` has the tokens accepted for a sequence; a row whose prompt is not yet fully computed is absent.
+    `draft_token_ids` has the drafts for its next step, of drafters that run in the worker. `logprobs` has one entry a
+    token, for the rows that asked for them; `prompt_logprobs` one entry a token of the batch's `prompt_spans`.
+    `errors` has the reason for each row that could not be sampled, which is absent from the other fields, and
+    `refusals` the same where the request itself left no token to sample.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -168,15 +173,19 @@ class ScheduledBatchOutput:
         self.req_ids = list(self.token_ids)
 
 
+class StepOutOfMemory(MemoryError):
+    """A step needed more of the device's memory than was free."""
+
+
 def _prompt_spans(
     rows: Rows[Sequence], counts: list[int], context_lens: list[int], num_decodes: int
 ) -> list[PromptSpan]:
-    """The spans of the rows behind the decodes that still owe log probabilities of their prompts."""
+    """The spans of the prefill rows, after the decodes, that still owe log probabilities of their prompts."""
     spans = []
     first = sum(counts[:num_decodes])
     for seq, count, end in zip(rows[num_decodes:], counts[num_decodes:], context_lens[num_decodes:], strict=True):
         if seq.prompt_logprobs is not None:
-            # A sequence preempted half-way through its prompt comes by its beginning again.
+            # A sequence preempted half-way through its prompt computes its beginning again.
             begin = max(end - count, len(seq.prompt_logprobs))
             token_ids = seq.token_ids[begin + 1 : min(end + 1, seq.num_prompt_tokens)]
             if token_ids:
@@ -187,54 +196,86 @@ def _prompt_spans(
     return spans
 
 
-# [step_limits] `StepLimits`: how large a step may be, which a device that ran out of memory makes less for a while.
-#
-# Owned by the scheduler. No memory is measured here: a step that was too large is tried again as smaller ones.
+class DecodeRows:
+    """The sequences that decode, with the lists about them that stay the same from step to step."""
 
-logger = logging.getLogger(__name__)
+    def __init__(self, seqs: Iterable[Sequence]) -> None:
+        self.seqs = list(seqs)
+        self.by_id = {seq.id: seq for seq in self.seqs}
+        self.token_ids = [seq.token_ids for seq in self.seqs]
+        self.counts = [1] * len(self.seqs)
+        self.limits = [seq.token_limit for seq in self.seqs]
+        for seq in self.seqs:
+            seq.type = SequenceType.DECODE
 
-_STEPS_BEFORE_MORE = 1024
-"""Steps that must succeed before larger ones are tried again: each failure has prompts computed twice."""
+    def continuing(self) -> tuple["DecodeRows", list[int]]:
+        """The rows that their unread tokens do not bring to their limit, and their lengths with these tokens."""
+        lengths = [len(seq.token_ids) + seq.num_placeholder for seq in self.seqs]
+        if not any(map(operator.ge, lengths, self.limits)):
+            return self, lengths
+        rows = DecodeRows(seq for seq, length in zip(self.seqs, lengths, strict=True) if length < seq.token_limit)
+        return rows, [seq.num_tokens for seq in rows.seqs]
 
 
-class StepOutOfMemory(MemoryError):
-    """A step needed more of the device's memory than was free."""
+class StepBuilder:
+    """The step being scheduled: what it computes so far, and the token budget that is left."""
 
+    def __init__(self, budget: int, num_drafts: int) -> None:
+        self.budget = budget
+        self.num_drafts = num_drafts
+        self.seqs: dict[int, Sequence] = {}
+        self.counts: list[int] = []
+        self.context_lens: list[int] = []
+        self.drafts: dict[int, list[int]] = {}
+        self.num_decodes = 0
+        self.num_decode_tokens = 0
+        self.new_seqs: list[Sequence] = []
+        self.appended_blocks: list[AppendedBlocks] = []
 
-class StepLimits:
-    """Tokens that a step computes, and sequences that run at a time, at most."""
+    @property
+    def num_prefills(self) -> int:
+        return len(self.seqs) - self.num_decodes
 
-    def __init__(self, num_tokens: int, num_rows: int) -> None:
-        self._most_tokens, self._most_rows = num_tokens, num_rows
-        self.num_tokens, self.num_rows = num_tokens, num_rows
-        self._steps_left = 0
+    def add_prefill(self, seq: Sequence, count: int) -> None:
+        """Compute the next `count` tokens of a prompt; `seq.num_computed_tokens` counts them already."""
+        self.seqs[seq.id] = seq
+        self.counts.append(count)
+        self.context_lens.append(seq.num_computed_tokens)
+        self.budget -= count
 
-    def shrink(self, num_tokens: int, num_rows: int) -> bool:
-        """A step of so much found no memory: half of it is allowed. False where that step cannot be less."""
-        if num_tokens <= 1:
-            return False
-        if num_tokens > num_rows:
-            # Prompts, which are computed in smaller parts.
-            self.num_tokens = max(1, min(self.num_tokens, num_tokens) // 2)
-        else:
-            self.num_rows = max(1, min(self.num_rows, num_rows) // 2)
-        self._steps_left = _STEPS_BEFORE_MORE
-        logger.warning(
-            "the device ran out of memory in a step of %d tokens of %d sequences; steps have at most %d tokens and %d "
-            "sequences run for now: lower max_num_batched_tokens, max_num_seqs or gpu_memory_utilization",
-            num_tokens,
-            num_rows,
-            self.num_tokens,
-            self.num_rows,
+    def add_decodes(self, rows: DecodeRows, lengths: list[int]) -> None:
+        """Compute the last token of running sequences of these lengths, and their drafts. Call it before prefills."""
+        for seq, length in zip(rows.seqs, lengths, strict=True):
+            seq.num_computed_tokens = length
+        self.seqs = rows.by_id.copy()
+        self.num_decodes = len(rows.seqs)
+        self.counts, self.context_lens = rows.counts.copy(), lengths
+        if self.num_drafts:
+            drafts = ((seq.id, seq.spec_token_ids[: seq.num_drafts]) for seq in rows.seqs)
+            self.drafts = {seq_id: tokens for seq_id, tokens in drafts if tokens}
+            drafted = [len(self.drafts.get(seq.id, ())) for seq in rows.seqs]
+            self.counts = [1 + count for count in drafted]
+            self.context_lens = [length + count for length, count in zip(lengths, drafted, strict=True)]
+        self.num_decode_tokens = sum(self.counts)
+        # A device may compute all drafts of each row where one has any.
+        self.budget -= self.num_decodes * (1 + self.num_drafts) if self.drafts else self.num_decodes
+
+    def batch(self) -> tuple[ScheduledBatch, dict[int, Sequence]]:
+        """The step as it is now, and its sequences by id."""
+        total = sum(self.counts)
+        batch = ScheduledBatch(
+            self.seqs,
+            self.counts,
+            total,
+            total - self.num_decode_tokens,
+            self.num_decode_tokens,
+            len(self.seqs),
+            self.num_prefills,
+            self.num_decodes,
+            num_spec_step=self.num_drafts,
+            scheduled_spec_decode_tokens=self.drafts,
+            context_lens=self.context_lens,
+            new_seqs=self.new_seqs,
+            appended_blocks=self.appended_blocks,
         )
-        return True
-
-    def note_step(self) -> None:
-        """A step is scheduled."""
-        if self._steps_left:
-            self._steps_left -= 1
-            if not self._steps_left:
-                self.num_tokens = min(2 * self.num_tokens, self._most_tokens)
-                self.num_rows = min(2 * self.num_rows, self._most_rows)
-                if (self.num_tokens, self.num_rows) != (self._most_tokens, self._most_rows):
-                    self._steps_left = _STEPS_BEFORE_MORE
+        return batch, self.seqs

@@ -2,16 +2,15 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
 
 if TYPE_CHECKING:
-    from engine.speculative.ngram import PromptLookup
     from engine.text.structured.matcher import Matcher
 
 
@@ -53,7 +52,6 @@ class Sequence:
         block_size: int,
         sampling_params: SamplingParams = DEFAULT_SAMPLING_PARAMS,
         stop_token_sequences: list[list[int]] | None = None,
-        stream_callback: Callable[[Any], None] | None = None,
         id: int | None = None,
         cache_salt: int | None = None,
         priority: int = 0,
@@ -96,15 +94,12 @@ class Sequence:
         self.ignore_eos = sampling_params.ignore_eos
         self.stop_strings = sampling_params.stop_strings
         self.stop_token_sequences = stop_token_sequences or []
-        self.stream_callback = stream_callback
         self.end_tokens: frozenset[int | None] = frozenset()
         """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these
         only."""
         self.token_limit = 0
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""
-        self.lookup: PromptLookup | None = None
-        """Where they come from; made when first needed."""
         self.matcher: Matcher | None = None
         """Place in the request's grammar, behind the tokens generated so far; set before the sequence is queued."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []

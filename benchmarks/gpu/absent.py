@@ -28,7 +28,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import Case, Values
 from benchmarks.gpu.steps import BLOCK_SIZE, Loop, RandomRunner
 from engine.config.config import Config
-from engine.core.scheduler import Scheduler, SubmittedSteps
+from engine.core.scheduler import Scheduler
 from engine.runner import model_runner
 from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
@@ -116,7 +116,7 @@ _PARTS: tuple[tuple[str, type, str], ...] = (
     ("schedule", Scheduler, "schedule"),
     ("launch", ModelRunner, "launch"),
     ("read", LaunchedStep, "result"),
-    ("postprocess", SubmittedSteps, "read"),
+    ("postprocess", Scheduler, "read_step"),
 )
 """Of a turn, in order: a column, and the method that it is."""
 

@@ -20,8 +20,8 @@ from benchmarks.gpu.bench import Bench, Mark
 from benchmarks.gpu.parts import Case, Values
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
-from engine.core.deferred_steps import DeferredSteps
 from engine.core.scheduler import Scheduler
+from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
 from engine.runner.model_runner import ModelRunner
@@ -401,25 +401,25 @@ class Loop:
         """`batch` sequences, whose prompts are computed by the time `steps` decode steps begin."""
         self.scheduler = Scheduler(runner.config)
         record = FlightRecord.of_its_own(runner.config.max_num_seqs)
-        self.deferred = DeferredSteps(self.scheduler, runner, record, self, lambda kind, seconds: None)
+        self.pipeline = StepPipeline(self.scheduler, runner, record, depth=2)
         params = SamplingParams(temperature=0.0, max_tokens=steps + _GAP_WARM + 8, ignore_eos=True)
         vocab_size = runner.model_config.vocab_size
         self.scheduler.extend(
             EngineSequence(random_ids(context, vocab_size, row), BLOCK_SIZE, params, id=row) for row in range(batch)
         )
-        self.told = 0
-        while self.told < batch:
+        self.num_outputs = 0
+        while self.num_outputs < batch:
             self.turn()
         for _ in range(bench.size(_GAP_WARM, 0)):
             self.turn()
 
-    def put_nowait(self, outputs: list[RequestOutput], /) -> None:
-        """Take a step's outputs."""
-        self.told += len(outputs)
+    def on_read(self, outputs: list[RequestOutput], kind: str, seconds: float) -> None:
+        """Count a step's outputs."""
+        self.num_outputs += len(outputs)
 
     def turn(self) -> None:
         """One turn of the engine's loop."""
-        if (failed := self.deferred.advance()) is not None:
+        if (failed := self.pipeline.advance(self.on_read)) is not None:
             raise RuntimeError(f"a step failed: {failed}")
 
 

@@ -1,104 +1,90 @@
-"""`DPEngineCoreProc`: an engine core whose steps are taken together with those of other replicas.
+"""`DPEngineCoreProc`: an engine core that takes each step in lockstep with those of other replicas.
 
-For mixtures of experts that are spread over replicas: their layers exchange tokens, so that a pass of one is a pass of
-all. Before each the replicas agree on how many tokens each computes. One that has none computes a dummy; when nobody
-has any, all sleep, and who is given work wakes the others.
+For mixtures of experts whose experts are spread over replicas: their layers exchange tokens, so a pass of one replica
+is a pass of all. Before each pass the replicas agree on how many tokens each computes. A replica that has none
+computes a dummy; when none has any, all sleep, and a replica that gets work wakes the others.
 """
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable
+from typing import NoReturn, Protocol
 
 from engine.batch import ScheduledBatch
 from engine.config.config import Config
-from engine.core.engine_core import EngineCore, Runner
+from engine.core.engine_core import EngineCore
+from engine.core.isolation import FailedStep
 from engine.core.sockets import Incoming, InputQueue, OutputQueue, Wake
-from engine.distributed.lockstep import PEER_END_SECONDS, PeerGoneError
+from engine.core.step_pipeline import ModelRunnerInterface, OnRead
+from engine.distributed.flight_record import FlightRecord
+from engine.distributed.lockstep import PEER_END_SECONDS, PeerGoneError, ReplicaLinks
+from engine.messages import RequestOutput
 from engine.sequence import Sequence
 from models.errors import ReplicaLeft
 
 logger = logging.getLogger(__name__)
 
-_LEAVES = -1
-"""What a replica says instead of a number of tokens, when it is told to end."""
-_TELL_SECONDS = 1.0
-"""Between two signs of life of a core that computes dummies."""
+_SHUTS_DOWN = -1
+"""Sent by a replica that shuts down instead of a number of tokens."""
+_HEARTBEAT_SECONDS = 1.0
+"""Between two messages of a core that computes dummies."""
 
 
-class ReplicasLeave(Exception):
-    """A replica was told to end: all do."""
-
-
-class LockstepRunner(Runner, Protocol):
-    """What the loop needs of a model runner besides."""
-
-    tokens_across_dp: tuple[int, ...]
-    """How many tokens each replica computes in the next pass; 0 for one that computes a dummy."""
-
-    def dummy_prefill(self) -> None:
-        """A pass over a token that is nobody's."""
-
-
-class Peers(Protocol):
-    """Connections to the other cores; see `ReplicaLinks`."""
-
-    def ring(self, number: int) -> None: ...
-    def part(self) -> None: ...
-    def wait_gone(self, timeout: float) -> int | None: ...
+class ReplicasShutdown(Exception):
+    """A replica shuts down, and all others with it."""
 
 
 class World(Protocol):
-    """What joins the first ranks of all replicas; see `ReplicaWorld` and `SharedMemoryExchange`."""
+    """The group of the first ranks of all replicas: `ReplicaWorld` or `SharedMemoryExchange`."""
 
     def agree(self, own: int) -> tuple[int, ...]:
-        """Wait for all replicas; what each of them says. Raises `ReplicaLeft` or another `RuntimeError`."""
+        """Wait for all replicas; the number of each. Raises `ReplicaLeft` or another `RuntimeError`."""
 
     def leave(self) -> bool:
-        """Come to nothing any more; whether the others, wherever they wait for this one, hear so: `ReplicaLeft`."""
+        """Leave the group; whether replicas that wait for this one get `ReplicaLeft`."""
 
 
 class Lockstep:
-    """Rounds in which all replicas say what they compute next. All say the same number of times."""
+    """Rounds in which all replicas announce what they compute next."""
 
-    def __init__(self, world: World, peers: Peers) -> None:
+    def __init__(self, world: World, peers: ReplicaLinks) -> None:
         self._world, self.peers = world, peers
         self.round = 0
-        """Number of the next one."""
+        """Number of the next round."""
         self.is_asleep = False
-        """Whether nobody had work in the last one: the next is when somebody has, who wakes the others."""
-        self._has_left = False
+        """Whether no replica had work in the last round: the next is when one has, which wakes the others."""
+        self._has_shut_down = False
 
     def meet(self, num_tokens: int, *, is_woken: bool = False) -> tuple[int, ...]:
-        """What each replica computes. Raises `ReplicasLeave` when they end.
+        """The number of tokens that each replica computes next. Raises `ReplicasShutdown` when they shut down.
 
-        `is_woken`: another one, which has work, woke them all.
+        `is_woken`: another replica, which has work, woke them all.
         """
         if self.is_asleep and not is_woken:
             self.peers.ring(self.round)
-        said = self._world.agree(num_tokens)
-        self.round += 1  # What rings for the last one, also behind it, wakes nobody from here on.
-        self.is_asleep = not any(said)
-        if _LEAVES in said:
-            self._has_left = True
+        announced = self._world.agree(num_tokens)
+        self.round += 1  # A wake-up call for the last round, even one that comes after it, has no effect from here on.
+        self.is_asleep = not any(announced)
+        if _SHUTS_DOWN in announced:
+            self._has_shut_down = True
             self.peers.part()
-            raise ReplicasLeave
-        return said
+            raise ReplicasShutdown
+        return announced
 
     def leave(self, *, is_woken: bool = False) -> None:
-        """Have all replicas end, unless they do already. `is_woken`: as in `meet`."""
-        if not self._has_left:
-            # One that is gone needs not be told.
-            with contextlib.suppress(ReplicasLeave, RuntimeError):
-                self.meet(_LEAVES, is_woken=is_woken)
+        """Shut all replicas down, unless they do already. `is_woken`: as in `meet`."""
+        if not self._has_shut_down:
+            # A replica that is gone needs no announcement.
+            with contextlib.suppress(ReplicasShutdown, RuntimeError):
+                self.meet(_SHUTS_DOWN, is_woken=is_woken)
 
     def abandon(self, error: BaseException) -> None:
-        """Have the others end, since this one fails. Raises `PeerGoneError` where the error is another's doing."""
+        """End the other replicas, since this one fails. Raises `PeerGoneError` where another one caused the error."""
         if isinstance(error, ReplicaLeft):
             raise PeerGoneError(error.replica) from error
         if self._world.leave():
-            # They follow this one into its end, and must not seem to have gone first.
+            # They end because of this one, which must not report that they ended first.
             self.peers.part()
             return
         gone = self.peers.wait_gone(PEER_END_SECONDS)
@@ -107,24 +93,35 @@ class Lockstep:
 
 
 class DPEngineCoreProc(EngineCore):
-    """As `EngineCore`; each pass of its runner's model is one of all replicas."""
-
-    runner: LockstepRunner
+    """As `EngineCore`, but each pass of its model is a pass of all replicas."""
 
     def __init__(
         self,
         config: Config,
-        runner: LockstepRunner,
+        runner: ModelRunnerInterface,
         input_queue: InputQueue,
         output_queue: OutputQueue,
         lockstep: Lockstep,
-        **options: Any,
+        *,
+        window: int | None = None,
+        blocks_at_first: int | None = None,
+        prepare_ahead: Callable[[], bool] | None = None,
+        record: FlightRecord | None = None,
     ) -> None:
-        """`options` are `EngineCore`'s."""
-        super().__init__(config, runner, input_queue, output_queue, **options)
+        """As in `EngineCore`; `lockstep` joins it to the other replicas."""
+        super().__init__(
+            config,
+            runner,
+            input_queue,
+            output_queue,
+            window=window,
+            blocks_at_first=blocks_at_first,
+            prepare_ahead=prepare_ahead,
+            record=record,
+        )
         self._lockstep = lockstep
         self._is_woken = False
-        self._told = 0.0
+        self._last_sent = 0.0
         """When the last message was sent, on the monotonic clock."""
 
     def pull_and_process_input_queue(self) -> None:
@@ -136,54 +133,61 @@ class DPEngineCoreProc(EngineCore):
                 return
             if self.scheduler.has_requests():
                 return
-            if self._outputs:
-                self._send("idle", 0.0)
+            self._send_rest()
             if self._may_sleep:
                 self._take_in([self._wait_idle()])
             else:
                 self.dummy_prefill_execution()
 
     def dummy_prefill_execution(self) -> None:
-        """Take part in the next pass of replicas that have work, if there are any. No sequence may be running."""
+        """Take part in the next pass of the replicas that have work, if any. No sequence may be running."""
         if not self._may_sleep and any(self._meet(0)):
             try:
                 self.runner.dummy_prefill()
             except Exception as error:  # noqa: BLE001, it ends this core, whatever it is
                 self._raise_broken(error)
-            if time.monotonic() > self._told + _TELL_SECONDS:
-                # Who watches for stalls hears of no steps from here.
-                self._send("idle", 0.0)
+            if time.monotonic() > self._last_sent + _HEARTBEAT_SECONDS:
+                # The watchdog gets no step's message from here meanwhile.
+                self._send([], "idle", 0.0)
 
-    def _send(self, step_kind: str, step_seconds: float) -> None:
-        self._told = time.monotonic()
-        super()._send(step_kind, step_seconds)
+    def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
+        self._last_sent = time.monotonic()
+        super()._send(outputs, step_kind, step_seconds)
 
     def _serve(self) -> None:
         try:
             super()._serve()
-        except ReplicasLeave:
-            logger.debug("the replicas end together")
+        except ReplicasShutdown:
+            logger.debug("the replicas shut down together")
 
     def _process_engine_step(self) -> None:
-        """As in `EngineCore`; where there is nothing to compute now, a dummy."""
+        """As in `EngineCore`; where there is nothing to compute now, compute a dummy."""
         before = self._lockstep.round
         super()._process_engine_step()
         if self._lockstep.round == before and not self.scheduler.running:
             self.dummy_prefill_execution()
 
-    def _compute(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
-        """As in `EngineCore`. A step that raises ends this core: the other replicas are still in it."""
+    def _advance(self) -> FailedStep | None:
+        scheduled = self.scheduler.schedule()
+        return None if scheduled is None else self._compute(*scheduled)
+
+    def _compute(
+        self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
+    ) -> FailedStep | None:
+        """As in `EngineCore`. A step that raises ends this core, because the other replicas are still in it."""
         self._meet(batch.total_tokens_num)
-        error = super()._compute(batch, seqs)
-        if error is not None:
-            self._raise_broken(error)
+        failed = super()._compute(batch, seqs, on_read)
+        if failed is not None:
+            # The supervisor needs to know which sequences this core broke on.
+            self._record.begin([seq.id for seq in failed.seqs])
+            self._raise_broken(failed.error)
         return None
 
     def _take_in(self, messages: Iterable[Incoming]) -> None:
         super()._take_in(message for message in messages if not self._is_wake(message))
 
     def _is_wake(self, message: Incoming) -> bool:
-        """Whether it is one; those of an earlier round came when this core was awake already."""
+        """Whether it is a wake-up call; one for an earlier round came when this core was awake already."""
         if not isinstance(message, Wake):
             return False
         if message.round == self._lockstep.round:
@@ -204,6 +208,6 @@ class DPEngineCoreProc(EngineCore):
         return tokens
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """The other replicas cannot be met again. Raises `PeerGoneError` where that is another's doing."""
+        """Leave the lockstep for good. Raises `PeerGoneError` where another replica caused the error."""
         self._lockstep.abandon(error)
         raise RuntimeError(f"a step failed that all replicas compute together: {error}") from error

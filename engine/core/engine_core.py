@@ -1,22 +1,20 @@
-"""`EngineCore`: the busy loop that schedules, computes and answers.
+"""`EngineCore`: the busy loop that takes in requests, runs the scheduler's steps, and sends their outputs.
 
-`engine.core.main` runs it in a process of its own. Sockets are `engine.core.sockets`'s room.
+`engine.core.main` runs it in a process of its own, between the queues of `engine.core.sockets`.
 """
 
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
-from typing import Protocol
 
-from engine.batch import ScheduledBatch, ScheduledBatchOutput, StepOutOfMemory
+from engine.batch import ScheduledBatch, StepOutOfMemory
 from engine.config.config import Config
-from engine.core.deferred_steps import DeferredSteps, LaunchingRunner
 from engine.core.isolation import FailedStep, Isolation
 from engine.core.scheduler import Scheduler
 from engine.core.sockets import Incoming, InputQueue, OutputQueue
+from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import (
     AbortRequests,
@@ -33,19 +31,13 @@ logger = logging.getLogger("engine.core.engine_core")
 
 _CANARY_ID = -1
 _CANARY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-"""The request that shows whether the engine works at all."""
+"""Of the request that shows whether the engine works at all."""
 
 _PREPARE_AFTER_IDLE_SECONDS = 0.05
-"""An idle core makes later steps quicker after this long: not between two requests of one client."""
+"""An idle core calls `prepare_ahead` after this long: not between two requests of one client."""
 
 _CHECK_AFTER_IDLE_SECONDS = 1.0
 """An idle core checks its own integrity after this long: never between two requests of a busy one."""
-
-
-class Runner(LaunchingRunner, Protocol):
-    """What the loop needs of `ModelRunner`; `launch` where `async_scheduling` is on."""
-
-    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput: ...
 
 
 class EngineCore:
@@ -57,7 +49,7 @@ class EngineCore:
     def __init__(
         self,
         config: Config,
-        runner: Runner,
+        runner: ModelRunnerInterface,
         input_queue: InputQueue,
         output_queue: OutputQueue,
         *,
@@ -66,36 +58,33 @@ class EngineCore:
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
     ) -> None:
-        """`window`: tokens that a query of the model sees, where all its layers have one. `blocks_at_first`: of the
-        KV cache, where it grows with its use.
+        """`window` and `blocks_at_first` are the scheduler's. `record` names the sequences in the steps that run.
 
-        `prepare_ahead`, called while the core is idle, makes later steps quicker and tells whether more would.
-        `record` is told of each step.
+        `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
         self.scheduler = Scheduler(config, window=window, blocks_at_first=blocks_at_first)
         self.runner = runner
         self.input_queue = input_queue
         self.output_queue = output_queue
         self._block_size = config.kv_cache_block_size
-        self._outputs = _Outputs()
+        self._outputs: list[RequestOutput] = []
+        """Outputs that no step brought, which are sent with the next step's."""
         self._record = record or FlightRecord.of_its_own(config.max_num_seqs)
-        self._isolation = Isolation(self.scheduler, self._compute_and_tell)
-        self._in_silence = Isolation(self.scheduler, self._compute)
-        self._deferred: DeferredSteps | None = None
-        if config.async_scheduling == "on":
-            self._deferred = DeferredSteps(self.scheduler, runner, self._record, self._outputs, self._send)
+        self._isolation = Isolation(self.scheduler)
+        depth = 2 if config.async_scheduling == "on" else 1
+        self._steps = StepPipeline(self.scheduler, runner, self._record, depth)
         self._suspects: deque[Sequence] = deque()
-        """Sequences that an earlier core died on, each to be tried alone."""
+        """Sequences that an earlier core died on; each is computed alone first."""
         self._stopping = False
         self._prepare_ahead = prepare_ahead
 
     def busy_loop(self) -> None:
-        """Serve until a `Shutdown` arrives; then end what runs, say `Stopped`, and return."""
+        """Serve until a `Shutdown` arrives; then abort all sequences, send `Stopped`, and return."""
         self._serve()
         self._drain()
         live = (*self.scheduler.running, *self.scheduler.waiting)
-        self._outputs.put_nowait(self.scheduler.abort([seq.id for seq in live]))
-        self._send("idle", 0.0)
+        self._outputs += self.scheduler.abort([seq.id for seq in live])
+        self._send([], "idle", 0.0)
         self.output_queue.put(Stopped())
 
     def _serve(self) -> None:
@@ -111,13 +100,12 @@ class EngineCore:
             raise RuntimeError(f"the model produced no token: {error}")
 
     def pull_and_process_input_queue(self) -> None:
-        """Take in all that has arrived. With nothing to run, answer it and sleep until something has."""
+        """Take in all messages that have arrived. With nothing to compute, answer them and wait for another."""
         while True:
             self._take_in(self._arrived())
-            if self._stopping or self._deferred or self.scheduler.has_requests():
+            if self._stopping or self._steps or self.scheduler.has_requests():
                 return
-            if self._outputs:
-                self._send("idle", 0.0)
+            self._send_rest()
             self._take_in([self._wait_idle()])
 
     def _arrived(self) -> Iterator[Incoming]:
@@ -135,7 +123,7 @@ class EngineCore:
         return self.input_queue.get()
 
     def _take_in(self, messages: Iterable[Incoming]) -> None:
-        """Aborts go last and together: the scheduler looks through all that is live, however few they are."""
+        """Aborts come last and together, because the scheduler goes through all live sequences for any number."""
         aborted: list[int] = []
         for message in messages:
             match message:
@@ -146,135 +134,93 @@ class EngineCore:
                 case Shutdown():
                     self._stopping = True
         if aborted:
-            self._outputs.put_nowait(self.scheduler.abort(aborted))
+            self._outputs += self.scheduler.abort(aborted)
 
     def _take_in_sequence(self, seq: Sequence) -> None:
-        # Should it end this process before any step, it is known whose fault that was.
+        # Should taking it in end this process, the record names it.
         self._record.begin([seq.id])
         try:
             self.scheduler.add(seq)
         except ValueError as error:
-            self._outputs.put_nowait([terminal_output(seq.id, "error", str(error))])
+            self._outputs.append(terminal_output(seq.id, "error", str(error)))
         else:
             if seq.is_suspect:
                 self._suspects.append(seq)
-        self._record.end()
-        if self._deferred is not None:
-            self._deferred.note_again()
+        self._steps.restore_record()
 
     def _process_engine_step(self) -> None:
-        """Run a step and send what came of it."""
-        start = time.perf_counter()
-        kind = self._step()
-        if kind is not None:
-            self._send(kind, time.perf_counter() - start)
-
-    def _step(self) -> str | None:
-        """Schedule, compute, postprocess; the step's kind, or None if there is nothing to tell of."""
+        """Run a step, or with steps ahead submit one and read another, and send the outputs."""
         if self._suspects:
             self._drain()
-            # One alone: should it end this process too, it is known whose fault that was.
-            failed = self._isolation.run([self._suspects.popleft()])
-            if failed is not None:
-                self._fail_guilty(failed)
-            return "idle" if self._outputs else None
-        if self._deferred is not None:
-            failed = self._deferred.advance()
-            if failed is not None:
-                self._fail_guilty(failed)
-            return "idle" if failed is not None and self._outputs else None
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return None
-        batch, seqs = scheduled
-        error = self._compute(batch, seqs)
-        if error is not None:
-            self._fail_guilty(FailedStep(list(seqs.values()), error, batch.total_tokens_num))
-        return batch.kind
+            # One alone: should it end this process too, the record names it.
+            failed = self._isolation.run([self._suspects.popleft()], self._compute)
+        else:
+            failed = self._advance()
+        if failed is not None:
+            self._fail_step(failed)
+            self._send_rest()
+
+    def _advance(self) -> FailedStep | None:
+        """Schedule and submit the next step; the step that raised, if one did."""
+        return self._steps.advance(self._send)
+
+    def _compute(
+        self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead | None = None
+    ) -> FailedStep | None:
+        """Compute a scheduled step and read it; outputs are sent, so that no client waits for several steps."""
+        on_read = on_read or self._send
+        return self._steps.submit(batch, seqs, on_read) or self._steps.drain(on_read)
 
     def _drain(self) -> None:
         """Read the steps that run."""
-        failed = None if self._deferred is None else self._deferred.drain()
+        failed = self._steps.drain(self._send)
         if failed is not None:
-            self._fail_guilty(failed)
+            self._fail_step(failed)
 
-    def _compute_and_tell(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
-        """As `_compute`, and send what came of it: whoever waits must not take many steps for none."""
-        start = time.perf_counter()
-        error = self._compute(batch, seqs)
-        self._send(batch.kind, time.perf_counter() - start)
-        return error
+    def _fail_step(self, failed: FailedStep) -> None:
+        """End the sequences that made a step raise; the others continue. Raises `RuntimeError` if every step raises.
 
-    def _compute(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> BaseException | None:
-        """Run a scheduled step and take its tokens back; what it raised, its sequences waiting again."""
-        self._record.begin(batch.req_ids)
-        try:
-            output = self.runner.forward(batch)
-        except BaseException as error:  # a panic of native code is no `Exception`
-            logger.exception("a step of %d sequences failed", len(seqs))
-            self.scheduler.retract(seqs.values())
-            return error
-        drafts = batch.scheduled_spec_decode_tokens
-        self.scheduler.postprocess(list(seqs.values()), output, self._outputs, drafts)
-        self._record.end()
-        return None
-
-    def _fail_guilty(self, failed: FailedStep) -> None:
-        """End the sequences that made a step raise; the others go on. Raises `RuntimeError` if every step does.
-
-        One that found no memory is nobody's fault as long as smaller ones can be tried.
+        Where the step ran out of memory, smaller ones are tried first.
         """
         if isinstance(failed.error, StepOutOfMemory) and self.scheduler.shrink_steps(
             failed.num_tokens, len(failed.seqs)
         ):
             return
-        for seq, error in self._isolation.guilty(failed):
+        for seq, error in self._isolation.failing_sequences(failed, self._compute):
             canary_error = self._try_canary()
             if canary_error is not None:
-                # Whoever starts this core again should know in what company it broke.
+                # The supervisor needs to know with which sequences this core broke.
                 self._record.begin([each.id for each in failed.seqs])
                 raise RuntimeError(f"steps fail whatever they compute: {canary_error}") from error
             sentence = f"the step that computed this request failed: {str(error) or type(error).__name__}"
             outputs = self.scheduler.fail([seq], sentence)
             for output in outputs:
                 output.is_poison = True
-            self._outputs.put_nowait(outputs)
+            self._outputs += outputs
 
     def _try_canary(self) -> str | None:
-        """Compute a request of one token, which nobody made; what went wrong."""
+        """Compute a request of one token, which is no client's and whose outputs are not sent; its error, if any."""
+        outputs: list[RequestOutput] = []
+
+        def compute(batch: ScheduledBatch, seqs: dict[int, Sequence]) -> FailedStep | None:
+            return self._compute(batch, seqs, lambda read, kind, seconds: outputs.extend(read))
+
         canary = Sequence([0], self._block_size, _CANARY_PARAMS, id=_CANARY_ID)
         self.scheduler.add(canary)
-        failed = self._in_silence.run([canary])
+        failed = self._isolation.run([canary], compute)
         if failed is not None:
             self.scheduler.abort([_CANARY_ID])
             return str(failed.error) or type(failed.error).__name__
-        return self._outputs.take_one(_CANARY_ID).error
+        (output,) = outputs
+        return output.error
 
-    def _send(self, step_kind: str, step_seconds: float) -> None:
-        self.output_queue.put(StepOutputs(self._outputs.take(), self.scheduler.stats(step_kind, step_seconds)))
+    def _send_rest(self) -> None:
+        """Send the outputs that no step brought, if there are any."""
+        if self._outputs:
+            self._send([], "idle", 0.0)
 
-
-class _Outputs:
-    """Collects request outputs until the step's message is sent."""
-
-    def __init__(self) -> None:
-        self._collected: list[RequestOutput] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._collected)
-
-    def put_nowait(self, outputs: list[RequestOutput], /) -> None:
-        if self._collected:
-            self._collected += outputs
-        else:
-            self._collected = outputs
-
-    def take(self) -> list[RequestOutput]:
-        taken, self._collected = self._collected, []
-        return taken
-
-    def take_one(self, seq_id: int) -> RequestOutput:
-        """The one output of a sequence."""
-        (taken,) = (output for output in self._collected if output.request_id == seq_id)
-        self._collected = [output for output in self._collected if output is not taken]
-        return taken
+    def _send(self, outputs: list[RequestOutput], step_kind: str, step_seconds: float) -> None:
+        """Send the outputs of a step, after those that no step brought."""
+        if self._outputs:
+            outputs, self._outputs = self._outputs + outputs, []
+        self.output_queue.put(StepOutputs(outputs, self.scheduler.stats(step_kind, step_seconds)))

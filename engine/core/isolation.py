@@ -1,4 +1,4 @@
-"""`Isolation`: finds the sequences that a step raises on, by computing them apart from each other.
+"""`Isolation`: finds the sequences that make a step raise, by computing them apart from each other.
 
 Used by the engine core after a step that raised, and for sequences that an earlier core died on.
 """
@@ -10,9 +10,6 @@ from engine.batch import ScheduledBatch
 from engine.core.scheduler import Scheduler
 from engine.sequence import Sequence
 
-Compute: TypeAlias = Callable[[ScheduledBatch, dict[int, Sequence]], BaseException | None]
-"""Computes a scheduled step and takes its tokens back; what it raised, its sequences waiting again, or None."""
-
 
 class FailedStep(NamedTuple):
     """A step that raised."""
@@ -20,18 +17,21 @@ class FailedStep(NamedTuple):
     seqs: list[Sequence]
     error: BaseException
     num_tokens: int = 0
-    """That it computed."""
+    """Number of tokens that it computed."""
+
+
+Compute: TypeAlias = Callable[[ScheduledBatch, dict[int, Sequence]], FailedStep | None]
+"""Computes a scheduled step and reads it; the step, if it raised, whose sequences are requeued then."""
 
 
 class Isolation:
-    """Runs steps of chosen sequences, while all others stand still."""
+    """Runs steps of chosen sequences, while all others wait. No step may be unread."""
 
-    def __init__(self, scheduler: Scheduler, compute: Compute) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._compute = compute
 
-    def run(self, seqs: list[Sequence]) -> FailedStep | None:
-        """Compute `seqs` until each has a further token or has ended; the first step that raised, which ends it."""
+    def run(self, seqs: list[Sequence], compute: Compute) -> FailedStep | None:
+        """Compute `seqs` until each has one more token or has ended; the first step that raised, which ends it."""
         lengths = [len(seq.token_ids) for seq in seqs]
         while True:
             pending = [
@@ -42,18 +42,19 @@ class Isolation:
             scheduled = self._scheduler.schedule_only(pending) if pending else None
             if scheduled is None:
                 return None
-            error = self._compute(*scheduled)
-            if error is not None:
-                return FailedStep(list(scheduled[1].values()), error, scheduled[0].total_tokens_num)
+            failed = compute(*scheduled)
+            if failed is not None:
+                return failed
 
-    def guilty(self, failed: FailedStep) -> Iterator[tuple[Sequence, BaseException]]:
-        """The sequences of a step that raised which raise by themselves too, and what. The others have gone on.
+    def failing_sequences(self, failed: FailedStep, compute: Compute) -> Iterator[tuple[Sequence, BaseException]]:
+        """The sequences of a step that raised which raise alone too, with the error; the others have advanced.
 
-        Halves are tried, and halves of those that raise: of n sequences, one guilty is found in 2 log n steps.
+        Bisects: halves are computed, and halves of those that raise, so that one failing sequence of n is found in
+        2 log n steps.
         """
         if len(failed.seqs) == 1:
-            # Nobody to part it from: what does not come again is nobody's fault.
-            again = self.run(failed.seqs)
+            # There is nothing to bisect; an error that does not come again is no fault of the sequence.
+            again = self.run(failed.seqs, compute)
             if again is None:
                 return
             failed = again
@@ -65,6 +66,6 @@ class Isolation:
                 continue
             middle = len(seqs) // 2
             for half in (seqs[middle:], seqs[:middle]):
-                raised = self.run(half)
+                raised = self.run(half, compute)
                 if raised is not None:
                     suspected.append(raised)

@@ -14,102 +14,107 @@ logger = logging.getLogger("engine.core.scheduler")
 STATS_INTERVAL = 1000
 """Draft tokens between two log lines on their acceptance."""
 
-_RESTS = 1024
-"""Steps without drafts, after one that had some found no memory."""
+_SUSPENDED_STEPS = 1024
+"""Steps without drafts, after one that had some ran out of memory."""
 
-MOST_CHOICES = 64
-"""Tokens chosen in a step that verifies drafts, where fewer sequences than that may run."""
+_MIN_SAMPLED_TOKENS = 64
+"""Tokens that a step which verifies drafts may sample, where fewer sequences than that may run."""
 
 
 def most_choices(max_num_seqs: int) -> int:
-    """Tokens chosen in one step, drafts verified included.
+    """Most tokens sampled in one step, drafts verified included.
 
-    A step of few rows is bound by reading the weights, and verifies drafts for nothing; one of many is bound by
-    arithmetic, and drafts would hold up everybody else's tokens.
+    A step of few rows is bound by reading the weights, and verifies drafts at no cost; one of many is bound by
+    arithmetic, and drafts would delay the tokens of all other sequences.
     """
-    return max(max_num_seqs, MOST_CHOICES)
+    return max(max_num_seqs, _MIN_SAMPLED_TOKENS)
 
 
 def most_rows(max_num_seqs: int, num_drafts: int) -> int:
-    """Sequences of a step that verifies so many drafts of each at most."""
+    """Most sequences of a step that verifies up to `num_drafts` drafts of each."""
     return most_choices(max_num_seqs) // (1 + num_drafts)
 
 
 class Drafts:
-    """Where the next step's drafts come from: from the runner, or from what sequences looked like before."""
+    """Makes the next step's drafts by prompt lookup, or takes those that the runner made."""
 
     def __init__(self, config: Any, max_num_seqs: int) -> None:
         """`config` is the scheduler's; drafts are off without its `speculative_config`."""
         speculative = getattr(config, "speculative_config", None)
         self.are_on = speculative is not None
-        self.most: int = speculative.num_speculative_tokens if speculative is not None else 0
-        """Of a sequence in a step."""
-        self._has_proposed = False
-        self._rests = 0
-        """Steps for which nobody drafts."""
+        self.max_drafts: int = speculative.num_speculative_tokens if speculative is not None else 0
+        """Most drafts of a sequence in a step."""
         self.num_proposed = 0
         self.num_accepted = 0
-        self._matched: tuple[int, int] | None = None
-        """Tokens that must match for a sequence to draft, and that are compared at most; None: the runner drafts."""
+        self._has_proposed = False
+        """Whether the step being scheduled has drafts."""
+        self._suspended_steps = 0
+        """Steps left for which no drafts are made."""
+        self._match_lengths: tuple[int, int] | None = None
+        """Fewest tokens that must match for a lookup, and most that are compared; None: the runner drafts."""
         if speculative is not None and getattr(speculative, "speculative_method", None) == "ngram":
-            self._matched = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-        self._most_rows = most_rows(max_num_seqs, self.most)
+            self._match_lengths = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+        self._lookups: dict[int, PromptLookup] = {}
+        """By sequence id, of live sequences; made when first needed."""
+        self._max_rows = most_rows(max_num_seqs, self.max_drafts)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a step must have room for in each row. Drafts of a lookup use the room that is left."""
+        return 1 + self.max_drafts if self._match_lengths is None else 1
 
     def begin_step(self) -> None:
-        """A step is scheduled, which has no drafts so far."""
+        """Note that a step is being scheduled, which has no drafts yet."""
         self._has_proposed = False
 
+    def propose(self, seqs: Rows[Sequence], budget: int) -> None:
+        """Draft tokens for the sequences that decode in the next step, which has room for `budget` tokens.
+
+        No sequence has drafts where they could not all have the most. A sequence with a grammar has none, because the
+        next mask depends on the token before it.
+        """
+        if self._match_lengths is None or not seqs:
+            return
+        is_full = self._suspended_steps > 0 or len(seqs) > min(self._max_rows, budget // (1 + self.max_drafts))
+        self._suspended_steps -= self._suspended_steps > 0
+        for seq in seqs:
+            count = min(self.max_drafts, seq.num_useful_drafts)
+            if is_full or not count or seq.matcher is not None:
+                seq.spec_token_ids = []
+                continue
+            lookup = self._lookups.get(seq.id)
+            if lookup is None:
+                lookup = self._lookups[seq.id] = PromptLookup(*self._match_lengths)
+            seq.spec_token_ids = lookup.propose(seq.token_ids, count, seq.num_placeholder)
+            self._has_proposed |= bool(seq.spec_token_ids)
+
     def drop(self, seqs: Iterable[Sequence]) -> None:
-        """Have these not draft in the next step: blocks for it would be others'."""
+        """Remove the next step's drafts of these sequences, whose blocks others need."""
         self._has_proposed = False
         for seq in seqs:
             seq.spec_token_ids = []
 
-    def propose(self, seqs: Rows[Sequence], budget: int) -> None:
-        """Have the sequences that decode in the next step, of so many tokens at most, draft what may follow.
-
-        With more of them than could each have all drafts nobody has any. A grammar drafts nothing, for its next mask
-        needs the token before.
-        """
-        if self._matched is None or not seqs:
-            return
-        is_full = self._rests > 0 or len(seqs) > min(self._most_rows, budget // (1 + self.most))
-        self._rests -= self._rests > 0
-        for seq in seqs:
-            count = min(self.most, seq.num_useful_drafts)
-            if is_full or not count or seq.matcher is not None:
-                seq.spec_token_ids = []
-                continue
-            if seq.lookup is None:
-                seq.lookup = PromptLookup(*self._matched)
-            seq.spec_token_ids = seq.lookup.propose(seq.token_ids, count, seq.num_placeholder)
-            self._has_proposed |= bool(seq.spec_token_ids)
-
-    def rest(self) -> bool:
-        """Have nobody draft for a while, as a step found no memory; False where the last one had no drafts anyway."""
+    def suspend(self) -> bool:
+        """Make no drafts for a while, because a step ran out of memory; False where that step had none anyway."""
         had_any, self._has_proposed = self._has_proposed, False
         if had_any:
-            logger.warning("A step that verified drafts found no memory: none are made for %d steps", _RESTS)
-            self._rests = _RESTS
+            logger.warning(
+                "a step that verified drafts ran out of memory: no drafts are made for %d steps", _SUSPENDED_STEPS
+            )
+            self._suspended_steps = _SUSPENDED_STEPS
         return had_any
 
-    @property
-    def tokens_a_row(self) -> int:
-        """Which a step must have room for where as many sequences run as may: drafts that are looked up need none."""
-        return 1 + self.most if self._matched is None else 1
-
     def take(
-        self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]] | None
+        self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, verified: Mapping[int, list[int]]
     ) -> list[Sequence]:
-        """Count what was accepted in a step, and keep the drafts that it brings for the next one.
+        """Count what a step accepted of its drafts, `verified` by sequence id, and keep those for the next step.
 
-        `verified`: the step's drafts, by sequence; None: those that the sequences have. Returns the sequences that got
-        nothing because of their drafts, which may have left numbers in their last blocks that are none.
+        Returns the sequences that got no token because of their drafts: KV in their last blocks may be invalid.
         """
         proposed, failed = fwd_output.draft_token_ids or {}, {*(fwd_output.errors or ()), *(fwd_output.refusals or ())}
-        spoiled = []
+        without_token = []
         for seq in seqs:
-            drafts = seq.spec_token_ids if verified is None else verified.get(seq.id)
+            drafts = verified.get(seq.id)
             seq.spec_token_ids = proposed.get(seq.id, [])
             if not drafts or seq.id in failed:
                 continue
@@ -117,13 +122,18 @@ class Drafts:
             if num_new:
                 self.count(num_new, len(drafts))
             else:
-                spoiled.append(seq)
-            if seq.lookup is not None:
-                seq.lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
-        return spoiled
+                without_token.append(seq)
+            lookup = self._lookups.get(seq.id)
+            if lookup is not None:
+                lookup.note(len(seq.token_ids), len(drafts), max(0, num_new - 1))
+        return without_token
+
+    def forget(self, seq: Sequence) -> None:
+        """Free what is kept of a sequence that finished."""
+        self._lookups.pop(seq.id, None)
 
     def count(self, num_accepted_tokens: int, num_drafts: int) -> None:
-        """So many drafts of a sequence were verified; of the tokens that it got, one is the target model's own."""
+        """Count a sequence's verified drafts; one of its `num_accepted_tokens` is the target model's own."""
         self.num_proposed += num_drafts
         self.num_accepted += num_accepted_tokens - 1
         if self.num_proposed % STATS_INTERVAL < num_drafts:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from queue import SimpleQueue
 
-from engine.core.deferred_steps import DeferredSteps
 from engine.core.engine_core import EngineCore
 from engine.core.scheduler import Scheduler
+from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
 from engine.runner.model_runner import ModelRunner
@@ -25,19 +25,18 @@ class Ahead:
         self.outputs: list[RequestOutput] = []
         self.record = FlightRecord.of_its_own(runner.config.max_num_seqs)
         self.steps: list[str] = []
-        self.deferred = DeferredSteps(
-            self.scheduler, runner, self.record, self, lambda kind, seconds: self.steps.append(kind)
-        )
+        self.pipeline = StepPipeline(self.scheduler, runner, self.record, depth=2)
 
-    def put_nowait(self, outputs: list[RequestOutput]) -> None:
+    def on_read(self, outputs: list[RequestOutput], kind: str, seconds: float) -> None:
         """Take a step's outputs."""
         self.outputs += outputs
+        self.steps.append(kind)
 
     def run(self, seqs: Iterable[Sequence]) -> list[RequestOutput]:
         """All that is told of these sequences, until nothing is left to do."""
         self.scheduler.extend(seqs)
-        while self.scheduler.has_requests() or self.deferred:
-            assert self.deferred.advance() is None
+        while self.scheduler.has_requests() or self.pipeline:
+            assert self.pipeline.advance(self.on_read) is None
             self.scheduler.check_integrity()
         assert self.record.read() == []
         told, self.outputs = self.outputs, []

@@ -129,13 +129,13 @@ def test_a_step_that_raises_names_its_sequences_and_leaves_the_others_whole(
     seqs = sequences(prompts[:4])
     ahead.scheduler.extend(seqs)
     for _ in range(3):
-        assert ahead.deferred.advance() is None
+        assert ahead.pipeline.advance(ahead.on_read) is None
     intact = runner.run_model
     runner.run_model = None  # type: ignore[method-assign, assignment]
-    failed = ahead.deferred.advance()
+    failed = ahead.pipeline.advance(ahead.on_read)
     assert failed is not None
     assert {seq.id for seq in failed.seqs} == {0, 1, 2, 3}
-    assert not ahead.deferred
+    assert not ahead.pipeline
     assert ahead.record.read() == []
     ahead.scheduler.check_integrity()
     runner.run_model = intact  # type: ignore[method-assign]

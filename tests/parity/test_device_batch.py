@@ -70,7 +70,7 @@ def decoding(checkpoint: Path, length: int, rows: int = 8) -> tuple[ModelRunner,
         Sequence(rng.integers(0, VOCAB_SIZE, length).tolist(), 16, params, id=row) for row in range(rows)
     )
     for _ in range(3):
-        assert ahead.deferred.advance() is None
+        assert ahead.pipeline.advance(ahead.on_read) is None
     return runner, ahead
 
 
@@ -82,7 +82,7 @@ def test_a_decode_is_one_copy_whose_bytes_do_not_grow_with_the_context(checkpoin
         uploads = runner.launcher.uploads
         copies, num_bytes = uploads.num_copies, uploads.num_bytes
         for _ in range(5):
-            assert ahead.deferred.advance() is None
+            assert ahead.pipeline.advance(ahead.on_read) is None
         assert uploads.num_copies - copies == 5
         sent.append(uploads.num_bytes - num_bytes)
     assert sent[0] == sent[1]

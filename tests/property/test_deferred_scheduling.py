@@ -160,7 +160,7 @@ class DeferredMachine(SchedulingMachine):
             self.scheduler.retract(seqs.values())
             return
         self.worker.launch(batch)
-        self.scheduler.submitted.begin(batch)
+        self.scheduler.begin_step(batch)
         if len(self.worker.unread) > 1:
             self.read_step(fault)
 
@@ -170,12 +170,12 @@ class DeferredMachine(SchedulingMachine):
         """Read the step that was launched first."""
         if fault == "raises":
             seqs = self.worker.fail()
-            self.scheduler.submitted.drop()
+            self.scheduler.drop_steps()
             self.put_nowait(self.scheduler.fail(seqs[:1], "raised"))
             return
         ids = [seq.id for seq, slot, _, _ in self.worker.unread[0].rows if seq.slot == slot]
         broken = {"first row": ids[:1], "last row": ids[-1:]}.get(fault or "", [])
-        self.scheduler.submitted.read(self.worker.finish(broken), self)
+        self.put_nowait(self.scheduler.read_step(self.worker.finish(broken)))
 
     def teardown(self) -> None:
         """Nothing is lost, and nothing left."""

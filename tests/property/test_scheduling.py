@@ -58,14 +58,14 @@ POISON = (-1000,)
 """KV of a step that went wrong: no later step may meet it."""
 
 
-class ClockedScheduler(Scheduler):
-    """A scheduler whose every step takes one second of its own clock."""
+class Clock:
+    """A clock that advances by a second each time it is read."""
 
     now = 0.0
 
-    def _passed_delay(self, now: float) -> bool:
+    def __call__(self) -> float:
         self.now += 1.0
-        return super()._passed_delay(self.now)
+        return self.now
 
 
 class FakeWorker:
@@ -194,7 +194,8 @@ class SchedulingMachine(RuleBasedStateMachine):
         speculative = SimpleNamespace(num_speculative_tokens=self.mtp_k) if self.mtp_k else None
         if self.looks_up:
             vars(speculative).update(speculative_method="ngram", prompt_lookup_min=1, prompt_lookup_max=3)
-        self.scheduler = ClockedScheduler(
+        self.clock = Clock()
+        self.scheduler = Scheduler(
             SimpleNamespace(
                 max_num_seqs=4,
                 max_num_batched_tokens=self.budget,
@@ -210,6 +211,7 @@ class SchedulingMachine(RuleBasedStateMachine):
                 speculative_config=speculative,
             ),
             window=self.window,
+            clock=self.clock,
         )
         self.limit = self.max_model_len or self.block_size * self.num_blocks + 1
         self.worker = FakeWorker(self.block_size, 0 if self.looks_up else self.mtp_k, self.window)
@@ -257,7 +259,7 @@ class SchedulingMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
         seq = Sequence(prompt, self.block_size, params, stops, id=len(self.seqs), cache_salt=salt, priority=priority)
-        seq.arrive_time = self.scheduler.now
+        seq.arrive_time = self.clock.now
         longest = self.limit - 1 if max_tokens else min(self.limit, self.block_size * self.num_blocks)
         if len(prompt) > longest:
             with pytest.raises(ValueError, match=f"at most {longest}"):

@@ -69,7 +69,7 @@ def test_what_was_rejected_is_counted_and_remembered() -> None:
     mine.take([seq], ScheduledBatchOutput({seq.id: (9,)}), verified)
     assert (mine.num_proposed, mine.num_accepted) == (8, 2)
     seq.token_ids = [*CYCLE]
-    seq.lookup.note(len(CYCLE), 4, 0)  # type: ignore[union-attr]
+    mine._lookups[seq.id].note(len(CYCLE), 4, 0)
     assert proposed(mine, [seq]) == [[]], "a pause"
 
 
@@ -88,7 +88,7 @@ def begin(scheduler: Scheduler) -> ScheduledBatch | None:
     scheduled = scheduler.schedule()
     if scheduled is None:
         return None
-    scheduler.submitted.begin(scheduled[0])
+    scheduler.begin_step(scheduled[0])
     return scheduled[0]
 
 
@@ -101,9 +101,9 @@ def test_a_step_that_verifies_drafts_is_read_before_the_next_one() -> None:
     assert ahead is not None
     assert ahead.scheduled_spec_decode_tokens == {3: [2, 3, 4, 1]}, "1 is guessed to be the one that is not known"
     assert ahead.draft_tokens == [2, 3, 4, 1]
-    mine.submitted.read(ScheduledBatchOutput({3: (1,)}))
+    mine.read_step(ScheduledBatchOutput({3: (1,)}))
     assert begin(mine) is None, "who knows how many are accepted"
-    mine.submitted.read(ScheduledBatchOutput({3: (2, 3, 9)}))
+    mine.read_step(ScheduledBatchOutput({3: (2, 3, 9)}))
     assert seq.completion_token_ids == [1, 2, 3, 9]
     assert (mine.total_draft_tokens, mine.total_accepted_tokens) == (4, 2)
     assert begin(mine).scheduled_tokens == [[9]]  # type: ignore[union-attr]

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.scheduler import ScheduledBatch, ScheduledBatchOutput, Scheduler
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence, SequenceStatus, SequenceType
@@ -305,25 +306,6 @@ class TestPostprocess:
         assert output.finish_reason == seq.leave_reason == reason
         assert output.finished == seq.is_finished == (reason is not None)
 
-    @pytest.mark.parametrize(("token", "reason"), [(EOS, "eos"), (33, "stop_33"), (50, None)])
-    def test_a_sequence_that_was_made_to_run_by_hand_stops_alike(self, token: int, reason: str | None) -> None:
-        scheduler = make_scheduler(stop_token_ids=[33])
-        seq = make_seq(3)
-        scheduler.block_manager.allocate(seq)
-        seq.status = SequenceStatus.RUNNING
-        scheduler.running.append(seq)
-        finished = scheduler.postprocess(list(scheduler.running), ScheduledBatchOutput({seq.id: (token,)}, None))
-        assert seq.leave_reason == reason
-        assert finished == ([] if reason is None else [seq])
-
-    def test_the_key_of_deferred_output_is_no_sequence(self) -> None:
-        scheduler = make_scheduler()
-        seq = make_seq(3)
-        scheduler.add(seq)
-        schedule(scheduler)
-        assert scheduler.postprocess([seq], ScheduledBatchOutput({-1: (), seq.id: (9,)}, None)) == []
-        assert seq.completion_token_ids == [9]
-
     def test_a_stop_sequence_spans_steps_but_not_the_prompt(self) -> None:
         scheduler = make_scheduler()
         seq = make_seq([50, 51], [[51, 52], [52, 53]])
@@ -378,14 +360,6 @@ class TestPostprocess:
         assert (output.finished, output.finish_reason) == (True, "abort")
         assert scheduler.postprocess(list(seqs.values()), ScheduledBatchOutput({seq.id: (9,)}, None)) == []
         assert seq.completion_token_ids == []
-
-    def test_the_stream_callback_sees_each_output(self) -> None:
-        scheduler = make_scheduler()
-        seen: list[RequestOutput] = []
-        scheduler.add(Sequence([5, 6], BLOCK_SIZE, SamplingParams(max_tokens=2), stream_callback=seen.append))
-        run_step(scheduler)
-        run_step(scheduler)
-        assert [output.finished for output in seen] == [False, True]
 
     def test_the_first_output_tells_the_cached_tokens(self) -> None:
         scheduler = make_scheduler()

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.scheduler import ScheduledBatchOutput, Scheduler
+from engine.batch import ScheduledBatchOutput
+from engine.core.scheduler import Scheduler
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 

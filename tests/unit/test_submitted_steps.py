@@ -34,9 +34,6 @@ class Told:
         self.outputs: list[RequestOutput] = []
         self.unread: list[ScheduledBatch] = []
 
-    def put_nowait(self, outputs: list[RequestOutput]) -> None:
-        self.outputs += outputs
-
     def add(self, seq_id: int, prompt: list[int] = PROMPT, max_tokens: int = 20) -> Sequence:
         seq = Sequence(prompt, BLOCK, SamplingParams(max_tokens=max_tokens), id=seq_id)
         self.scheduler.add(seq)
@@ -46,7 +43,7 @@ class Told:
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None
-        self.scheduler.submitted.begin(scheduled[0])
+        self.scheduler.begin_step(scheduled[0])
         self.unread.append(scheduled[0])
         return scheduled[0]
 
@@ -54,7 +51,7 @@ class Told:
         batch = self.unread.pop(0)
         errors = fields.get("errors") or {}
         tokens = {seq_id: (token,) for seq_id in batch.req_ids if seq_id not in errors}
-        self.scheduler.submitted.read(ScheduledBatchOutput(tokens, **fields), self)
+        self.outputs += self.scheduler.read_step(ScheduledBatchOutput(tokens, **fields))
         self.scheduler.check_integrity()
 
 
@@ -133,7 +130,7 @@ def test_who_began_behind_blocks_of_a_row_that_failed_begins_again(aborted: bool
     assert batch is not None
     assert (batch.req_ids, other.num_cached_tokens) == ([1, 2], 8)
     if aborted:
-        told.put_nowait(told.scheduler.abort([0]))
+        told.outputs += told.scheduler.abort([0])
     told.read(errors={0: "not a number"})
     told.read(55)
     assert (other.completion_token_ids, stranger.completion_token_ids) == ([], [55])
@@ -159,7 +156,7 @@ def test_steps_that_are_dropped_leave_everybody_waiting_and_nothing_to_be_found(
     told.submit()
     told.submit()
     told.scheduler.abort([1])
-    told.scheduler.submitted.drop()
+    told.scheduler.drop_steps()
     told.scheduler.check_integrity()
     assert [seq.id for seq in told.scheduler.waiting] == [0, 2]
     assert all(seq.num_placeholder == 0 for seq in seqs)

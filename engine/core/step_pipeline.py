@@ -1,0 +1,188 @@
+"""`StepPipeline`: submits scheduled steps to the model runner and reads them in order.
+
+Its depth is the number of steps that may be submitted and unread. With a depth of 1 each step is read at once. With a
+depth of 2 (`async_scheduling`) the device never waits for the host: step N+1 is launched, step N is read, and then
+step N+1 samples, because what sampling needs to know of N's tokens (grammars, penalties, bad words) is known only
+then; the device is still busy with N+1's forward pass meanwhile.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+from engine.batch import ScheduledBatch, ScheduledBatchOutput
+from engine.core.isolation import FailedStep
+from engine.core.scheduler import Scheduler
+from engine.distributed.flight_record import FlightRecord
+from engine.messages import RequestOutput
+from engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+OnRead: TypeAlias = Callable[[list[RequestOutput], str, float], object]
+"""Called with the outputs of a step that was read, its kind, and the seconds that it took."""
+
+
+class LaunchedStep(Protocol):
+    """A step that runs."""
+
+    def sample(self) -> None:
+        """Have the device sample, if it has not yet. The steps before this one have been read."""
+
+    def result(self) -> ScheduledBatchOutput:
+        """Wait for the step's end. Raises what the step raised."""
+
+    def wait(self) -> None:
+        """Wait until the device has ended a step that is not read. Raises what the device raises."""
+
+
+class ModelRunnerInterface(Protocol):
+    """What the engine core needs of `ModelRunner`: the boundary between the core and torch."""
+
+    tokens_across_dp: tuple[int, ...]
+    """Tokens that each replica in lockstep computes in the next pass; 0 for a replica that computes a dummy."""
+
+    def forward(self, batch: ScheduledBatch, /) -> ScheduledBatchOutput:
+        """Compute a step."""
+
+    def launch(self, batch: ScheduledBatch, /) -> LaunchedStep:
+        """Begin a step. A row's last token may be one that an unread step samples."""
+
+    def dummy_prefill(self) -> None:
+        """Compute a pass over one padding token."""
+
+
+class _ComputedStep(NamedTuple):
+    """A step that was computed when it was submitted."""
+
+    output: ScheduledBatchOutput
+
+    def sample(self) -> None:
+        """The step has sampled."""
+
+    def result(self) -> ScheduledBatchOutput:
+        return self.output
+
+    def wait(self) -> None:
+        """The step has ended."""
+
+
+class _Flight(NamedTuple):
+    batch: ScheduledBatch
+    step: LaunchedStep
+    launched: float
+    """When, on `time.perf_counter`'s clock."""
+
+
+class StepPipeline:
+    """At most `depth` submitted steps, each behind the one before it on the device.
+
+    `record` always has the ids of the sequences in the steps that run.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunnerInterface, record: FlightRecord, depth: int = 1
+    ) -> None:
+        self._scheduler, self._runner, self._record = scheduler, runner, record
+        self._depth = depth
+        self._flights: deque[_Flight] = deque()
+        self._last_end = 0.0
+        self._recorded: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Whether a step is unread."""
+        return bool(self._flights)
+
+    def advance(self, on_read: OnRead) -> FailedStep | None:
+        """Schedule and submit a step; with none to schedule, read one. The step that raised, if one did."""
+        scheduled = self._scheduler.schedule()
+        if scheduled is not None:
+            return self.submit(*scheduled, on_read)
+        return self._read(on_read) if self._flights else None
+
+    def submit(self, batch: ScheduledBatch, seqs: dict[int, Sequence], on_read: OnRead) -> FailedStep | None:
+        """Launch a scheduled step, then read the oldest one where `depth` are unread. The step that raised."""
+        self._update_record(batch)
+        launched = time.perf_counter()
+        try:
+            step = self._runner.launch(batch) if self._depth > 1 else _ComputedStep(self._runner.forward(batch))
+        except BaseException as error:  # a panic of native code is no `Exception`
+            logger.exception("a step of %d sequences failed", len(seqs))
+            # The steps that were launched before it are valid.
+            failed = self.drain(on_read)
+            self._scheduler.retract(seqs.values())
+            self._update_record()
+            live = [seq for seq in seqs.values() if not seq.is_finished]
+            return failed or FailedStep(live, error, batch.total_tokens_num)
+        self._scheduler.begin_step(batch)
+        self._flights.append(_Flight(batch, step, launched))
+        if len(self._flights) == 1:
+            failed = self._sample(step)
+            return failed if failed is not None or self._depth > 1 else self._read(on_read)
+        return self._read(on_read, following=step)
+
+    def drain(self, on_read: OnRead) -> FailedStep | None:
+        """Read all steps; the one that raised, if one did, after which no other is read."""
+        failed = None
+        while self._flights and failed is None:
+            failed = self._read(on_read)
+        return failed
+
+    def restore_record(self) -> None:
+        """Write the record again, which was used for a sequence that was taken in."""
+        self._recorded = []
+        self._record.end()
+        self._update_record()
+
+    def _read(self, on_read: OnRead, following: LaunchedStep | None = None) -> FailedStep | None:
+        """Read the oldest step, and have the one after it sample."""
+        flight = self._flights.popleft()
+        try:
+            output = flight.step.result()
+        except BaseException as error:  # noqa: BLE001 - it is reported to the clients of the step's sequences
+            return self._give_up(flight, error)
+        outputs = self._scheduler.read_step(output)
+        now = time.perf_counter()
+        seconds, self._last_end = now - max(flight.launched, self._last_end), now
+        self._update_record()
+        failed = None if following is None else self._sample(following)
+        on_read(outputs, flight.batch.kind, seconds)
+        return failed
+
+    def _sample(self, step: LaunchedStep) -> FailedStep | None:
+        """Have the only unread step sample."""
+        try:
+            step.sample()
+        except BaseException as error:  # noqa: BLE001 - it is reported to the clients of the step's sequences
+            return self._give_up(self._flights.popleft(), error)
+        return None
+
+    def _give_up(self, flight: _Flight, error: BaseException) -> FailedStep:
+        """Drop a step that raised, and the steps after it, which computed on invalid KV."""
+        logger.error("a step of %d sequences failed", len(flight.batch.req_ids), exc_info=error)
+        for each in self._flights:
+            try:
+                each.step.wait()
+            except BaseException:
+                logger.exception("the step after it failed too")
+        self._flights.clear()
+        seqs = [seq for seq in flight.batch.sequences if not seq.is_finished]
+        self._scheduler.drop_steps()
+        self._update_record()
+        return FailedStep(seqs, error, flight.batch.total_tokens_num)
+
+    def _update_record(self, launching: ScheduledBatch | None = None) -> None:
+        """Record the sequences of the steps that run and of `launching`, which is about to."""
+        running = [flight.batch.req_ids for flight in self._flights]
+        if launching is not None:
+            running.append(launching.req_ids)
+        ids = running[0] if running else []
+        if any(others != ids for others in running):
+            ids = list(dict.fromkeys(itertools.chain(*running)))
+        # Most steps have the sequences of the step before.
+        if ids != self._recorded:
+            self._recorded = ids
+            self._record.begin(ids)
