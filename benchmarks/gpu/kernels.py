@@ -20,10 +20,8 @@ from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
 from models.ops import paged_attention as reference
 from models.ops import triton as kernels
-from models.ops.activation import Gating
-from models.ops.cpu.structures import SILU
 from models.ops.triton import gated_delta as gated_delta_net
-from models.ops.triton.attention import attention_decode, attention_merge, attention_prefill, tokens_of_tile
+from models.ops.triton.attention import attend_decodes, attention_prefill, tokens_of_tile
 from models.ops.triton.cache_store import as_hardware_reads, store
 from models.ops.triton.cases import elementwise as gated_reference
 from models.ops.triton.cases import elementwise as norm_reference
@@ -33,15 +31,15 @@ from models.ops.triton.cases import experts as sort_reference
 from models.ops.triton.cases import gated_delta as delta_reference
 from models.ops.triton.cases import latent_attention as latent_reference
 from models.ops.triton.cases import quantized_products as quantized_reference
-from models.ops.triton.cases.quantized_products import four_bit_weight
 from models.ops.triton.configs import target_of
 from models.ops.triton.elementwise import ADD_NORM, gated, rms_norm
 from models.ops.triton.expert_products import moe_four_bit_gemm, moe_gemm
 from models.ops.triton.expert_routing import block_of, moe_combine, moe_route, moe_sort
 from models.ops.triton.latent_attention import latent_attention
 from models.ops.triton.logits import argmax
-from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, four_bit_linear, fp8_linear
-from models.ops.types import FP8_GROUP, AttentionOptions, HeadNorms, KVCacheTensor
+from models.ops.triton.quantized_products import four_bit_linear, fp8_linear
+from models.ops.types import FP8_GROUP, SILU, AttentionOptions, Gating, HeadNorms, KVCacheTensor
+from models.ops.weight_formats import FourBitWeight, FP8Weight
 
 _BLOCK_SIZE = 16
 _HEADS, _DRY_HEADS = (32, 8, 128), (4, 2, 16)
@@ -91,23 +89,7 @@ class Problem:
 
     def decode(self) -> torch.Tensor:
         """The two kernels of a decode."""
-        rows, step = len(self.lengths), self.metadata
-        pieces = step.pieces(_BLOCK_SIZE)
-        partial = torch.empty(rows, pieces, self.heads, self.head_dim, dtype=torch.float32, device=self.q.device)
-        weights = torch.empty(rows, pieces, self.heads, dtype=torch.float32, device=self.q.device)
-        attention_decode(
-            self.q,
-            partial,
-            weights,
-            self.cache,
-            step.items,
-            step.num_items,
-            step.seq_lens,
-            step.block_tables,
-            self.options,
-            max_programs=self.backend._max_programs,
-        )
-        attention_merge(partial, weights, self.out, step.seq_lens, self.options.v_scale)
+        attend_decodes(self.q, self.out, self.cache, self.metadata.plan(_BLOCK_SIZE, None), self.options)
         return self.out
 
     def prefill(self) -> torch.Tensor:
@@ -530,7 +512,7 @@ def _experts_mxfp4(bench: Bench, tokens: int) -> Values:
     pairs = moe_sort(ids, mixture.experts, block_of(ids.numel(), mixture.experts))
     found = moe_four_bit_gemm(rows, weight, None, pairs, ids.numel(), gating=_GATING)
     few = max(1, _FEW // mixture.top_k // 2)
-    dense = four_bit_weight(weight, bench.dtype)
+    dense = weight.dense(bench.dtype)
     expected = moe_gemm_reference.reference_moe_gemm(rows[:few], dense, None, ids[:few], gating=_GATING)
     del dense
     checked = bench.checked(found[: len(expected)], expected)

@@ -18,8 +18,7 @@ from benchmarks.gpu.kernels import DeltaProblem, Problem, random_mxfp4
 from benchmarks.gpu.parts import Case, Values
 from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
-from models.ops.activation import Gating, swiglu
-from models.ops.cpu.structures import SILU
+from models.ops.activation import swiglu
 from models.ops.triton import gated_delta as gated_delta_net
 from models.ops.triton import logits as sampling
 from models.ops.triton import rejection
@@ -30,8 +29,9 @@ from models.ops.triton.expert_products import moe_four_bit_gemm, moe_fp8_gemm, m
 from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
 from models.ops.triton.latent_attention import indexer_scores, latent_attention
 from models.ops.triton.logits import logprobs
-from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, four_bit_linear, fp8_linear
-from models.ops.types import FP8_GROUP, AttentionInputs, HeadNorms
+from models.ops.triton.quantized_products import four_bit_linear, fp8_linear
+from models.ops.types import FP8_GROUP, SILU, AttentionInputs, Gating, HeadNorms
+from models.ops.weight_formats import FourBitWeight, FP8Weight
 
 
 @triton.jit

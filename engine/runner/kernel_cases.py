@@ -18,20 +18,18 @@ from models.layers.moe import FusedMoE
 from models.layers.norm import RMSNorm
 from models.layers.routing import GroupedRouter, SoftmaxRouter
 from models.ops import triton
-from models.ops.activation import Gating, gating_of
-from models.ops.cpu.structures import SILU
+from models.ops.activation import gating_of, swiglu
 from models.ops.self_test import Check, Numbers
+from models.ops.stored_weight import operand_of, stored_of
 from models.ops.triton.cache_store import as_hardware_reads, vectors_as_hardware_reads
 from models.ops.triton.cases.attention import AttentionForm
 from models.ops.triton.cases.elementwise import ActivationForm, NormForm
 from models.ops.triton.cases.experts import ExpertsForm, RouteForm
 from models.ops.triton.cases.gated_delta import DeltaForm
 from models.ops.triton.cases.latent_attention import IndexForm, LatentForm
-from models.ops.triton.cases.quantized_products import ProductForm
+from models.ops.triton.cases.quantized_products import ProductForm, random_weight
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD
-from models.ops.triton.quantized_products import RUN
-from models.ops.types import FP8_GROUP, AttentionOptions
-from models.quantization.stored import Codes, QuantizedRows, StoredWeight, stored_of
+from models.ops.types import SILU, AttentionOptions, Gating
 
 LATENTS = "latents"
 """Attention of latents, of the operator `attention`, which nothing but Triton computes."""
@@ -134,7 +132,7 @@ def _layers(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max
             case FusedMoE():
                 pass
             case nn.Module(weight=nn.Parameter() as weight) if (stored := stored_of(weight)) is not None:
-                product = ProductForm(stored, len(weight), weight.shape[1], getattr(module, "bias", None), dtype)
+                product = ProductForm(stored.operand, getattr(module, "bias", None), dtype)
                 yield "linear", product.key, product.check
     for parent in modules:
         for layer in parent.children():
@@ -143,10 +141,17 @@ def _layers(model: CausalLM, observed: ObservingBackend, dtype: torch.dtype, max
                 continue
             is_shared = getattr(parent, "shared_experts", None) is not None or hasattr(parent, "shared_expert")
             experts = ExpertsForm(
-                layer,
+                operand_of(layer.w13),
+                operand_of(layer.w2),
+                gating_of(layer.activation),
+                layer.activation,
+                layer.num_experts,
                 min(top_k or 2, layer.num_experts),
                 dtype,
                 max_tokens,
+                layer.w13_bias,
+                layer.w2_bias,
+                layer.expert_map,
                 has_beside=is_shared and layer.parallel.size == 1,
                 has_gate=hasattr(parent, "shared_expert_gate"),
             )
@@ -184,46 +189,25 @@ def usual_checks(device: torch.device) -> dict[str, list[Check]]:
     """By operator but for sampling."""
     options = AttentionOptions(_HEAD**-0.5)
     attention = AttentionForm(32, 8, _HEAD, options, _DTYPE, _DTYPE, _BLOCK_SIZE, False, None, _HEAD)
-    weights = [stored_weight(kind, _OUTPUTS, _HIDDEN, device, _DTYPE) for kind in ("fp8", "int4", "mxfp4")]
+    numbers = Numbers(device)
+    weights = [random_weight(numbers, kind, _OUTPUTS, _HIDDEN, dtype=_DTYPE) for kind in ("fp8", "int4", "mxfp4")]
     return {
         "attention": [attention.check],
         "norm": [NormForm(_HIDDEN, 1e-6, 0.0, _DTYPE, _DTYPE).check],
         "activation": [ActivationForm(_INNER, Gating(SILU), _DTYPE).check],
         "moe": [
             RouteForm(_EXPERTS, 2, sigmoid=False, renormalize=True).check,
-            ExpertsForm(_experts(device), 2, _DTYPE, _MOST_TOKENS).check,
+            _experts(device).check,
         ],
-        "linear": [ProductForm(weight, _OUTPUTS, _HIDDEN, None, _DTYPE).check for weight in weights],
+        "linear": [ProductForm(weight, None, _DTYPE).check for weight in weights],
         "recurrent": [DeltaForm(16, 2, _HEAD, _HEAD, 4, 1e-6, _DTYPE, _DTYPE).check],
     }
 
 
-def _experts(device: torch.device) -> FusedMoE:
-    layer, numbers = FusedMoE(_HIDDEN, _EXPERT_INNER, _EXPERTS), Numbers(device)
-    for weight in (layer.w13, layer.w2):
-        weight.data = numbers.normal(*weight.shape, dtype=_DTYPE, scale=weight.shape[-1] ** -0.5)
-    return layer
-
-
-def stored_weight(kind: str, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> StoredWeight:
-    """A weight of any numbers that stays quantised. # [outputs, inputs]"""
-    weight = StoredWeight(torch.Size((outputs, inputs)), dtype, device)
-    is_put = weight.put(0, quantized_rows(kind, outputs, inputs, dtype))
-    assert is_put
-    return weight
-
-
-def quantized_rows(kind: str, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> QuantizedRows:
-    """Rows of any numbers in FP8, `int4` or `mxfp4`, on the host. # [outputs, inputs]"""
-    numbers = Numbers(torch.device("cpu"), seed)
-    width = RUN if kind == "mxfp4" else min(FP8_GROUP, inputs)
-    scales, zeros = 0.02 * numbers.near_one(outputs, -(-inputs // width)), None
-    if kind == "fp8":
-        codes = numbers.normal(outputs, inputs).to(torch.float8_e4m3fn)
-    else:
-        codes = (numbers.normal(outputs, inputs, scale=3.0) + 8).clamp(0, 15).to(torch.uint8)
-        if kind == "int4":
-            zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
-        else:
-            scales = torch.full(scales.shape, 121, dtype=torch.uint8)
-    return QuantizedRows.of(Codes(kind, codes, scales, zeros, width, codes.float), dtype)
+def _experts(device: torch.device) -> ExpertsForm:
+    numbers = Numbers(device)
+    w13, w2 = (
+        numbers.normal(_EXPERTS, *shape, dtype=_DTYPE, scale=shape[-1] ** -0.5)
+        for shape in ((2 * _EXPERT_INNER, _HIDDEN), (_HIDDEN, _EXPERT_INNER))
+    )
+    return ExpertsForm(w13, w2, Gating(SILU), swiglu, _EXPERTS, 2, _DTYPE, _MOST_TOKENS)

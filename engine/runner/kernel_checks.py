@@ -23,7 +23,7 @@ from models.layers.moe import FusedMoE
 from models.ops import aiter, triton
 from models.ops import registry as backends
 from models.ops.self_test import Check, wrong
-from models.quantization.stored import make_dense, stored_of
+from models.ops.stored_weight import make_dense, stored_of
 
 if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner

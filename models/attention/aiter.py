@@ -4,9 +4,10 @@ import torch
 
 from models.attention.backend import BACKENDS
 from models.attention.gpu import TritonMetaData
-from models.attention.triton import TritonAttentionBackend
+from models.attention.triton import TritonAttentionBackend, plan_of
 from models.ops import aiter
 from models.ops.aiter.attention import Rows, paged, takes_paged, takes_unified, unified
+from models.ops.triton.attention import attend_decodes, attend_spans
 from models.ops.types import AttentionOptions, KVCacheTensor
 
 _TYPES = (torch.bfloat16, torch.float16)
@@ -27,15 +28,17 @@ class AiterAttentionBackend(TritonAttentionBackend):
         options: AttentionOptions,
         sinks: torch.Tensor | None,
     ) -> None:
-        if not (aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)):
-            return super()._attend(q, out, cache, metadata, options, sinks)
-        decodes = metadata.num_decodes if aiter.decodes_apart() and metadata.query_len == 1 else 0
+        decodes, query_len = metadata.num_decodes * metadata.query_len, metadata.query_len
+        is_unified = aiter.takes("attention") and q.dtype in _TYPES and takes_unified(options, sinks)
+        if is_unified and not (aiter.decodes_apart() and query_len == 1):
+            decodes = 0
         if decodes:
             self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
-        if decodes < len(q):
+        if decodes < len(q) and is_unified:
             rows = _rows(metadata, decodes, cache.k_cache.shape[2])
             unified(q[decodes:], out[decodes:], cache, rows, options, sinks)
-        return None
+        elif decodes < len(q):
+            attend_spans(q, out, cache, plan_of(q, cache, metadata), options, sinks)
 
     def _decode(
         self,
@@ -53,7 +56,7 @@ class AiterAttentionBackend(TritonAttentionBackend):
             keys = _most_keys(metadata, slice(0, rows), cache.k_cache.shape[2])
             paged(q, out, cache, Rows(metadata.cu_seqlens_q[: rows + 1], lengths, tables, 1, keys), options)
         else:
-            super()._decode(q, out, cache, metadata, options, sinks)
+            attend_decodes(q, out, cache, plan_of(q, cache, metadata), options, sinks)
 
 
 def _rows(metadata: TritonMetaData, first: int, block: int) -> Rows:

@@ -26,7 +26,7 @@ from models.attention.cpu_cache import (
 from models.attention.cpu_plan import MAX_MASK_ELEMENTS, CPUAttentionMetaData, DecodeBucket, PrefillSpan
 from models.ops.memory import Send
 from models.ops.norm import rms_norm
-from models.ops.rotary import deinterleave, rotate
+from models.ops.torch_ops import deinterleave, rotate
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
 _MAX_SCORES = 1 << 24

@@ -12,7 +12,7 @@ import torch
 
 from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.ops.memory import Send, upload
-from models.ops.triton.grids import MAX_PIECES, PIECE, list_pieces, num_pieces
+from models.ops.triton.grids import MAX_PIECES, PIECE, AttentionPlan, list_pieces, list_tiles, num_pieces
 
 Lengths = npt.NDArray[np.int64]
 NO_SLOT = -1
@@ -44,7 +44,9 @@ class TritonMetaData(AttentionMetaData):
         token
         """
         if tokens not in self.tile_tables:
-            (table,) = upload([self._tiles(tokens)], self.seq_lens.device)
+            assert self.lengths is not None, "a captured graph has decodes only"
+            tiles = list_tiles(self.lengths.queries, self.lengths.contexts, tokens, self.num_decodes)
+            (table,) = upload([tiles], self.seq_lens.device)
             self.tile_tables[tokens] = table.view(-1, 2)
         return self.tile_tables[tokens]
 
@@ -57,15 +59,23 @@ class TritonMetaData(AttentionMetaData):
         most: int = self.plans["pieces"]
         return most
 
-    def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
-        assert self.lengths is not None, "a captured graph has decodes only"
-        queries = self.lengths.queries[self.num_decodes :]
-        counts = -(-queries // tokens)
-        rows = np.repeat(np.arange(len(queries)), counts)
-        firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
-        keys = (self.lengths.contexts[self.num_decodes :] - queries)[rows] + firsts
-        order = np.argsort(-keys, kind="stable")
-        return np.stack((rows[order] + self.num_decodes, firsts[order]), axis=1).astype(np.int32)
+    def plan(self, block_size: int, tile_tokens: int | None) -> AttentionPlan:
+        """For caches of blocks of that size, and spans in tiles of so many tokens; None: of decodes alone."""
+        key = AttentionPlan, block_size, tile_tokens
+        if key not in self.plans:
+            self.plans[key] = AttentionPlan(
+                query_starts=self.cu_seqlens_q,
+                seq_lens=self.seq_lens,
+                block_tables=self.block_tables,
+                num_decodes=self.num_decodes,
+                query_len=self.query_len,
+                items=self.items,
+                num_items=self.num_items,
+                max_pieces=self.pieces(block_size) if self.num_decodes else 0,
+                tiles=None if tile_tokens is None else self.tiles(tile_tokens),
+            )
+        plan: AttentionPlan = self.plans[key]
+        return plan
 
 
 class CaptureBuffers:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models.attention.backend import BACKENDS, AttentionMetaData
 from models.attention.gpu import GPUAttentionBackend, TritonMetaData
 from models.ops.memory import upload
-from models.ops.triton.attention import attention_decode, attention_merge, attention_prefill, tokens_of_tile
+from models.ops.triton.attention import paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import (
     as_hardware_reads,
     latent_store,
@@ -20,12 +20,11 @@ from models.ops.triton.cache_store import (
     vector_store,
     vectors_as_hardware_reads,
 )
+from models.ops.triton.grids import AttentionPlan
 from models.ops.triton.latent_attention import Piece, indexer_scores, latent_prefill
 from models.ops.triton.latent_attention import latent_attention as attend_absorbed
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor, LatentInputs, VectorCache
 
-_PROGRAMS_PER_PROCESSOR = 16
-"""The most programs of a decode: enough that several are resident, few enough that they share its items evenly."""
 MAX_EXPANDED_ELEMENTS = 1 << 27
 """The most elements of expanded latents at a time: 256 MiB in bfloat16. One latent of a model may take more."""
 MAX_INDEX_SCORES = 1 << 27
@@ -37,11 +36,6 @@ class TritonAttentionBackend(GPUAttentionBackend):
     """Decodes by pieces of their keys, prefills by tiles of their queries; any mix of them in a step."""
 
     name = "triton"
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        processors = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        self._max_programs = processors * _PROGRAMS_PER_PROCESSOR
 
     def forward(
         self,
@@ -72,46 +66,7 @@ class TritonAttentionBackend(GPUAttentionBackend):
         sinks: torch.Tensor | None,
     ) -> None:
         """Attend to the stored keys and values. # [T, Hq, D] each"""
-        decodes, tokens = metadata.num_decodes * metadata.query_len, q.shape[0]
-        if 0 < decodes < tokens:
-            self._decode(q[:decodes], out[:decodes], cache, metadata, options, sinks)
-        elif decodes:
-            self._decode(q, out, cache, metadata, options, sinks)
-        if decodes < tokens:
-            tiles = metadata.tiles(tokens_of_tile(q, cache.k_cache.shape[1]))
-            starts, lengths = metadata.cu_seqlens_q, metadata.seq_lens
-            attention_prefill(q, out, cache, tiles, starts, lengths, metadata.block_tables, options, sinks)
-
-    def _decode(
-        self,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        cache: KVCacheTensor,
-        metadata: TritonMetaData,
-        options: AttentionOptions,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Rows of `query_len` tokens. # [B * query_len, Hq, D] each"""
-        _, heads, head_dim = q.shape
-        rows, members = metadata.num_decodes, metadata.query_len * heads
-        pieces = metadata.pieces(cache.k_cache.shape[2])
-        partial = q.new_empty(rows, pieces, members, head_dim, dtype=torch.float32)
-        weights = q.new_empty(rows, pieces, members, dtype=torch.float32)
-        lengths = metadata.seq_lens
-        attention_decode(
-            q,
-            partial,
-            weights,
-            cache,
-            metadata.items,
-            metadata.num_items,
-            lengths,
-            metadata.block_tables,
-            options,
-            query_len=metadata.query_len,
-            max_programs=self._max_programs,
-        )
-        attention_merge(partial, weights, out, lengths, options.v_scale, sinks, query_len=metadata.query_len)
+        paged_attention(q, out, cache, plan_of(q, cache, metadata), options, sinks)
 
     def latent_attention(
         self,
@@ -140,6 +95,13 @@ class TritonAttentionBackend(GPUAttentionBackend):
         """See `AttentionBackend`. # [T, H, D], [T, H], [T, D] -> [T, top_k] or None"""
 
         return index_top_k(q, weights, k, cache, metadata, top_k)
+
+
+def plan_of(q: torch.Tensor, cache: KVCacheTensor, metadata: TritonMetaData) -> AttentionPlan:
+    """The step as the kernels split it for layers of this shape. # q [T, Hq, D]"""
+    num_kv_heads, block_size = cache.k_cache.shape[1], cache.k_cache.shape[2]
+    has_spans = metadata.num_decodes * metadata.query_len < q.shape[0]
+    return metadata.plan(block_size, tokens_of_tile(q, num_kv_heads) if has_spans else None)
 
 
 def _with_dense_heads(x: torch.Tensor) -> torch.Tensor:

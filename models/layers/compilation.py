@@ -18,7 +18,7 @@ from models.layers.gated_delta_net import GatedDeltaNet
 from models.layers.linear import ParallelLinear, RowParallelLinear
 from models.layers.mla import LightningIndexer, MLAAttention
 from models.layers.moe import FusedMoE
-from models.quantization.stored import stored_of
+from models.ops.stored_weight import stored_of
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
 """torch's name of a compiler."""

@@ -18,8 +18,8 @@ from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime
+from models.ops.stored_weight import stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
-from models.quantization.stored import stored_of
 
 # [product] `linear`: a product with a weight, wherever it lies. Called by the layers.
 

@@ -15,7 +15,7 @@ from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import LayerNorm, RMSNorm
 from models.layers.parameter import read_whole
 from models.ops.cpu.latent_attention import PackedHeads
-from models.ops.rotary import rotate
+from models.ops.torch_ops import rotate
 from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 

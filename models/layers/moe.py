@@ -14,15 +14,15 @@ from torch import nn
 from models.attention.context import get_forward_context
 from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
 from models.ops import triton
-from models.ops.activation import Gating, gating_of, swiglu
+from models.ops.activation import gating_of, swiglu
 from models.ops.aiter import operators as aiter_experts
 from models.ops.cpu import dense as ops
 from models.ops.cpu import experts as expert_ops
+from models.ops.stored_weight import operand_of, stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
-from models.quantization.stored import stored_of
 
 if TYPE_CHECKING:
-    from models.ops.triton.expert_routing import SortedPairs
+    pass
 
 
 # [expert_parallel] `ExpertShare`: which experts a rank holds, and which it sees to for its replica. Used by
@@ -319,22 +319,24 @@ class FusedMoE(nn.Module):
 
     def _by_kernels(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
         """`forward` on a GPU, where the host learns nothing of who goes where."""
-        import models.ops.triton.expert_routing as first
-        import models.ops.triton.expert_routing as last
+        import models.ops.triton.expert_products as products_kernels
+        import models.ops.triton.expert_routing as routing_kernels
 
         hidden, weights, ids, beside, gate = routed
         expert_map = self.expert_map
         experts = ids if expert_map is None else expert_map[ids]
         num_pairs, held = ids.numel(), len(self.local_experts)
-        pairs = first.moe_sort(experts, held, first.block_of(num_pairs, self.num_experts))
+        pairs = routing_kernels.moe_sort(experts, held, routing_kernels.block_of(num_pairs, self.num_experts))
         gating = gating_of(self.activation)
-        inner = multiply(hidden, w13, self.w13_bias, pairs, num_pairs, gating)
+        inner = products_kernels.grouped_products(hidden, operand_of(w13), self.w13_bias, pairs, num_pairs, gating)
         if gating is None:
             inner = self.activation(inner)
-        products = multiply(inner, w2, self._outer_bias, pairs, num_pairs)
+        products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
-            return last.moe_combine(products, weights, experts, held, beside, gate)
-        return self._add(self.parallel.all_reduce(last.moe_combine(products, weights, experts, held)), routed)
+            return routing_kernels.moe_combine(products, weights, experts, held, beside, gate)
+        return self._add(
+            self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held)), routed
+        )
 
     def _expert_map(self) -> torch.Tensor:
         """By expert, its place on this rank; past the last place for the experts of other ranks."""
@@ -392,20 +394,3 @@ class FusedMoE(nn.Module):
 
 def _are_for_kernels(*weights: nn.Parameter) -> bool:
     return all(stored_of(weight) is not None or triton.runs(weight, operator="moe") for weight in weights)
-
-
-def multiply(
-    rows: torch.Tensor,
-    weight: nn.Parameter,
-    bias: torch.Tensor | None,
-    pairs: "SortedPairs",
-    num_pairs: int,
-    gating: Gating | None = None,
-) -> torch.Tensor:
-    """Each pair's row by its expert's weight, on a GPU. # [tokens or num_pairs, inner] -> [num_pairs, out]"""
-    stored = stored_of(weight)
-    if stored is not None:
-        return stored.grouped(rows, bias, pairs, num_pairs, gating)
-    import models.ops.triton.expert_products as kernels
-
-    return kernels.moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)

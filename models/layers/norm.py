@@ -11,7 +11,8 @@ from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
-from models.ops.norm import rms_norm, torch_rms_norm
+from models.ops.norm import rms_norm
+from models.ops.torch_ops import torch_rms_norm
 from models.ops.types import NormWeight
 
 

@@ -39,10 +39,11 @@ from models.layers.parameter import (
 from models.loading.checkpoint import TransformersConfig, some, tensors_of_file, weight_files
 from models.ops import aiter, triton
 from models.ops.cpu import runtime
+from models.ops.stored_weight import keep_quantized
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer, ExpertNames
-from models.quantization.stored import can_be_rounded_again, can_stay, keep_quantized
+from models.quantization.stored import can_be_rounded_again, can_stay
 
 # [absent_experts] `AbsentExperts`: the tensors of a checkpoint that belong to experts of other ranks. Used by the
 # loader.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,28 +9,21 @@ import torch.nn.functional as F
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
-from models.ops.cpu import runtime, structures
+from models.ops.cpu import runtime
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, Gating
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
 """Of gates and what they gate, side by side. # [tokens, 2 * features] -> [tokens, features]"""
 
 
-class Gating(NamedTuple):
-    """An activation as the operators know it."""
-
-    activation: int
-    alpha: float = 0.0
-    limit: float = 0.0
-
-
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
     if runtime.runs(gate_up):
-        return ops.gated(gate_up, structures.SILU)
+        return ops.gated(gate_up, SILU)
     if aiter.runs("activation", gate_up):
         return dense.silu_and_mul(gate_up)
     if triton.runs(gate_up, operator="activation"):
-        return _by_kernel(gate_up, Gating(structures.SILU))
+        return _by_kernel(gate_up, Gating(SILU))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -39,11 +31,11 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
     if runtime.runs(gate_up):
-        return ops.gated(gate_up, structures.GELU_TANH)
+        return ops.gated(gate_up, GELU_TANH)
     if aiter.runs("activation", gate_up):
         return dense.gelu_tanh_and_mul(gate_up)
     if triton.runs(gate_up, operator="activation"):
-        return _by_kernel(gate_up, Gating(structures.GELU_TANH))
+        return _by_kernel(gate_up, Gating(GELU_TANH))
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -54,9 +46,9 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
     # [tokens, 2 * features] -> [tokens, features]
     """
     if runtime.runs(gate_up):
-        return ops.gated(gate_up, structures.CLAMPED_SILU, alpha=alpha, limit=limit)
+        return ops.gated(gate_up, CLAMPED_SILU, alpha=alpha, limit=limit)
     if triton.runs(gate_up, operator="activation"):
-        return _by_kernel(gate_up, Gating(structures.CLAMPED_SILU, alpha, limit))
+        return _by_kernel(gate_up, Gating(CLAMPED_SILU, alpha, limit))
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
@@ -65,14 +57,14 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
 def operator_of(activation: GatedActivation) -> int | None:
     """Its number among the compiled operators' activations; None where it has none, or takes more than the rows."""
     if activation is swiglu:
-        return structures.SILU
-    return structures.GELU_TANH if activation is geglu_tanh else None
+        return SILU
+    return GELU_TANH if activation is geglu_tanh else None
 
 
 def gating_of(activation: GatedActivation) -> Gating | None:
     """What the operators know it as, with its numbers; None where they do not."""
     if isinstance(activation, partial) and activation.func is clamped_swiglu:
-        return Gating(structures.CLAMPED_SILU, **activation.keywords)
+        return Gating(CLAMPED_SILU, **activation.keywords)
     operator = operator_of(activation)
     return None if operator is None else Gating(operator)
 

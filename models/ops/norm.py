@@ -1,12 +1,12 @@
 """Root-mean-square norm (Zhang and Sennrich, 2019) of one tensor, by the fastest operator that takes it."""
 
 import torch
-import torch.nn.functional as F
 
 from models.ops import aiter, triton
 from models.ops.aiter import operators as dense
 from models.ops.cpu import dense as ops
 from models.ops.cpu import runtime
+from models.ops.torch_ops import torch_rms_norm
 from models.ops.types import NormWeight
 
 
@@ -22,11 +22,3 @@ def rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
 
         return kernels.rms_norm(x, weight, eps, offset=offset)
     return torch_rms_norm(x, norm)
-
-
-def torch_rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-    """The same in plain torch; a weight with an offset is applied in float32. # [..., size] -> [..., size]"""
-    weight, eps, offset = norm
-    if offset == 0.0:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, offset + weight.float(), eps).to(x.dtype)

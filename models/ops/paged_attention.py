@@ -2,8 +2,7 @@
 
 import torch
 
-from models.ops.norm import rms_norm
-from models.ops.rotary import rotate
+from models.ops.torch_ops import rotate, torch_rms_norm
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
@@ -19,7 +18,7 @@ def store(
 ) -> torch.Tensor:
     """See `models.ops.triton.cache_store.store`."""
     if norms is not None:
-        q, k = rms_norm(q, norms.q), rms_norm(k, norms.k)
+        q, k = torch_rms_norm(q, norms.q), torch_rms_norm(k, norms.k)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     kept = slots >= 0

@@ -1,4 +1,4 @@
-"""Values that attention layers, backends and operators exchange: caches, options, norms and rotations of one layer.
+"""Values that layers and operators exchange: activations, caches, and options, norms and rotations of attention.
 
 Imports torch only, so that operators and what calls them can both import it.
 """
@@ -11,8 +11,18 @@ import torch
 if TYPE_CHECKING:
     from models.ops.cpu.latent_attention import PackedHeads
 
+SILU, GELU_TANH, CLAMPED_SILU = range(3)
+"""Activations of a gated feed-forward layer, as the operators number them."""
 FP8_GROUP = 128
 """Inputs that share an FP8 weight's scale, where scales are of blocks."""
+
+
+class Gating(NamedTuple):
+    """A gated activation with its parameters."""
+
+    activation: int
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

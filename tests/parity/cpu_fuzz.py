@@ -18,7 +18,7 @@ from models.ops.cpu import runtime, structures
 from models.ops.cpu import runtime as library
 from models.ops.cpu import sampling as sampling_ops
 from models.ops.cpu.dense import QuantizedWeight
-from models.ops.types import AttentionOptions
+from models.ops.types import CLAMPED_SILU, SILU, AttentionOptions
 from tests.parity.test_cpu_delta import layer, random_inputs, read
 from tests.parity.test_cpu_latents import attend, unit_latents
 from tests.parity.test_cpu_latents import reference as latent_reference
@@ -54,8 +54,8 @@ def _products(draw: random.Random, seed: int) -> None:
     assert likeliest.tolist() == ops.linear(x, packed(weight), bias, dtype=torch.float32).argmax(-1).tolist()
     halves = packed(bf16(64 * draw.randint(1, 3), inputs, seed=seed))
     assert torch.equal(
-        ops.gated_linear(x, halves, None, structures.SILU),
-        ops.gated(ops.linear(x, halves), structures.SILU),
+        ops.gated_linear(x, halves, None, SILU),
+        ops.gated(ops.linear(x, halves), SILU),
     )
     ids = torch.randint(outputs, (5,))
     assert torch.equal(ops.embed(ids, packed(weight)), weight[ids])
@@ -97,7 +97,7 @@ def _rows(draw: random.Random, seed: int) -> None:
     _close(ops.add_rms_norm(residual, x, weight, 1e-5), expected)
     gate_up = bf16(rows, 2 * size, seed=seed)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    _close(ops.gated(gate_up, structures.SILU), torch.nn.functional.silu(gate) * up)
+    _close(ops.gated(gate_up, SILU), torch.nn.functional.silu(gate) * up)
 
 
 def _experts(draw: random.Random, seed: int) -> None:
@@ -122,7 +122,7 @@ def _experts(draw: random.Random, seed: int) -> None:
     counts, of_token, places = expert_ops.sort_pairs(ids, experts)
     w13, w2 = bf16(experts, 2 * inner, hidden, seed=seed, scale=0.2), bf16(experts, hidden, inner, seed=seed)
     rows = ops.grouped_linear(x, packed(w13.flatten(0, 1)), None, counts, tokens=of_token)
-    rows = ops.gated(rows, structures.CLAMPED_SILU, alpha=1.7, limit=2.0)
+    rows = ops.gated(rows, CLAMPED_SILU, alpha=1.7, limit=2.0)
     found = expert_ops.combine(ops.grouped_linear(rows, packed(w2.flatten(0, 1)), None, counts), weights, places, x)
     expected = x.float()
     for token, (row, chosen) in enumerate(zip(weights, ids, strict=True)):

@@ -8,7 +8,7 @@ import torch
 from models.ops.cpu import attention as attention_ops
 from models.ops.cpu import latent_attention as latent_ops
 from models.ops.cpu import runtime, structures
-from models.ops.rotary import deinterleave, rotate
+from models.ops.torch_ops import deinterleave, rotate
 from tests.parity.test_cpu_operators import Cache, bf16, operators, pytestmark
 
 __all__ = ["operators", "pytestmark"]

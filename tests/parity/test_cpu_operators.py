@@ -22,7 +22,7 @@ from models.ops.cpu import runtime as library
 from models.ops.cpu.dense import QuantizedWeight
 from models.ops.cpu.program import record
 from models.ops.cpu.sampling import GreedyHead
-from models.ops.types import AttentionOptions, HeadNorms
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, AttentionOptions, HeadNorms
 
 LIBRARY = library.load_library()
 pytestmark = pytest.mark.skipif(
@@ -117,21 +117,21 @@ class TestElementwise:
         assert found is residual
         torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=1e-2)
 
-    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH])
+    @pytest.mark.parametrize("activation", [SILU, GELU_TANH])
     def test_gate_equals_the_reference(self, activation: int) -> None:
         gate_up = bf16(5, 2 * 77, scale=4.0)
         gate_up[0, 0], gate_up[1, 0] = 300.0, -300.0
         gate, up = gate_up.float().chunk(2, dim=-1)
-        function = torch.nn.functional.silu if activation == structures.SILU else _gelu_tanh
+        function = torch.nn.functional.silu if activation == SILU else _gelu_tanh
         torch.testing.assert_close(ops.gated(gate_up, activation).float(), function(gate) * up, rtol=2**-7, atol=1e-5)
 
-    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH, structures.CLAMPED_SILU])
+    @pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU])
     def test_a_gate_that_is_not_a_number_stays_none_and_an_infinite_one_is_open_or_shut(self, activation: int) -> None:
         gate_up = torch.ones(1, 2 * 48).bfloat16()
         gate_up[0, 0], gate_up[0, 40], gate_up[0, 47] = math.nan, math.inf, -300.0
         found = ops.gated(gate_up, activation, alpha=1.7, limit=7.0)[0]
         assert found[0].isnan()
-        assert found[40] == (math.inf if activation != structures.CLAMPED_SILU else 14)
+        assert found[40] == (math.inf if activation != CLAMPED_SILU else 14)
         assert found[47].abs() < 1e-30
         assert found[1:40].isfinite().all()
 
@@ -147,7 +147,7 @@ class TestElementwise:
 class TestGatedLinear:
     """Is, bit for bit, the gate of the product."""
 
-    @pytest.mark.parametrize("activation", [structures.SILU, structures.GELU_TANH, structures.CLAMPED_SILU])
+    @pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU])
     @pytest.mark.parametrize("rows", [1, 3, 33, 70, 600])
     def test_equals_the_two_operators(self, rows: int, activation: int) -> None:
         for inputs, size in ((64, 32), (100, 96), (1056, 1056)):
@@ -158,8 +158,8 @@ class TestGatedLinear:
 
     def test_reads_rows_of_any_stride(self) -> None:
         wide, weight = bf16(70, 200), packed(bf16(64, 96, seed=1))
-        expected = ops.gated_linear(wide[:, 64:160].contiguous(), weight, None, structures.SILU)
-        assert torch.equal(ops.gated_linear(wide[:, 64:160], weight, None, structures.SILU), expected)
+        expected = ops.gated_linear(wide[:, 64:160].contiguous(), weight, None, SILU)
+        assert torch.equal(ops.gated_linear(wide[:, 64:160], weight, None, SILU), expected)
 
     def test_takes_no_weight_whose_halves_share_a_panel_or_are_quantized(self) -> None:
         assert ops.gates(ops.PackedWeight(64, 96))
@@ -231,7 +231,7 @@ def test_a_product_refuses_what_it_would_misread(wrong: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="rows of 64 bfloat16"):
         ops.linear(wrong, weight)
     with pytest.raises(ValueError, match="rows of 64 bfloat16"):
-        ops.gated_linear(wrong, weight, None, structures.SILU)
+        ops.gated_linear(wrong, weight, None, SILU)
     with pytest.raises(ValueError, match="rows of 64 bfloat16"):
         ops.grouped_linear(wrong, weight, None, torch.tensor([3]))
 

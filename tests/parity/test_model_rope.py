@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from models.config.fields import Fields
 from models.config.rope import RopeConfig, parse_rope
 from models.layers.rotary import RotaryEmbedding, inverse_frequencies
-from models.ops.rotary import rotate
+from models.ops.torch_ops import rotate
 from tests.parity.checkpoints import edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 

@@ -22,8 +22,8 @@ from models.ops import triton as kernels
 from models.ops.aiter import library as bindings
 from models.ops.aiter.cases import Sizes
 from models.ops.aiter.probe import wrong
+from models.ops.stored_weight import stored_of
 from models.ops.types import AttentionInputs, AttentionOptions, KVCacheTensor
-from models.quantization.stored import stored_of
 from tests.aiter_library import Library, library
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint

@@ -15,12 +15,11 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling.kernel_check import SamplingForm
 from engine.sequence import Sequence
 from models.attention.triton import TritonAttentionBackend
-from models.layers.moe import FusedMoE
 from models.layers.norm import OffsetRMSNorm, RMSNorm
 from models.ops import aiter, triton
-from models.ops.activation import Gating
-from models.ops.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
+from models.ops.activation import swiglu
 from models.ops.self_test import Check, Numbers, excess, wrong
+from models.ops.stored_weight import stored_of
 from models.ops.triton import configs
 from models.ops.triton.cases import quantized_products as products
 from models.ops.triton.cases.attention import AttentionForm
@@ -29,9 +28,8 @@ from models.ops.triton.cases.experts import ExpertsForm, RouteForm
 from models.ops.triton.cases.gated_delta import DeltaForm
 from models.ops.triton.cases.latent_attention import IndexForm, LatentForm
 from models.ops.triton.cases.quantized_products import ProductForm
-from models.ops.types import AttentionOptions, HeadNorms, LatentInputs
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, AttentionOptions, Gating, HeadNorms, LatentInputs
 from models.parallel.tensor_parallel import TensorParallel
-from models.quantization.stored import keep_quantized, stored_of
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
@@ -87,23 +85,19 @@ def latents(dtype: torch.dtype, cache: torch.dtype, *, is_interleaved: bool = Tr
 def experts(
     dtype: torch.dtype, kind: str | None = None, activation: Callable[..., torch.Tensor] | None = None
 ) -> Check:
-    layer = FusedMoE(64, 64, 4) if activation is None else FusedMoE(64, 64, 4, activation=activation)
-    for nth, weight in enumerate((layer.w13, layer.w2)):
-        if kind is None:
-            weight.data = Numbers(CPU, nth).normal(*weight.shape, dtype=dtype, scale=weight.shape[-1] ** -0.5)
-            continue
-        weight.data = weight.data.to(dtype)
-        keep_quantized(weight)
-        stored = stored_of(weight)
-        assert stored is not None
-        for place in range(4):
-            assert stored.put(0, usual.quantized_rows(kind, *weight.shape[1:], dtype, seed=place), place)
-    return ExpertsForm(layer, 2, dtype, 40, has_beside=kind is None, has_gate=activation is None).check
+    shapes, problems = ((4, 128, 64), (4, 64, 64)), Numbers(CPU)
+    if kind is None:
+        w13, w2 = (problems.normal(*shape, dtype=dtype, scale=0.125) for shape in shapes)
+    else:
+        w13, w2 = (products.random_weight(problems, kind, *shape, dtype=dtype) for shape in shapes)
+    gating = Gating(SILU) if activation is None else None
+    more = {"has_beside": kind is None, "has_gate": activation is None}
+    return ExpertsForm(w13, w2, gating, activation or swiglu, 4, 2, dtype, 40, **more).check
 
 
 def product(kind: str, dtype: torch.dtype = BF16) -> Check:
-    weight = usual.stored_weight(kind, 72, 192, CPU, dtype)
-    return ProductForm(weight, 72, 192, Numbers(CPU).normal(72, dtype=dtype), dtype).check
+    weight = products.random_weight(Numbers(CPU), kind, 72, 192, dtype=dtype)
+    return ProductForm(weight, Numbers(CPU).normal(72, dtype=dtype), dtype).check
 
 
 SOUND: dict[str, Callable[[], Check]] = {

@@ -5,18 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from models.ops.activation import Gating
-from models.ops.cpu.structures import CLAMPED_SILU, SILU
-from models.ops.triton import expert_products as moe_four_bit_gemm
-from models.ops.triton import expert_products as moe_fp8_gemm
-from models.ops.triton import expert_routing as moe_sort
-from models.ops.triton import quantized_products as four_bit
-from models.ops.triton import quantized_products as four_bit_gemm
-from models.ops.triton import quantized_products as fp8
-from models.ops.triton import quantized_products as fp8_gemm
+from models.ops.triton import expert_products, expert_routing, quantized_products
 from models.ops.triton.cases import experts as moe_reference
-from models.ops.triton.cases import quantized_products as quantized
+from models.ops.triton.cases import quantized_products as reference
 from models.ops.triton.configs import target_of
+from models.ops.types import CLAMPED_SILU, SILU, Gating
+from models.ops.weight_formats import FourBitWeight, FP8Weight, mxfp4_of, pack_nibbles, to_flavour, unpack_nibbles
 from tests.parity.triton_interpreter import DEVICE
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -50,8 +44,8 @@ def fp8_dtype() -> torch.dtype:
 def test_groups_are_rounded_by_their_largest_value(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype)
     x[0, :128] = 0
-    codes, scales = fp8.quantize_groups(x)
-    expected = quantized.reference_quantize_groups(x, fp8_dtype())
+    codes, scales = quantized_products.quantize_groups(x)
+    expected = reference.reference_quantize_groups(x, fp8_dtype())
     torch.testing.assert_close(scales, expected[1])
     # Dividing by a scale may be rounded to either side of what lies between two codes.
     apart = (codes.float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
@@ -63,16 +57,16 @@ def without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     if fp8_dtype() is not torch.float8_e4m3fn:
         pytest.skip("weights are of another FP8 on this GPU")
     target = dataclasses.replace(target_of(DEVICE), fp8=None)
-    monkeypatch.setattr(fp8, "target_of", lambda device: target)
+    monkeypatch.setattr(quantized_products, "target_of", lambda device: target)
 
 
-def fp8_weight(scales: str, *shape: int) -> fp8.FP8Weight:
+def fp8_weight(scales: str, *shape: int) -> FP8Weight:
     """Random codes, all of them among them, and scales that are one `tensor`'s, `channel`'s, `row`'s or `block`'s."""
     *experts, outputs, inputs = shape
     groups = -(-inputs // 128)
     sizes = {"tensor": (1,), "channel": (outputs,), "row": (outputs, groups), "block": (-(-outputs // 128), groups)}
     size = (*experts, *sizes[scales])
-    return fp8.FP8Weight(
+    return FP8Weight(
         random(*shape).clamp(-3, 3).to(fp8_dtype()),
         torch.rand(size, generator=torch.Generator().manual_seed(1)).to(DEVICE),
     )
@@ -105,8 +99,8 @@ def test_fp8_linear(
     weight = fp8_weight(scales, outputs, inputs)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for beside in (None, bias):
-        found = fp8_gemm.fp8_linear(x, weight, beside)
-        expected = quantized.reference_fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
+        found = quantized_products.fp8_linear(x, weight, beside)
+        expected = reference.reference_fp8_linear(x, weight, beside, is_rounded=hardware == "fp8")
         # A code that falls to the other side moves a sum by an eighth of one product.
         torch.testing.assert_close(found, expected, atol=0.2 if hardware == "fp8" else 1e-3, rtol=CLOSE[dtype])
 
@@ -115,9 +109,9 @@ def test_every_fp8_byte_becomes_its_number(monkeypatch: pytest.MonkeyPatch) -> N
     without_fp8(monkeypatch)
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
-    weight = fp8.FP8Weight(codes[:, None].expand(-1, 128).contiguous().to(DEVICE), torch.ones(1, device=DEVICE))
+    weight = FP8Weight(codes[:, None].expand(-1, 128).contiguous().to(DEVICE), torch.ones(1, device=DEVICE))
     x = torch.eye(128, device=DEVICE)[:1]
-    assert torch.equal(fp8_gemm.fp8_linear(x, weight)[0], codes.float().to(DEVICE))
+    assert torch.equal(quantized_products.fp8_linear(x, weight)[0], codes.float().to(DEVICE))
 
 
 @FP8_HARDWARE
@@ -148,10 +142,10 @@ def test_experts_of_fp8(
     ids = expert_ids(tokens)
     rows = random(tokens if gating is not None else ids.numel(), inner, dtype=dtype) / inner**0.5
     bias = None if gating is None else random(EXPERTS, weight.codes.shape[1], dtype=dtype)
-    pairs = moe_sort.moe_sort(ids, EXPERTS, block)
-    found = moe_fp8_gemm.moe_fp8_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
-    by = quantized.rounded(rows, fp8_dtype()) if hardware == "fp8" else rows.float()
-    expected = moe_reference.reference_moe_gemm(by, quantized.fp8_weight(weight), bias, ids, gating=gating)
+    pairs = expert_routing.moe_sort(ids, EXPERTS, block)
+    found = expert_products.moe_fp8_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
+    by = reference.rounded(rows, fp8_dtype()) if hardware == "fp8" else rows.float()
+    expected = moe_reference.reference_moe_gemm(by, weight.dense(), bias, ids, gating=gating)
     held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
     # Rounding to FP8 may fall to either side of what lies between two codes.
     close = max(CLOSE[dtype], 1e-2 if hardware == "fp8" else 0.0)
@@ -161,16 +155,16 @@ def test_experts_of_fp8(
 def test_ocp_codes_mean_the_same_as_fnuz() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)[None]
-    found, scales = fp8.to_flavour(codes, torch.ones(1), torch.float8_e4m3fnuz)
+    found, scales = to_flavour(codes, torch.ones(1), torch.float8_e4m3fnuz)
     assert torch.equal(found.float() * scales, codes.float().where(codes.float() != 0, 0.0))
 
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 192)])
 def test_nibbles_are_unpacked_as_they_were_packed(shape: tuple[int, ...]) -> None:
     codes = torch.randint(16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    packed = four_bit.pack_nibbles(codes)
+    packed = pack_nibbles(codes)
     assert packed.shape[-1] * 2 == shape[-1]
-    assert torch.equal(four_bit.unpack_nibbles(packed), codes)
+    assert torch.equal(unpack_nibbles(packed), codes)
     assert torch.equal(packed[..., :32] & 15, codes[..., :32])
     assert torch.equal(packed[..., :32] >> 4, codes[..., 32:64])
 
@@ -184,14 +178,14 @@ def test_four_bit_linear(rows: int, outputs: int, inputs: int, group: int | None
     packed = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator).to(DEVICE)
     if group is None:
         exponents = torch.randint(120, 130, (outputs, inputs // 32), dtype=torch.uint8, generator=generator).to(DEVICE)
-        weight = four_bit.FourBitWeight(packed, exponents)
+        weight = FourBitWeight(packed, exponents)
     else:
         zeros = torch.randint(16, (outputs, inputs // group), dtype=torch.uint8, generator=generator).to(DEVICE)
-        weight = four_bit.FourBitWeight(packed, random(outputs, inputs // group, dtype=dtype) * 0.1, zeros)
+        weight = FourBitWeight(packed, random(outputs, inputs // group, dtype=dtype) * 0.1, zeros)
     x, bias = random(rows, inputs, dtype=dtype), random(outputs, dtype=dtype)
     for beside in (None, bias):
-        found = four_bit_gemm.four_bit_linear(x, weight, beside)
-        expected = quantized.reference_four_bit_linear(x, weight, beside)
+        found = quantized_products.four_bit_linear(x, weight, beside)
+        expected = reference.reference_four_bit_linear(x, weight, beside)
         # The interpreter cuts what is rounded to bfloat16.
         assert (found - expected).float().norm() <= CLOSE[dtype] * expected.float().norm()
 
@@ -201,11 +195,11 @@ def test_what_was_mxfp4_is_rounded_to_the_same_numbers() -> None:
     packed = torch.randint(256, (40, 96), dtype=torch.uint8, generator=generator)
     packed[0] = 0
     packed[1] &= 0x99  # At most half of a scale.
-    weight = four_bit.FourBitWeight(packed, torch.randint(20, 200, (40, 6), dtype=torch.uint8, generator=generator))
-    dense = quantized.four_bit_weight(weight, torch.bfloat16)
-    codes, exponents = four_bit.mxfp4_of(dense)
-    again = four_bit.FourBitWeight(four_bit.pack_nibbles(codes), exponents)
-    assert torch.equal(quantized.four_bit_weight(again, torch.bfloat16), dense)
+    weight = FourBitWeight(packed, torch.randint(20, 200, (40, 6), dtype=torch.uint8, generator=generator))
+    dense = weight.dense(torch.bfloat16)
+    codes, exponents = mxfp4_of(dense)
+    again = FourBitWeight(pack_nibbles(codes), exponents)
+    assert torch.equal(again.dense(torch.bfloat16), dense)
 
 
 @pytest.mark.parametrize("gating", [None, Gating(CLAMPED_SILU, 1.702, 7.0)], ids=["down", "gate-up"])
@@ -233,27 +227,25 @@ def test_experts_of_four_bits(
 
     packed = codes(0, 256, inner // 2)
     if group is None:
-        weight = four_bit.FourBitWeight(packed, codes(122, 127, inner // 32))
+        weight = FourBitWeight(packed, codes(122, 127, inner // 32))
     else:
         scales = random(EXPERTS, outputs, inner // group, dtype=dtype) * 0.1
-        weight = four_bit.FourBitWeight(packed, scales, codes(0, 16, inner // group))
+        weight = FourBitWeight(packed, scales, codes(0, 16, inner // group))
     ids = expert_ids(tokens)
     rows = random(tokens if gating is not None else ids.numel(), inner, dtype=dtype)
     bias = random(EXPERTS, outputs, dtype=dtype)
-    pairs = moe_sort.moe_sort(ids, EXPERTS, block)
-    found = moe_four_bit_gemm.moe_four_bit_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
-    expected = moe_reference.reference_moe_gemm(
-        rows, quantized.four_bit_weight(weight, dtype), bias, ids, gating=gating
-    )
+    pairs = expert_routing.moe_sort(ids, EXPERTS, block)
+    found = expert_products.moe_four_bit_gemm(rows, weight, bias, pairs, ids.numel(), gating=gating)
+    expected = moe_reference.reference_moe_gemm(rows, weight.dense(dtype), bias, ids, gating=gating)
     held = (ids.flatten() < EXPERTS).nonzero()[:, 0]
     assert (found[held] - expected[held]).float().norm() <= CLOSE[dtype] * expected[held].float().norm()
 
 
 def test_no_token_has_no_products() -> None:
-    pairs = moe_sort.moe_sort(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), EXPERTS, 16)
+    pairs = expert_routing.moe_sort(torch.empty(0, 2, dtype=torch.int64, device=DEVICE), EXPERTS, 16)
     weight = fp8_weight("row", EXPERTS, 24, 128)
     packed = torch.zeros(EXPERTS, 24, 64, dtype=torch.uint8, device=DEVICE)
-    four_bits = four_bit.FourBitWeight(packed, torch.zeros(EXPERTS, 24, 4, dtype=torch.uint8, device=DEVICE))
+    four_bits = FourBitWeight(packed, torch.zeros(EXPERTS, 24, 4, dtype=torch.uint8, device=DEVICE))
     rows = random(0, 128)
-    assert moe_fp8_gemm.moe_fp8_gemm(rows, weight, None, pairs, 0).shape == (0, 24)
-    assert moe_four_bit_gemm.moe_four_bit_gemm(rows, four_bits, None, pairs, 0).shape == (0, 24)
+    assert expert_products.moe_fp8_gemm(rows, weight, None, pairs, 0).shape == (0, 24)
+    assert expert_products.moe_four_bit_gemm(rows, four_bits, None, pairs, 0).shape == (0, 24)

@@ -9,8 +9,8 @@ from torch import nn
 from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import load_model
 from models.ops import triton
+from models.ops.stored_weight import stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, ExpertParallel, TensorParallel
-from models.quantization.stored import stored_of
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family
 from tests.parity.paged_model import PagedModel, prompt

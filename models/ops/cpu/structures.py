@@ -8,8 +8,6 @@ from typing import ClassVar
 
 _POINTER, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
-SILU, GELU_TANH, CLAMPED_SILU = range(3)
-"""Activations of `Gated` and `GatedLinear`."""
 SOFTMAX, SIGMOID = range(2)
 """Scorings of `Route`."""
 MAX_HEAD_DIM = 256

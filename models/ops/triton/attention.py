@@ -1,10 +1,14 @@
 """Causal attention over the paged cache: prefill of spans of tokens, and split-KV decode with its merge.
 
-In order: one tile of attention, which both kernels share; `attention_prefill`; `attention_decode`, which splits a
-row's keys into pieces; and `attention_merge`, which combines the pieces. A tile is online softmax (Milakov and
-Gimelshein, 2018) in powers of two, accumulated in registers (FlashAttention-2, Dao, 2023): `peak` [M] is the row
-maximum so far, `total` [M] the sum of weights relative to it, `acc` [M, D] the weighted sum of values.
+In order: one tile of attention, which both kernels share; `attention_prefill`; `attention_decode`, which splits the
+keys of a row into pieces; `attention_merge`, which combines the pieces; and their composition, `paged_attention`.
+
+A tile is online softmax (Milakov and Gimelshein, 2018) in powers of two, accumulated in registers (FlashAttention-2,
+Dao, 2023): `peak` [M] is the row maximum so far, `total` [M] the sum of weights relative to it, `acc` [M, D] the
+weighted sum of values.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -13,7 +17,7 @@ import triton.language as tl
 from models.ops.triton import grids as pieces
 from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, WHOLE, Config, Target, config_of, launch_of, target_of
-from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.triton.grids import AttentionPlan, cdiv, next_power_of_2
 from models.ops.types import AttentionOptions, KVCacheTensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -671,5 +675,80 @@ _ATTENTION_MERGE_COMPILATIONS = tuple(
     for target in TARGETS.values()
     for head_dim, has_sinks in ((128, False), (64, True))
 )
+
+# The composition that serves a step of decodes and spans.
+
+_PROGRAMS_PER_PROCESSOR = 16
+"""Of a decode with more work items than that: enough that several are resident, and few enough for an even split."""
+
+
+def paged_attention(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of a step's tokens to the keys and values that are stored. # q and out [T, Hq, D], sinks [Hq]"""
+    decodes, tokens = plan.num_decodes * plan.query_len, q.shape[0]
+    if 0 < decodes < tokens:
+        attend_decodes(q[:decodes], out[:decodes], cache, plan, options, sinks)
+    elif decodes:
+        attend_decodes(q, out, cache, plan, options, sinks)
+    if decodes < tokens:
+        attend_spans(q, out, cache, plan, options, sinks)
+
+
+def attend_spans(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """The spans of a step, whose decodes are left alone. # [T, Hq, D] each, of all tokens"""
+    assert plan.tiles is not None
+    tables = plan.block_tables
+    attention_prefill(q, out, cache, plan.tiles, plan.query_starts, plan.seq_lens, tables, options, sinks)
+
+
+def attend_decodes(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    cache: KVCacheTensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """The decodes of a step. # [num_decodes * query_len, Hq, D] each"""
+    _, heads, head_dim = q.shape
+    rows, members = plan.num_decodes, plan.query_len * heads
+    partial = q.new_empty(rows, plan.max_pieces, members, head_dim, dtype=torch.float32)
+    weights = q.new_empty(rows, plan.max_pieces, members, dtype=torch.float32)
+    attention_decode(
+        q,
+        partial,
+        weights,
+        cache,
+        plan.items,
+        plan.num_items,
+        plan.seq_lens,
+        plan.block_tables,
+        options,
+        query_len=plan.query_len,
+        max_programs=max_decode_programs(q.device),
+    )
+    attention_merge(partial, weights, out, plan.seq_lens, options.v_scale, sinks, query_len=plan.query_len)
+
+
+@cache
+def max_decode_programs(device: torch.device) -> int:
+    """The size of the persistent grid of decodes on a device."""
+    if device.type == "cpu":
+        return _PROGRAMS_PER_PROCESSOR
+    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
 
 COMPILATIONS = (*_ATTENTION_PREFILL_COMPILATIONS, *_ATTENTION_DECODE_COMPILATIONS, *_ATTENTION_MERGE_COMPILATIONS)

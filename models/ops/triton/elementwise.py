@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.cpu.structures import CLAMPED_SILU, GELU_TANH, SILU
 from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, config_of, launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 """What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""

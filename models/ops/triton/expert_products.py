@@ -12,15 +12,14 @@ import triton
 import triton.language as tl
 
 import models.ops.triton.configs  # noqa: F401, the rows of this kernel
-from models.ops.activation import Gating
-from models.ops.cpu.structures import CLAMPED_SILU, SILU
 from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, Target, config_of, launch_of
 from models.ops.triton.elementwise import gated_product
 from models.ops.triton.expert_routing import SortedPairs
 from models.ops.triton.grids import cdiv
-from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, add_group, add_runs, operands
-from models.ops.types import FP8_GROUP
+from models.ops.triton.quantized_products import add_group, add_runs, operands
+from models.ops.types import CLAMPED_SILU, FP8_GROUP, SILU, Gating
+from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
 
 NO_ACTIVATION = -1
 
@@ -570,5 +569,25 @@ _MOE_FOUR_BIT_GEMM_COMPILATIONS = tuple(
     for is_mxfp4 in (True, False)
     for form in (CLAMPED_FORMS if is_mxfp4 else FORMS)
 )
+
+
+def grouped_products(
+    rows: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    pairs: SortedPairs,
+    num_pairs: int,
+    gating: Gating | None = None,
+) -> torch.Tensor:
+    """Each pair's row by its expert's weight of a stack, by the kernel for the weight's layout.
+
+    # [tokens or num_pairs, inner] -> [num_pairs, out]
+    """
+    if isinstance(weight, FP8Weight):
+        return moe_fp8_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+    if isinstance(weight, FourBitWeight):
+        return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+    return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
+
 
 COMPILATIONS = (*_MOE_GEMM_COMPILATIONS, *_MOE_FP8_GEMM_COMPILATIONS, *_MOE_FOUR_BIT_GEMM_COMPILATIONS)

@@ -3,8 +3,11 @@
 `triton.cdiv` and `triton.next_power_of_2` take microseconds a call on the host; these do not.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 
 def cdiv(count: int, size: int) -> int:
@@ -42,3 +45,36 @@ def list_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     from_last, rows = np.nonzero(np.arange(most)[:, None] < counts)
     lasts = np.arange(len(counts)) * MAX_PIECES + counts - 1
     return (lasts[rows] - from_last).astype(np.int32)
+
+
+def list_tiles(
+    queries: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], tokens: int, num_decodes: int
+) -> npt.NDArray[np.int32]:
+    """The spans after the decodes in tiles of `tokens` queries, those with most keys first.
+
+    # [B], [B] -> [tiles, 2], the row and the first query of each
+    """
+    spans, lengths = queries[num_decodes:], contexts[num_decodes:]
+    counts = -(-spans // tokens)
+    rows = np.repeat(np.arange(len(spans)), counts)
+    firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+    keys = (lengths - spans)[rows] + firsts
+    order = np.argsort(-keys, kind="stable")
+    return np.stack((rows[order] + num_decodes, firsts[order]), axis=1).astype(np.int32)
+
+
+class AttentionPlan(NamedTuple):
+    """The rows of a step, decodes before spans, and how `attention.paged_attention` splits their work."""
+
+    query_starts: torch.Tensor  # [B + 1] int32, where each row's tokens begin
+    seq_lens: torch.Tensor  # [B] int32
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    num_decodes: int
+    query_len: int
+    """Tokens of each decode."""
+    items: torch.Tensor  # [at least the items] int32, pieces of the decodes as `list_pieces` has them
+    num_items: torch.Tensor  # [1] int32
+    max_pieces: int
+    """Of one decode."""
+    tiles: torch.Tensor | None
+    """[tiles, 2] int32 of the spans as `list_tiles` has them; None where there are none."""

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, config_of, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 from models.ops.types import FP8_GROUP
+from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
 
 
 @triton.jit
@@ -79,39 +79,6 @@ def add_group(
             product = product * tl.load(column_scale_at)[None, :]
         return total + product
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
-
-
-class FP8Weight(NamedTuple):
-    """A weight in the FP8 of its device, with its scales."""
-
-    codes: torch.Tensor  # [N, K] float8, or [experts, N, K]
-    scales: torch.Tensor
-    """float32: [N / 128, K / 128], rounded up, of blocks; [N, K / 128] of 128 inputs of a row; [N] of rows; [1].
-
-    Of a stack: [experts, N, K / 128] or [experts, N].
-    """
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether a scale is of 128 inputs."""
-        return self.scales.dim() == self.codes.dim()
-
-    @property
-    def scale_rows(self) -> int:
-        """Output features that share a scale; 0: all. Not of a stack, where each has its own."""
-        num_scales = self.scales.shape[0]
-        return 0 if num_scales == 1 else 1 if num_scales == self.codes.shape[0] else FP8_GROUP
-
-
-def to_flavour(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """OCP codes as `dtype`, the same numbers: e4m3fnuz reads the same bits as half of them, and has no negative zero.
-
-    # [N, K] float8_e4m3fn
-    """
-    if dtype is torch.float8_e4m3fn:
-        return codes, scales
-    bits = codes.view(torch.uint8)
-    return torch.where(bits == 0x80, 0, bits).to(torch.uint8).view(torch.float8_e4m3fnuz), scales * 2
 
 
 def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,56 +260,9 @@ _FP8_GEMM_COMPILATIONS = tuple(
 )
 
 
-# The layout of 4-bit weights, for dense products and for those of experts.
-#
-# `[.., out, in / 2]` bytes: 32 of them hold 64 inputs, the first 32 in their low nibbles, the next in their high
-# nibbles. A tile of bytes is then two tiles of weights with contiguous inputs: loads of activations stay wide and
-# nothing is interleaved.
-
-RUN = 32
-"""Inputs that lie in a row; a weight has an even number of such runs."""
-
-
-class FourBitWeight(NamedTuple):
-    """A weight of 4-bit codes with a scale a group of neighbouring inputs of an output feature."""
-
-    packed: torch.Tensor  # [.., out, in / 2] uint8, as `pack_nibbles` makes it
-    scales: torch.Tensor
-    """[.., out, groups] of the model's type; with MXFP4 the exponents of powers of two, uint8, biased by 127."""
-    zeros: torch.Tensor | None = None
-    """[.., out, groups] uint8, the code that means 0; None with MXFP4."""
-
-
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """# [.., in] uint8 below 16, `in` a multiple of 64 -> [.., in / 2] uint8"""
-    pairs = codes.view(*codes.shape[:-1], -1, 2, RUN)
-    return (pairs[..., 0, :] | (pairs[..., 1, :] << 4)).flatten(-2)
-
-
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_nibbles`. # [.., in / 2] uint8 -> [.., in] uint8"""
-    runs = packed.view(*packed.shape[:-1], -1, 1, RUN)
-    return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
-
-
-def mxfp4_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and exponents of what was MXFP4 before it was made dense: the same numbers again.
-
-    # [.., in], `in` a multiple of 32 -> [.., in] uint8 below 16, [.., in / 32] uint8
-
-    The exponent is the one with which a group's largest number is a code of 2 bits of exponent: all numbers of the
-    group that were codes with a larger exponent are codes with this one too, for both steps and range are E2M1's.
-    """
-    groups = dense.float().reshape(*dense.shape[:-1], -1, RUN)
-    _, exponents = torch.frexp(groups.abs().amax(-1))
-    # frexp's mantissa is from 0.5: the largest is 4 or 6 times the scale. A group of zeros has any scale.
-    exponents = (exponents - 3 + 127).clamp(0, 254)
-    magnitudes = groups.abs() / torch.exp2((exponents - 127).float())[..., None]
-    codes = torch.where(
-        magnitudes <= 2, magnitudes * 2, torch.where(magnitudes <= 4, magnitudes + 2, magnitudes / 2 + 4)
-    )
-    codes = codes.round().to(torch.uint8) | (torch.signbit(groups).to(torch.uint8) << 3)
-    return codes.flatten(-2), exponents.to(torch.uint8)
+# 4-bit weights: the numbers of their codes, and one step of a product. `models.ops.weight_formats` describes the
+# layout: a tile of bytes is two tiles of weights with contiguous inputs, so loads of activations stay wide and nothing
+# is interleaved.
 
 
 @triton.jit
@@ -506,5 +426,13 @@ _FOUR_BIT_GEMM_COMPILATIONS = tuple(
     for is_mxfp4 in (True, False)
     for rows in (16, 64, 128)
 )
+
+
+def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` by the kernel for the weight's layout. # [M, K] -> [M, N]"""
+    if isinstance(weight, FP8Weight):
+        return fp8_linear(x, weight, bias)
+    return four_bit_linear(x, weight, bias)
+
 
 COMPILATIONS = (*_FP8_COMPILATIONS, *_FP8_GEMM_COMPILATIONS, *_FOUR_BIT_GEMM_COMPILATIONS)

@@ -5,17 +5,16 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from models.attention.backend import AttentionMetaData
-from models.attention.triton import TritonAttentionBackend
 from models.ops import paged_attention as reference
-from models.ops.rotary import rotate
 from models.ops.self_test import Finding, Numbers, excess, of_fp8, slack, unless
-from models.ops.triton.attention import tokens_of_tile
+from models.ops.torch_ops import rotate
+from models.ops.triton.attention import paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import as_hardware_reads, store
-from models.ops.triton.grids import PIECE
-from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
+from models.ops.triton.grids import PIECE, AttentionPlan, list_pieces, list_tiles, num_pieces
+from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
 
 _WIDEST = 4096
 """Of the windows that a row goes beyond."""
@@ -51,7 +50,7 @@ class AttentionForm(NamedTuple):
         q, k, v = step.queries_keys_values()
         rotation, norms = step.rotation, self.norms
         cache, options = as_hardware_reads(step.cache, self.options, numbers.device)
-        stored_q = store(q, k, v, cache, step.metadata.slot_mapping, options, norms, rotation)
+        stored_q = store(q, k, v, cache, step.slots, options, norms, rotation)
         rounded, of = slack(self.dtype), str(self)
         if norms is not None or rotation is not None:
             exact, magnitude = _moved(q, None if norms is None else norms.q, rotation)
@@ -69,13 +68,13 @@ class AttentionForm(NamedTuple):
             yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
         yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
 
-        inputs = AttentionInputs(self.options, step.sinks, norms, rotation)
-        found = step.backend.forward(q.clone(), k, v, step.cache, step.metadata, inputs)
+        found = torch.empty_like(stored_q)
+        paged_attention(stored_q, found, cache, step.plan, options, step.sinks)
         exact, magnitude = (
             reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
             for each in (cache, KVCacheTensor(cache.k_cache, _absolute(cache.v_cache)))
         )
-        count = step.metadata.num_decodes * self.tokens_a_row
+        count = step.plan.num_decodes * self.tokens_a_row
         for what, some in (("decodes", slice(0, count)), ("prompts", slice(count, None))):
             yield Finding(f"{what} of {of}", excess(found[some], exact[some], rounded * magnitude[some]))
 
@@ -97,10 +96,9 @@ class _Step:
         self._form, self._numbers = form, numbers
         # More than a piece, and more than a tile of queries.
         long = PIECE + 30
-        tile = 3 + tokens_of_tile(
-            torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=numbers.device), form.kv_heads
-        )
-        self.backend = TritonAttentionBackend(numbers.device)
+        some_q = torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=numbers.device)
+        tile_tokens = tokens_of_tile(some_q, form.kv_heads)
+        tile = 3 + tile_tokens
         decodes, spans = [max(5, form.tokens_a_row), 17, long], [(3, 30), (tile, tile), (7, long)]
         if form.options.sliding_window is not None:
             beyond = min(form.options.sliding_window, _WIDEST) + 70
@@ -118,14 +116,8 @@ class _Step:
             places.append(tables[row, tokens // block].astype(np.int64) * block + tokens % block)
             is_of_step.append(tokens >= length - queries[row])
         slots, now = np.concatenate(places), np.concatenate(is_of_step)
-        self.metadata: AttentionMetaData = self.backend.build_metadata(
-            query_lens=queries,
-            seq_lens=lengths,
-            block_tables=tables,
-            slot_mapping=slots[now],
-            num_decodes=len(decodes),
-            query_len=form.tokens_a_row,
-        )
+        self.slots = torch.from_numpy(slots[now]).to(numbers.device)
+        self.plan = _plan(np.array(queries), np.array(lengths), tables, len(decodes), tile_tokens, numbers.device)
         shape = sum(counts) + 1, 4 * form.kv_heads, block, form.head_dim
         self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=numbers.device).to(form.cache_dtype)
         pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
@@ -157,7 +149,7 @@ class _Step:
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As the reference takes them."""
-        return self.metadata.cu_seqlens_q, self.metadata.seq_lens, self.metadata.block_tables
+        return self.plan.query_starts, self.plan.seq_lens, self.plan.block_tables
 
     def stored(self, pages: torch.Tensor) -> torch.Tensor:
         """What the step's tokens have in a cache. # [T, Hkv, D] float32"""
@@ -174,8 +166,7 @@ class _Step:
 
     @property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = self.metadata.slot_mapping
-        return slots // self._form.block_size, slots % self._form.block_size
+        return self.slots // self._form.block_size, self.slots % self._form.block_size
 
 
 def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,3 +185,23 @@ def _absolute(values: torch.Tensor) -> torch.Tensor:
     if values.dtype.itemsize > 1:
         return values.abs()
     return (values.view(torch.uint8) & 0x7F).view(values.dtype)
+
+
+def _plan(
+    queries: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int32],
+    num_decodes: int,
+    tile_tokens: int,
+    device: torch.device,
+) -> AttentionPlan:
+    """# queries and lengths [B], tables [B, max_blocks]"""
+    items = list_pieces(lengths[:num_decodes])
+    starts = np.concatenate(([0], queries.cumsum()))
+    arrays = starts, lengths, tables, items, [len(items)], list_tiles(queries, lengths, tile_tokens, num_decodes)
+    on_device = [torch.from_numpy(np.asarray(array, np.int32)).to(device) for array in arrays]
+    query_starts, seq_lens, block_tables, work, num_items, tiles = on_device
+    most, query_len = int(num_pieces(lengths[:num_decodes]).max()), int(queries[0])
+    return AttentionPlan(
+        query_starts, seq_lens, block_tables, num_decodes, query_len, work, num_items, most, tiles
+    )  # fmt: skip

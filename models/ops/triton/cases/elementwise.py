@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from models.ops.activation import Gating
-from models.ops.cpu.structures import GELU_TANH, SILU
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, gated, rms_norm
+from models.ops.types import GELU_TANH, SILU, Gating
 
 
 def reference_rms_norm(

@@ -1,17 +1,17 @@
 """Torch references and self-test cases of expert routing and of mixtures of experts."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from models.layers.moe import FusedMoE, multiply
-from models.ops.activation import Gating, gating_of
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack, unless
 from models.ops.triton.cases.elementwise import reference_gated
-from models.ops.triton.cases.quantized_products import as_multiplied, ends_of, product_of
+from models.ops.triton.cases.quantized_products import as_multiplied, ends_of, part_of, product_of
+from models.ops.triton.expert_products import grouped_products
 from models.ops.triton.expert_routing import SortedPairs, block_of, moe_combine, moe_route, moe_sort
-from models.quantization.stored import stored_of
+from models.ops.types import Gating
+from models.ops.weight_formats import QuantizedWeight
 
 # Routing. A stable sort, since `topk` leaves the order of equal scores undefined.
 
@@ -110,13 +110,22 @@ class RouteForm(NamedTuple):
 
 
 class ExpertsForm(NamedTuple):
-    """A layer of experts, as its weights are."""
+    """A layer of experts, with its own weights, of which no copy is made."""
 
-    layer: FusedMoE
+    w13: torch.Tensor | QuantizedWeight
+    w2: torch.Tensor | QuantizedWeight
+    gating: Gating | None
+    """None where the kernels have no such activation, and the layer's own computes it."""
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    num_experts: int
     top_k: int
     dtype: torch.dtype
     max_tokens: int
     """Of a step."""
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    expert_map: torch.Tensor | None = None
+    """[num_experts], the index of each expert on this rank, beyond its own for others; None: it has all."""
     has_beside: bool = False
     """Whether every token has something besides its experts, which one rank alone adds to them."""
     has_gate: bool = False
@@ -125,48 +134,51 @@ class ExpertsForm(NamedTuple):
     @property
     def key(self) -> Hashable:
         """Equal for layers that the same kernels compute."""
-        layer = self.layer
-        sides = [(tuple(weight.shape), weight.dtype, stored_of(weight)) for weight in (layer.w13, layer.w2)]
-        kinds = tuple((*side, None if stored is None else stored.form) for *side, stored in sides)
-        forms = layer.w13_bias is not None, self.has_beside, self.has_gate, gating_of(layer.activation)
-        return kinds, forms, self.top_k, layer.num_experts
+        weights = tuple(
+            (weight.shape, weight.dtype)
+            if isinstance(weight, torch.Tensor)
+            else (weight.kind, weight.shape, weight.scales.shape)
+            for weight in (self.w13, self.w2)
+        )
+        forms = self.w13_bias is not None, self.has_beside, self.has_gate, self.gating
+        return weights, forms, self.top_k, self.num_experts
 
     def check(self, numbers: Numbers) -> Iterator[Finding]:
         """Steps of as many tokens as each size of block takes."""
-        num = self.layer.num_experts
+        num = self.num_experts
         for each in (0, *_PAIRS_OF_AN_EXPERT):
             tokens = (each + 1) * num // self.top_k + 1 if each else min(3, self.max_tokens)
             if tokens <= self.max_tokens:
                 yield from self._of_tokens(numbers, tokens)
 
     def _of_tokens(self, numbers: Numbers, tokens: int) -> Iterator[Finding]:
-        layer, held = self.layer, len(self.layer.local_experts)
-        hidden = numbers.normal(tokens, layer.w13.shape[2], dtype=self.dtype)
-        chosen = numbers.rows_of_different(layer.num_experts, tokens, self.top_k)
-        ids = chosen if layer.expert_map is None else layer.expert_map[chosen]
-        num_pairs, of = ids.numel(), f"{tokens} tokens by {self.top_k} of {layer.num_experts} experts"
-        block = block_of(num_pairs, layer.num_experts)
+        held = self.w13.shape[0]
+        hidden = numbers.normal(tokens, self.w13.shape[2], dtype=self.dtype)
+        chosen = numbers.rows_of_different(self.num_experts, tokens, self.top_k)
+        ids = chosen if self.expert_map is None else self.expert_map[chosen]
+        num_pairs, of = ids.numel(), f"{tokens} tokens by {self.top_k} of {self.num_experts} experts"
+        block = block_of(num_pairs, self.num_experts)
         pairs = moe_sort(ids, held, block)
         yield Finding(f"the order of {of}", unless(_blocks(pairs) == reference_moe_sort(ids.cpu(), held, block)))
 
-        gating = gating_of(layer.activation)
-        inner = multiply(hidden, layer.w13, layer.w13_bias, pairs, num_pairs, gating)
+        gating = self.gating
+        inner = grouped_products(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
         looked_at = numbers.some(num_pairs, _PAIRS)
         experts = ids.flatten()[looked_at].tolist()
         here = [(pair, expert) for pair, expert in zip(looked_at, experts, strict=True) if expert < held]
-        first, second = _Side(layer.w13, layer.w13_bias, gating), _Side(layer.w2, layer.w2_bias, None)
+        first, second = _Side(self.w13, self.w13_bias, gating), _Side(self.w2, self.w2_bias, None)
         for pair, expert in here:
             row = hidden[pair // self.top_k]
             yield Finding(f"gates of {of}", first.error(row, expert, inner[pair], self.dtype))
         if gating is None:
-            inner = layer.activation(inner)
-        products = multiply(inner, layer.w2, layer.w2_bias, pairs, num_pairs)
+            inner = self.activation(inner)
+        products = grouped_products(inner, self.w2, self.w2_bias, pairs, num_pairs)
         for pair, expert in here:
             yield Finding(f"products of {of}", second.error(inner[pair], expert, products[pair], self.dtype))
         yield from self._sums(numbers, products, ids, of)
 
     def _sums(self, numbers: Numbers, products: torch.Tensor, ids: torch.Tensor, of: str) -> Iterator[Finding]:
-        held, tokens, last = len(self.layer.local_experts), len(ids), slice(-_SUMS, None)
+        held, tokens, last = self.w13.shape[0], len(ids), slice(-_SUMS, None)
         weights = numbers.near_one(*ids.shape) / ids.shape[1]
         terms = products.view(*ids.shape, -1)[last].float().masked_fill((ids[last] >= held)[..., None], 0.0)
         terms = terms * weights[last, :, None]
@@ -186,14 +198,13 @@ class ExpertsForm(NamedTuple):
 class _Side(NamedTuple):
     """One of a layer's two products."""
 
-    weight: torch.nn.Parameter
+    weight: torch.Tensor | QuantizedWeight
     bias: torch.Tensor | None
     gating: Gating | None
 
     def error(self, row: torch.Tensor, expert: int, found: torch.Tensor, dtype: torch.dtype) -> float:
         """Of one pair. # [inputs], [outputs]"""
-        stored = stored_of(self.weight)
-        x = as_multiplied(row[None], None if stored is None else stored.kind)
+        x = as_multiplied(row[None], self.weight)
         worst = 0.0
         for some in ends_of(len(found)):
             exact, bound = self._product(x, expert, some, dtype)
@@ -210,8 +221,7 @@ class _Side(NamedTuple):
     def _product(
         self, x: torch.Tensor, expert: int, some: slice, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        stored = stored_of(self.weight)
-        weight = self.weight[expert, some].float() if stored is None else stored.part((expert, some))
+        weight = part_of(self.weight, (expert, some), dtype)
         return product_of(x, weight, None if self.bias is None else self.bias[expert, some], dtype)
 
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from models.ops.rotary import deinterleave, rotate
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, of_fp8, slack
+from models.ops.torch_ops import deinterleave, rotate
 from models.ops.triton.cache_store import latent_store, vector_store, vectors_as_hardware_reads
 from models.ops.triton.configs import launch_of
 from models.ops.triton.latent_attention import Piece, indexer_scores, latent_attention, latent_prefill

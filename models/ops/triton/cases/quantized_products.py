@@ -8,13 +8,19 @@ import torch.nn.functional as F
 
 from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack
 from models.ops.triton.configs import target_of
-from models.ops.triton.quantized_products import FourBitWeight, FP8Weight, unpack_nibbles
+from models.ops.triton.quantized_products import quantized_linear
 from models.ops.types import FP8_GROUP
-from models.quantization.stored import StoredWeight
+from models.ops.weight_formats import (
+    RUN,
+    FourBitWeight,
+    FP8Weight,
+    QuantizedWeight,
+    Rows,
+    pack_nibbles,
+    to_flavour,
+)
 
 # References: products with the dequantized weight in float32.
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def reference_quantize_groups(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,42 +39,19 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.float() * scales.repeat_interleave(FP8_GROUP, 1)[:, : x.shape[1]]
 
 
-def fp8_weight(weight: FP8Weight) -> torch.Tensor:
-    """Dense. # [.., N, K] float32"""
-    scales, (outputs, inputs) = weight.scales, weight.codes.shape[-2:]
-    if not weight.is_blocked:
-        return weight.codes.float() * scales[..., None]
-    rows = 1 if scales.shape[-2] == outputs else FP8_GROUP
-    scales = scales.repeat_interleave(rows, -2).repeat_interleave(FP8_GROUP, -1)
-    return weight.codes.float() * scales[..., :outputs, :inputs]
-
-
 def reference_fp8_linear(
     x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None = None, *, is_rounded: bool = True
 ) -> torch.Tensor:
     """As the kernel's launcher; `is_rounded`: as where the hardware has FP8."""
     by = rounded(x, weight.codes.dtype) if is_rounded else x.float()
-    return F.linear(by, fp8_weight(weight), None if bias is None else bias.float()).to(x.dtype)
-
-
-def four_bit_weight(weight: FourBitWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Dense. # [.., out, in]"""
-    codes = unpack_nibbles(weight.packed).long()
-    size = codes.shape[-1] // weight.scales.shape[-1]
-    if weight.zeros is None:
-        values = torch.tensor(_E2M1, device=codes.device)[codes & 7] * (1 - (codes >> 3) * 2)
-        scales = torch.exp2(weight.scales.float() - 127)
-    else:
-        values = (codes - weight.zeros.long().repeat_interleave(size, -1)).float()
-        scales = weight.scales.float()
-    return (values * scales.repeat_interleave(size, -1)).to(dtype)
+    return F.linear(by, weight.dense(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def reference_four_bit_linear(
     x: torch.Tensor, weight: FourBitWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As the kernel's launcher."""
-    dense = four_bit_weight(weight, x.dtype).float()
+    dense = weight.dense(x.dtype).float()
     return F.linear(x.float(), dense, None if bias is None else bias.float()).to(x.dtype)
 
 
@@ -97,10 +80,10 @@ def product_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return Product(exact if bias is None else exact + bias.float(), bound)
 
 
-def as_multiplied(x: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Activations as kernels of a kind of weight see them. # [rows, inputs] -> float32"""
-    fp8 = target_of(x.device).fp8
-    return rounded(x, getattr(torch, f"float8_{fp8}")) if kind == "fp8" and fp8 is not None else x.float()
+def as_multiplied(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    """Activations as the kernel for a weight sees them. # [rows, inputs] -> float32"""
+    fp8 = target_of(x.device).fp8_dtype
+    return x.float() if fp8 is None or not isinstance(weight, FP8Weight) else rounded(x, fp8)
 
 
 def ends_of(outputs: int) -> tuple[slice, ...]:
@@ -108,27 +91,51 @@ def ends_of(outputs: int) -> tuple[slice, ...]:
     return slice(0, min(_OUTPUTS, outputs)), slice(max(0, outputs - _OUTPUTS), outputs)
 
 
+def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows' numbers, as kernels multiply by them. # -> [..., inputs] float32"""
+    if isinstance(weight, torch.Tensor):
+        return weight[at].float()
+    if isinstance(weight, FP8Weight):
+        return weight.part(at).dense()
+    return weight.part(at).dense(dtype).float()
+
+
+def random_weight(problems: Numbers, kind: str, *shape: int, dtype: torch.dtype) -> QuantizedWeight:
+    """A weight, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs], inputs a multiple of 64"""
+    *rows, inputs = shape
+    if kind == "fp8":
+        codes = problems.normal(*shape).to(torch.float8_e4m3fn)
+        scales = 0.02 * problems.near_one(*rows, -(-inputs // FP8_GROUP))
+        fp8 = getattr(torch, f"float8_{target_of(problems.device).fp8 or 'e4m3fn'}")
+        return FP8Weight(*to_flavour(codes, scales, fp8))
+    codes = pack_nibbles((problems.normal(*shape, scale=3.0) + 8).clamp(0, 15).to(torch.uint8))
+    if kind == "mxfp4":
+        return FourBitWeight(codes, torch.full((*rows, inputs // RUN), 121, dtype=torch.uint8, device=problems.device))
+    width = 128 if inputs % 128 == 0 else 2 * RUN
+    scales = (0.02 * problems.near_one(*rows, inputs // width)).to(dtype)
+    return FourBitWeight(codes, scales, torch.full(scales.shape, 8, dtype=torch.uint8, device=problems.device))
+
+
 class ProductForm(NamedTuple):
     """A linear layer's weight."""
 
-    weight: StoredWeight
-    outputs: int
-    inputs: int
+    weight: QuantizedWeight
     bias: torch.Tensor | None
     dtype: torch.dtype
 
     @property
     def key(self) -> Hashable:
         """Equal for weights that the same kernels multiply by, in as many steps."""
-        return self.weight.form, self.outputs, self.inputs, self.bias is not None
+        return self.weight.kind, self.weight.shape, self.weight.scales.shape, self.bias is not None
 
     def check(self, numbers: Numbers) -> Iterator[Finding]:
         """By one token, by some and by many."""
+        outputs, inputs = self.weight.shape
         for rows in _ROWS:
-            x = numbers.normal(rows, self.inputs, dtype=self.dtype)
-            found, seen = self.weight.linear(x, self.bias), as_multiplied(x, self.weight.kind)
-            for some in ends_of(self.outputs):
+            x = numbers.normal(rows, inputs, dtype=self.dtype)
+            found, seen = quantized_linear(x, self.weight, self.bias), as_multiplied(x, self.weight)
+            for some in ends_of(outputs):
                 bias = None if self.bias is None else self.bias[some]
-                exact, bound = product_of(seen, self.weight.part(some), bias, self.dtype)
+                exact, bound = product_of(seen, part_of(self.weight, some, self.dtype), bias, self.dtype)
                 error = excess(found[:, some], exact, bound + slack(self.dtype) * exact.abs())
-                yield Finding(f"{rows} tokens by a weight of {self.weight.kind}, {self.outputs}x{self.inputs}", error)
+                yield Finding(f"{rows} tokens by a weight of {self.weight.kind}, {outputs}x{inputs}", error)

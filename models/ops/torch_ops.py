@@ -1,6 +1,20 @@
-"""Rotary position embedding (Su et al., 2021) of queries and keys, in plain torch."""
+"""Norms (Zhang and Sennrich, 2019) and rotary position embedding (Su et al., 2021) in plain torch."""
 
 import torch
+import torch.nn.functional as F
+
+from models.ops.types import NormWeight
+
+
+def torch_rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)`; a weight with an offset is applied in float32.
+
+    # [..., size] -> [..., size]
+    """
+    weight, eps, offset = norm
+    if offset == 0.0:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, offset + weight.float(), eps).to(x.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
