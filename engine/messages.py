@@ -45,6 +45,9 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """With `error`: the request asked for what cannot be; nothing is wrong with the engine."""
     is_poison: bool = False
     """With `error`: computing the request broke the engine, and would again."""
+    time: float | None = None
+    """When the tokens were read from the device. On the wire: seconds since `AddRequest.sent_time`; the front end's
+    journal makes it a time on its `time.monotonic` clock. None where no step brought the output."""
 
 
 def terminal_output(
@@ -77,7 +80,6 @@ class AddRequest(msgspec.Struct, tag="add"):
     request_id: int
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    stop_token_sequences: list[list[int]] = []
     cache_salt: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Start of the prefix-hash chain; requests of different salts never share blocks. None: the common chain."""
     priority: int = 0
@@ -88,6 +90,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Tokens that the sequence generated before, in a core that is gone; it goes on behind them."""
     suspect: bool = False
     """It was in the step in which the last core died: its first step is computed apart from all others."""
+    sent_time: float = 0.0
+    """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

@@ -37,6 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: int = 0
     """EOS and stop tokens are not sampled before this many tokens."""
     stop_token_ids: list[int] | None = None
+    stop_token_sequences: list[list[int]] | None = None
+    """Token sequences that end the generation; they stay in the output."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
@@ -64,8 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty; it must have at least 1 token id")
-        if any(not word for word in self.bad_words or ()):
-            raise ValueError("bad_words holds an empty sequence; each must have at least 1 token id")
+        for field, sequences in (("bad_words", self.bad_words), ("stop_token_sequences", self.stop_token_sequences)):
+            if any(not sequence for sequence in sequences or ()):
+                raise ValueError(f"{field} holds an empty sequence; each must have at least 1 token id")
         for token_id, bias in (self.logit_bias or {}).items():
             _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         for text in self.stop_strings or ():

@@ -4,9 +4,9 @@ import itertools
 import time
 from collections.abc import Iterable
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from engine.messages import TokenLogprobs
+from engine.messages import AddRequest, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
 
@@ -21,7 +21,7 @@ class SequenceStatus(Enum):
     RUNNING = auto()
     FINISHED = auto()
     EXIT_ENGINE = auto()
-    """Sentinel that asks the engine to exit."""
+    """Part of the contract only: the engine exits at a `Shutdown` message, and no sequence has this status."""
 
 
 class SequenceType(Enum):
@@ -57,8 +57,13 @@ class Sequence:
         priority: int = 0,
         adapter: int = 0,
         resumed_token_ids: Iterable[int] = (),
+        is_suspect: bool = False,
+        sent_time: float | None = None,
     ) -> None:
-        """`resumed_token_ids` were generated before, in a core that is gone: they are computed as the prompt is."""
+        """`resumed_token_ids` were generated in a core that died; they are computed as the prompt is.
+
+        `sent_time`, from which the times of outputs count, is on this host's `time.monotonic` clock; default: now.
+        """
         if not token_ids:
             raise ValueError("a sequence needs at least 1 prompt token")
         self.id = next(Sequence._ids) if id is None else id
@@ -84,8 +89,8 @@ class Sequence:
         self.slot = -1
         """Row in the scheduler's and the worker's columns while running, else -1."""
 
-        self.is_suspect = False
-        """Whether a core died in a step that computed it: its next step is to be its own."""
+        self.is_suspect = is_suspect
+        """Whether a core died in a step that computed it: it is computed alone in its next step."""
         self.status = SequenceStatus.WAITING
         self.type = SequenceType.DUMMY
         self.sampling_params = sampling_params
@@ -93,7 +98,7 @@ class Sequence:
         self.max_tokens = sampling_params.max_tokens
         self.ignore_eos = sampling_params.ignore_eos
         self.stop_strings = sampling_params.stop_strings
-        self.stop_token_sequences = stop_token_sequences or []
+        self.stop_token_sequences = stop_token_sequences or sampling_params.stop_token_sequences or []
         self.end_tokens: frozenset[int | None] = frozenset()
         """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these
         only."""
@@ -105,6 +110,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
         """Of the prompt's tokens behind the first, as far as they are computed; None: not asked for, or told."""
 
+        self.sent_time = time.monotonic() if sent_time is None else sent_time
         self.arrive_time = time.time()
         self.schedule_time = 0.0
         """When a step of this sequence was first scheduled; 0 before."""
@@ -112,6 +118,22 @@ class Sequence:
         """When its first token was sampled; of a resumed one, which has told of it, its arrival. 0 before."""
         self.leave_time = 0.0
         self.leave_reason: str | None = None
+
+    @classmethod
+    def from_request(cls, request: AddRequest, block_size: int, *, sent_time: float | None = None) -> Self:
+        """The sequence that a message asks for; `sent_time` as in the constructor."""
+        return cls(
+            request.prompt_token_ids,
+            block_size,
+            request.sampling_params,
+            id=request.request_id,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            adapter=request.adapter,
+            resumed_token_ids=request.resumed_token_ids,
+            is_suspect=request.suspect,
+            sent_time=sent_time,
+        )
 
     def __len__(self) -> int:
         return self.num_tokens

@@ -4,6 +4,7 @@ A request's message and the tokens that were delivered are all of it: what is dr
 position, a grammar is followed again along the tokens, and text is the front end's, which outlives the core.
 """
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from enum import Enum, auto
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Entry:
     """One live request."""
 
     __slots__ = (
-        "_crashes", "_losses", "aborted", "paused", "place", "request", "steps_at_start",
+        "_crashes", "_losses", "aborted", "paused", "place", "request", "sent_time", "steps_at_start",
         "token_ids", "tokens_at_start",
     )  # fmt: skip
 
@@ -60,6 +61,8 @@ class Entry:
         self.paused = False
         self.aborted = False
         self._crashes = self._losses = _Row()
+        self.sent_time = 0.0
+        """When it was sent to the core where it is, on the monotonic clock."""
         self.tokens_at_start = 0
         """When it was brought to the core where it is."""
         self.steps_at_start = 0
@@ -159,12 +162,15 @@ class Journal:
     def send(self, entries: Iterable[Entry]) -> list[AddRequest]:
         """The messages that bring those of `entries` to the core that may go there."""
         messages = []
+        now = time.monotonic()
         for entry in entries:
             if entry.place is Place.HERE and not entry.paused:
                 entry.place = Place.CORE
                 entry.tokens_at_start = len(entry.token_ids)
                 entry.steps_at_start = self._num_steps
-                messages.append(entry.message())
+                message = entry.message()
+                entry.sent_time = message.sent_time = now
+                messages.append(message)
         return messages
 
     def call_back(self, entries: Iterable[Entry]) -> list[int]:
@@ -207,6 +213,8 @@ class Journal:
             entry = entries.get(output.request_id)
             if entry is None:
                 continue
+            if output.time is not None:
+                output.time += entry.sent_time
             if not output.finished:
                 entry.token_ids += output.output_tokens
             elif entry.place is Place.LEAVING and output.finish_reason == "abort" and not entry.aborted:

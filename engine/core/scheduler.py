@@ -488,7 +488,7 @@ class Scheduler:
         prompt. `verified`: the drafts that the step verified, by sequence id.
         """
         tokens_by_id, prompt_logprobs = fwd_output.token_ids, fwd_output.prompt_logprobs
-        running, prefilling = SequenceStatus.RUNNING, self._prefilling
+        running, prefilling, now = SequenceStatus.RUNNING, self._prefilling, time.monotonic()
         finished: list[Sequence] = []
         outputs: list[RequestOutput] = []
         refusals = dict(fwd_output.refusals or ())
@@ -503,7 +503,7 @@ class Scheduler:
                 continue
             token_ids, matcher = seq.token_ids, seq.matcher
             accepted: list[int] = []
-            output = RequestOutput(seq.id, accepted)
+            output = RequestOutput(seq.id, accepted, time=now - seq.sent_time)
             for token_id in new_tokens:
                 if matcher is not None and token_id not in seq.end_tokens and not matcher.accept(token_id):
                     refusals[seq.id] = matcher.error or ""

@@ -140,19 +140,10 @@ class CoreSockets:
 
     def _accept(self, message: Inbound) -> None:
         if isinstance(message, AddRequest):
-            # Made here, so that its arrival time does not wait for the step that is running.
-            seq = Sequence(
-                message.prompt_token_ids,
-                self._block_size,
-                message.sampling_params,
-                message.stop_token_sequences,
-                id=message.request_id,
-                cache_salt=message.cache_salt,
-                priority=message.priority,
-                adapter=message.adapter,
-                resumed_token_ids=message.resumed_token_ids,
-            )
-            seq.is_suspect = message.suspect
+            # Made here, so that its arrival time does not wait for the step that is running. The clock of a front end
+            # on another host is unknown: times count from the receipt then.
+            sent_time = message.sent_time if self._call is None else None
+            seq = Sequence.from_request(message, self._block_size, sent_time=sent_time)
             if seq.sampling_params.grammar is None:
                 self.input_queue.put(seq)
             elif self._grammars is None:

@@ -159,6 +159,8 @@ class InputOutputProcessor:
         self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
         for word in params.bad_words or ():
             self._check_token_ids(word, "bad_words")
+        for sequence in params.stop_token_sequences or ():
+            self._check_token_ids(sequence, "stop_token_sequences")
         params = self._fit(params, len(token_ids), clip_max_tokens)
         return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority, adapter=adapter)
 

@@ -95,6 +95,7 @@ class RequestState:
         self.stopped_early = False
         """A stop string ended the sequence before the core did: whoever pushes must abort it there."""
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        # The core's times: when tokens were read from the device, not when this front end reads them.
         self.first_token_time = 0.0
         self.last_time = self.arrival_time
         self.queue_time: float | None = None
@@ -169,7 +170,7 @@ class RequestState:
 
     def _note(self, output: RequestOutput) -> None:
         """Keep the times and counts that came with `output`."""
-        self.last_time = time.monotonic()
+        self.last_time = time.monotonic() if output.time is None else output.time
         if not self.token_ids and output.output_tokens:
             self.first_token_time = self.last_time
         if output.queue_time is not None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,21 @@ def test_result_tells_all_that_the_specification_names(engine: LLMEngine) -> Non
     assert (result["num_tokens_input"], result["num_tokens_output"]) == (3, 4)
     assert 0 < result["ttft"] < result["latency"]
     assert 0 < result["tpot"] < result["latency"]
+
+
+def test_times_are_the_cores_and_not_those_at_which_the_caller_reads(engine: LLMEngine) -> None:
+    ids = engine.add_request([[7, 8, 9]], SamplingParams(max_tokens=4))
+    time.sleep(1.0)
+    (result,) = engine.collect(ids)
+    assert 0 < result["ttft"] < result["latency"] < 0.9
+
+
+def test_a_sequence_of_tokens_ends_the_generation_and_stays_in_it(engine: LLMEngine) -> None:
+    params = SamplingParams(max_tokens=9, stop_token_sequences=[[6], [5, 5, 5]])
+    (result,) = engine.generate("go", params, use_tqdm=False)
+    assert (result["token_ids"], result["finish_reason"], result["stop_reason"]) == ([5, 5, 5], "stop", None)
+    with pytest.raises(InvalidRequest, match="stop_token_sequences holds token id 50000"):
+        engine.generate("go", SamplingParams(stop_token_sequences=[[50_000]]), use_tqdm=False)
 
 
 def test_single_text_is_one_prompt(engine: LLMEngine) -> None:

@@ -39,6 +39,7 @@ FULL_PARAMS = SamplingParams(
     logprobs=3,
     min_tokens=2,
     stop_token_ids=[9],
+    stop_token_sequences=[[1, 2], [3]],
     include_stop_str_in_output=True,
     skip_special_tokens=False,
 )
@@ -48,7 +49,7 @@ FULL_PARAMS = SamplingParams(
     "message",
     [
         AddRequest(0, [1, 2, 3], SamplingParams()),
-        AddRequest(2**53, [0], FULL_PARAMS, [[1, 2], [3]], cache_salt=2**64 - 1),
+        AddRequest(2**53, [0], FULL_PARAMS, cache_salt=2**64 - 1),
         AbortRequests([1, 2]),
         Shutdown(),
     ],

@@ -1,6 +1,7 @@
 """The core's I/O threads: whatever arrives, the good is passed on, the bad is answered, and nothing is lost."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +46,8 @@ def encode(message: Any) -> bytes:
 
 
 def test_each_frame_of_a_message_is_taken_in_order(wire: SimpleNamespace) -> None:
-    params = SamplingParams(max_tokens=3)
-    wire.send(
-        encode(AddRequest(7, [1, 2], params, [[5]], cache_salt=9)), encode(AddRequest(8, [3], params, adapter=2))
-    )
+    params = SamplingParams(max_tokens=3, stop_token_sequences=[[5]])
+    wire.send(encode(AddRequest(7, [1, 2], params, cache_salt=9)), encode(AddRequest(8, [3], params, adapter=2)))
     wire.send(encode(AbortRequests([8])), encode(Shutdown()))
     first, second = wire.take(), wire.take()
     assert isinstance(first, Sequence)
@@ -80,6 +79,18 @@ def test_malformed_request_with_an_id_is_answered_with_an_error(
     assert sentence in output.error
 
 
+def test_times_count_from_when_a_front_end_on_this_host_sent_the_request(wire: SimpleNamespace) -> None:
+    wire.send(encode(AddRequest(7, [1], SamplingParams(), sent_time=12.5)))
+    assert wire.take().sent_time == 12.5
+
+
+def test_times_count_from_the_receipt_where_the_front_end_has_another_clock(wire: SimpleNamespace) -> None:
+    wire.core._call = SimpleNamespace(close=lambda: None)
+    before = time.monotonic()
+    wire.send(encode(AddRequest(7, [1], SamplingParams(), sent_time=1e12)))
+    assert before <= wire.take().sent_time <= time.monotonic()
+
+
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02", encode({"type": "add"}), encode([1, 2])])
 def test_noise_is_logged_and_does_not_disturb_what_follows(
     wire: SimpleNamespace, frame: bytes, caplog: pytest.LogCaptureFixture
@@ -104,12 +115,12 @@ def test_a_request_that_cannot_be_taken_in_is_answered_and_the_next_one_is_taken
     class Faulty(BaseException):
         """As panics of native code are: no `Exception`."""
 
-    def fail(*_: object, id: int, **fields: object) -> Sequence:
-        if id == 5:
+    def fail(request: AddRequest, *_: object, **fields: object) -> Sequence:
+        if request.request_id == 5:
             raise Faulty("out of order")
-        return Sequence([1], 16, id=id)
+        return Sequence([1], 16, id=request.request_id)
 
-    monkeypatch.setattr("engine.core.sockets.Sequence", fail)
+    monkeypatch.setattr(Sequence, "from_request", fail)
     wire.send(encode(AddRequest(5, [1], SamplingParams())), encode(AddRequest(6, [1], SamplingParams())))
     (output,) = wire.receive().outputs
     assert (output.request_id, output.finish_reason, output.error) == (5, "error", "out of order")

@@ -30,7 +30,8 @@ class Told:
             "stop_token_ids": [],
             **fields,
         }
-        self.scheduler = Scheduler(SimpleNamespace(**settings))
+        self.now = 0.0
+        self.scheduler = Scheduler(SimpleNamespace(**settings), clock=lambda: self.now)
         self.outputs: list[RequestOutput] = []
         self.unread: list[ScheduledBatch] = []
 
@@ -161,3 +162,24 @@ def test_steps_that_are_dropped_leave_everybody_waiting_and_nothing_to_be_found(
     assert [seq.id for seq in told.scheduler.waiting] == [0, 2]
     assert all(seq.num_placeholder == 0 for seq in seqs)
     assert told.scheduler.block_manager.count_cached_tokens(seqs[0]) == 0
+
+
+def test_the_delay_factor_measures_until_a_prompt_is_read_and_not_until_the_next_step_is_launched() -> None:
+    told = Told(scheduler_delay_factor=2.0)
+    told.add(0)
+    told.submit()
+    told.now = 1.0
+    told.submit()
+    told.now = 10.0
+    told.read()
+    assert told.scheduler.last_prompt_latency == 10.0
+    late = told.add(1, [8, 9])
+    late.arrive_time = 0.0
+    told.now = 15.0
+    batch = told.submit()
+    assert batch is not None
+    assert batch.req_ids == [0], "a prompt starts while it has not waited for twice as long as prompts take"
+    told.now = 21.0
+    batch = told.submit()
+    assert batch is not None
+    assert batch.req_ids == [1]

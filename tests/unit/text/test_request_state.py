@@ -146,3 +146,15 @@ def test_a_sequence_without_tokens_has_no_ttft(byte_level: Tokenizer, clock: lis
     state.push(RequestOutput(1, [], finished=True, finish_reason="abort"))
     result = state.result()
     assert (result["ttft"], result["tpot"], result["latency"], result["num_tokens_output"]) == (0.0, 0.0, 2.0, 0)
+
+
+def test_times_are_those_of_the_core_however_late_its_outputs_are_read(
+    byte_level: Tokenizer, clock: list[float]
+) -> None:
+    clock[:] = [100.0, 500.0]
+    state = start(byte_level)
+    state.push(RequestOutput(1, [5], time=103.0))
+    state.push(RequestOutput(1, [6], time=104.0))
+    state.push(RequestOutput(1, [7], True, "max_tokens", time=105.0))
+    result = state.result()
+    assert (result["ttft"], result["tpot"], result["latency"]) == (3.0, 1.0, 5.0)
