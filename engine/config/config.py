@@ -3,9 +3,11 @@
 import re
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from models.quantization.config import METHODS, ROUNDINGS
 
 
 class Section(BaseModel):
@@ -352,23 +354,16 @@ class SpeculativeConfig(Section):
         return self
 
 
+if TYPE_CHECKING:
+    Quantization: TypeAlias = str
+else:
+    Quantization = Literal[("auto", *ROUNDINGS, "none", *METHODS.names())]
+
+
 class QuantizationConfig(Section):
     """How weights and the KV cache are stored."""
 
-    quantization: Literal[
-        "auto",
-        "int8",
-        "int4",
-        "none",
-        "fp8",
-        "fbgemm_fp8",
-        "compressed-tensors",
-        "mxfp4",
-        "quark",
-        "awq",
-        "gptq",
-        "modelopt",
-    ] = "auto"
+    quantization: Quantization = "auto"
     """`auto`: weights as they are; `int8`, `int4`: rounded as they are read, on a CPU; others: what they must be."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"

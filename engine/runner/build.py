@@ -37,6 +37,7 @@ from models.ops.triton import probe as ptxas
 from models.ops.types import FP8_GROUP
 from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
 from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorParallel
+from models.quantization.config import ROUNDINGS
 from models.quantization.methods import parse_quantization
 
 # [threads] Puts an engine's threads and memory where its `CorePlan` says. Called once, by the engine core's
@@ -134,8 +135,6 @@ logger = logging.getLogger(__name__)
 
 World: TypeAlias = ReplicaWorld | SharedMemoryExchange
 """The ranks of all replicas that compute in lockstep, or those of one place."""
-_ROUNDINGS = ("int8", "int4")
-"""Values of `quantization` that say what to do, not what the checkpoint must be."""
 _FP8_BLOCK = FP8_GROUP, FP8_GROUP
 """Rows and columns that share a scale, in the FP8 experts that aiter computes."""
 
@@ -266,7 +265,7 @@ def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
 
 def _require_quantization(wanted: str, path: Path) -> None:
     """Raise `ValueError` where the checkpoint is not quantised as the user says."""
-    if wanted in ("auto", *_ROUNDINGS):
+    if wanted in ("auto", *ROUNDINGS):
         return
     quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
     found = "none" if quantization is None else quantization.quant_method
@@ -278,7 +277,7 @@ def _require_quantization(wanted: str, path: Path) -> None:
 
 def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raise `ValueError` where weights cannot be rounded as they are read."""
-    if wanted not in _ROUNDINGS:
+    if wanted not in ROUNDINGS:
         return
     type_name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":

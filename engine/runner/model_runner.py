@@ -44,7 +44,6 @@ from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import Context, DPMetadata, forward_context, set_kv_cache_data
 from models.attention.cpu_native import NativeMetaData
 from models.layers.base import CausalLM
-from models.layers.parameter import WeightBits
 from models.loading.loader import load_model
 from models.lora.adapters import group_by_adapter, load_adapters
 from models.ops import triton
@@ -53,6 +52,7 @@ from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
+from models.quantization.config import ROUNDINGS
 
 # [recorded_pass] `record_pass`: the model's pass on a CPU as one call of the compiled operators. Used by the model
 # runner.
@@ -118,7 +118,6 @@ def compiling(level: int) -> AbstractContextManager[None]:
 
 
 _log = logging.getLogger(__name__)
-_WEIGHT_BITS: dict[str, WeightBits] = {"int8": 8, "int4": 4}
 
 
 class ModelRunner:
@@ -225,7 +224,7 @@ class ModelRunner:
             progress=progress,
             parallel=self.parallel,
             available_bytes=available if self.device.type == "cpu" else None,
-            weight_bits=_WEIGHT_BITS.get(self.config.quantization_config.quantization, 16),
+            weight_bits=ROUNDINGS.get(self.config.quantization_config.quantization, 16),
         )
 
     @property

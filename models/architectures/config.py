@@ -10,7 +10,8 @@ from typing import ClassVar
 from models.architectures.registry import ARCHITECTURES, ConfigFacts
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.rope import RopeConfig, parse_rope
-from models.quantization.methods import QuantizationConfig, parse_quantization
+from models.quantization.config import QuantizationConfig
+from models.quantization.methods import parse_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_LAYERS = 4096

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from models.ops.cpu.dense import PANEL, PackedWeight, QuantizedWeight, quantized_bytes
 from models.ops.cpu.structures import MAX_IN_FEATURES
+from models.quantization.config import WeightBits
 from models.quantization.stored import fill_stored
 
 Shard: TypeAlias = str | int | tuple[int, str] | None
@@ -17,9 +18,6 @@ WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
 """`(parameter, tensor of the checkpoint, shard)`."""
 Spelling: TypeAlias = Mapping[str, Shard]
 """The checkpoint's tensors that fill one parameter: names relative to the parent of the parameter's module."""
-
-WeightBits: TypeAlias = Literal[4, 8, 16]
-"""Of a value of a weight; 16: bfloat16."""
 
 
 class WeightShapeError(ValueError):

@@ -26,7 +26,6 @@ from models.layers.moe import FusedMoE
 from models.layers.parameter import (
     Shard,
     Spelling,
-    WeightBits,
     WeightShapeError,
     is_product,
     pack_products,
@@ -41,9 +40,10 @@ from models.ops import aiter, triton
 from models.ops.cpu import runtime
 from models.ops.stored_weight import keep_quantized
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
-from models.quantization.config import QuantizationConfig
+from models.quantization.config import QuantizationConfig, WeightBits
 from models.quantization.dequantize import Dequantizer, ExpertNames
-from models.quantization.stored import can_be_rounded_again, can_stay
+from models.quantization.layouts import layout_of
+from models.quantization.stored import can_be_rounded_again
 
 # [absent_experts] `AbsentExperts`: the tensors of a checkpoint that belong to experts of other ranks. Used by the
 # loader.
@@ -259,7 +259,7 @@ def _staying_quantized(
             if stack is not None and can_be_rounded_again(parameter, stack):
                 keep_quantized(parameter, is_rounded_again=True)
                 continue
-        if all(layer is not None and can_stay(layer) for layer in layers):
+        if all(layer is not None and layout_of(layer).has_kernel for layer in layers):
             keep_quantized(parameter)
             staying += sources
     return frozenset(staying)

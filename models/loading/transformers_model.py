@@ -32,9 +32,9 @@ from models.loading.transformers_attention import (
     watch_attention,
 )
 from models.ops.types import KVCacheTensor, LayerCache, VectorCache
-from models.quantization.config import Storage
+from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
-from models.quantization.methods import QuantizationConfig, parse_quantization
+from models.quantization.methods import parse_quantization
 
 # [transformers_weights] Quantised checkpoints on the general route: made dense by our own reading, then handed to
 # transformers' loader.
@@ -108,7 +108,7 @@ def _refuse_other_orientations(model: torch.nn.Module, quantization: Quantizatio
     if any(isinstance(module, Conv1D) for module in model.modules()):
         raise CheckpointError(f"{name} keeps its weights transposed, so the general route reads it dense only")
     every = quantization.global_quant_config
-    if every is not None and every.storage is Storage.MXFP4_EXPERTS and name != "GptOssForCausalLM":
+    if every is not None and every.storage == "mxfp4-experts" and name != "GptOssForCausalLM":
         raise CheckpointError(f"quant_method mxfp4 holds experts as GptOssForCausalLM has them; {name} has others")
 
 

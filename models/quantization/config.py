@@ -1,24 +1,27 @@
-"""`QuantizationConfig` and `LayerQuantConfig`: how a checkpoint's weights are quantised, in one vocabulary.
+"""`QuantizationConfig` and `LayerQuantConfig`: how a checkpoint's weights are quantised, and the methods' registry.
 
-Made by the parsers in `formats`, one a format; read by the loader's dequantising stage. Needs no torch.
+A method is a function from the checkpoint's quantization_config to a `QuantizationConfig`; what it says of the stored
+tensors is read by a layout of `models.quantization.layouts`. Imports no torch.
 """
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
+from models.config.fields import Fields
+from models.registry import Registry
 
-class Storage(Enum):
-    """Which tensors of a checkpoint hold one quantised weight, and how they are packed."""
+MXFP4_GROUP = 32
+"""Inputs that share a power of two (OCP microscaling formats 1.0)."""
 
-    SCALED = "one weight a number beside its scales"
-    MXFP4 = "two weights a byte beside a power of two for each 32 inputs"
-    MXFP4_EXPERTS = "all experts' weights as blocks of 32 inputs beside their powers of two"
-    PACKED = "rows of weights packed into words, as compressed-tensors does"
-    AWQ = "columns of weights packed into words in AWQ's order"
-    GPTQ = "rows of inputs packed into words, as GPTQ does"
+WeightBits: TypeAlias = Literal[4, 8, 16]
+"""Bits of one value of a weight; 16: bfloat16."""
+ROUNDINGS: Mapping[str, WeightBits] = MappingProxyType({"int8": 8, "int4": 4})
+"""Values of the option `quantization` by which the loader rounds dense weights, on a CPU."""
 
 
 class Granularity(Enum):
@@ -37,19 +40,20 @@ class Granularity(Enum):
 class LayerQuantConfig:
     """How one module's weight is quantised."""
 
-    storage: Storage
+    storage: str
+    """A name of `models.quantization.layouts.STORAGE`."""
     quant_dtype: str
     """`fp8`, `int8`, `int4` or `mxfp4`."""
     quant_type: Granularity
     bits: int
     group_size: int | None = None
-    """Inputs that share a scale where it is per group; None: all of them."""
+    """Inputs that share a scale of a group; None: all of them."""
     block_shape: tuple[int, int] | None = None
-    """Output and input features of a block where the scale is per block."""
+    """Output and input features of a block that shares a scale."""
     symmetric: bool = True
-    """Whether there are no zero points beside the scales."""
+    """Whether the scales have no zero points."""
     has_group_index: bool = False
-    """Whether the checkpoint lists each input's group, because groups are not runs of neighbours."""
+    """Whether the checkpoint lists each input's group, because groups are not of adjacent inputs."""
     zero_offset: int = 0
     """Added to a stored zero point."""
 
@@ -61,9 +65,9 @@ class QuantizationConfig:
     quant_method: str
     """The checkpoint's own name of the method."""
     global_quant_config: LayerQuantConfig | None
-    """Of each linear layer that is named neither below nor excluded; None: those are dense."""
+    """How linear layers are quantised that are neither named below nor excluded; None: they are dense."""
     layer_quant_config: tuple[tuple[str, LayerQuantConfig | None], ...] = ()
-    """By pattern of module names, before the global one; the first that matches counts. None: dense."""
+    """Exceptions by pattern of module names, of which the first that matches counts. None: dense."""
     exclude_layers: tuple[str, ...] = ()
     """Patterns of module names that are dense."""
     _excluded: "_Patterns" = field(init=False, repr=False, compare=False)
@@ -74,7 +78,7 @@ class QuantizationConfig:
         object.__setattr__(self, "_named", _Patterns([pattern for pattern, _ in self.layer_quant_config]))
 
     def for_layer(self, module: str) -> LayerQuantConfig | None:
-        """How the module of that name in the checkpoint is quantised, None where it is dense."""
+        """How the checkpoint's module of that name is quantised; None: it is dense."""
         if self._excluded.first(module) is not None:
             return None
         named = self._named.first(module)
@@ -82,10 +86,11 @@ class QuantizationConfig:
 
 
 class _Patterns:
-    """A list of patterns, of which checkpoints have hundreds, for tens of thousands of modules.
+    """Patterns of module names. Checkpoints have hundreds of them, and tens of thousands of modules.
 
-    `re:` begins a regular expression over the start of the name, and `*` makes a shell pattern of the whole name or
-    of a module around it. Any other pattern is a run of the name's dotted parts, such as `lm_head` or `mlp.gate`.
+    `re:` begins a regular expression that matches at the start of the name. A `*` makes a shell pattern, which matches
+    the whole name or a module that contains it. Any other pattern is a run of the name's dotted parts, such as
+    `lm_head` or `mlp.gate`.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -101,9 +106,21 @@ class _Patterns:
                 self._runs.setdefault(pattern, index)
 
     def first(self, module: str) -> int | None:
-        """The place of the first pattern that means this module."""
+        """The index of the first pattern that matches this module."""
         parts = module.split(".")
         runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
         found = [self._runs[run] for run in runs if run in self._runs]
         found += [index for index, expression in self._expressions if expression.match(module)]
         return min(found, default=None)
+
+
+Method: TypeAlias = Callable[[Fields, str], QuantizationConfig]
+"""Called with the checkpoint's quantization_config and the method's name. Raises `CheckpointError` naming the
+field."""
+METHODS: Registry[Method] = Registry(
+    "quantization method",
+    dict.fromkeys(
+        ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "quark", "awq", "gptq", "modelopt"),
+        "models.quantization.methods",
+    ),
+)

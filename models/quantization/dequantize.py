@@ -8,42 +8,14 @@ from typing import NamedTuple
 import torch
 
 from models.errors import CheckpointError
-from models.quantization.config import LayerQuantConfig, QuantizationConfig, Storage
-from models.quantization.layouts import dequantize, required_parts
-from models.quantization.stored import stored_rows
-
-# [stacked_experts] All experts' tensors in one, as transformers saves FP8 models, taken apart. Used by the
-# `Dequantizer`.
-#
-# What transformers writes may even have the weights apart (`experts.3.gate_proj.weight`) and their scales stacked
-# (`experts.gate_up_proj_scale_inv`).
+from models.quantization.config import LayerQuantConfig, QuantizationConfig
+from models.quantization.layouts import StorageLayout, layout_of
+from models.quantization.stored import QuantizedRows
 
 SCALE_SUFFIX = "_scale_inv"
 
 ExpertNames = Mapping[tuple[int, str], str]
-"""By expert and part, in the order of the stack: the name of the weight where each has a tensor of its own."""
-
-
-def unstacked(name: str, stack: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expert's part of a stack of weights or of their scales, by the name that it has alone.
-
-    # [experts, parts * n, m] -> experts * parts of [n, m]
-
-    Raises `CheckpointError` where the stack cannot be shared out evenly: the parts then share a row of blocks.
-    """
-    ending = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
-    num_parts = len({part for _, part in names})
-    num_experts = len(names) // num_parts
-    if stack.ndim != 3 or len(stack) != num_experts or stack.shape[1] % num_parts:
-        raise CheckpointError(
-            f"{name} has shape {list(stack.shape)}, where the model needs {num_experts} experts, each with rows for "
-            f"{num_parts} equal part{'s' if num_parts > 1 else ''}"
-        )
-    rows = stack.shape[1] // num_parts
-    for place, alone in enumerate(names.values()):
-        expert, part = divmod(place, num_parts)
-        yield f"{alone}{ending}", stack[expert, part * rows : (part + 1) * rows]
-
+"""The name of each expert's weight in checkpoints without stacks, by expert and part, in the order of the stack."""
 
 _EXPERT_PARTS = ("_blocks", "_scales")
 _ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")
@@ -77,7 +49,7 @@ class KVScales(NamedTuple):
 class _Gathered:
     """The tensors of one weight so far."""
 
-    layer: LayerQuantConfig
+    layout: StorageLayout
     result: str
     names: dict[str, str] = field(default_factory=dict)
     """By part, the tensor's name in the checkpoint."""
@@ -112,7 +84,7 @@ class Dequantizer:
         self._is_wanted = is_wanted
         self._stays = stays
         self._gathered: dict[str, _Gathered] = {}
-        self._layers: dict[str, LayerQuantConfig | None] = {}
+        self._layouts: dict[str, StorageLayout | None] = {}
         self.kv_scales: dict[str, KVScales] = {}
         """By attention layer, `model.layers.N.self_attn`, where the checkpoint has them."""
 
@@ -136,9 +108,8 @@ class Dequantizer:
         for name in missing:
             if name in incomplete:
                 module, gathered = incomplete[name]
-                joint = "_" if gathered.layer.storage is Storage.MXFP4_EXPERTS else "."
-                absent = required_parts(gathered.layer) - gathered.parts.keys()
-                names += [f"{module}{joint}{part}" for part in absent]
+                absent = gathered.layout.required_parts - gathered.parts.keys()
+                names += [f"{module}{gathered.layout.joint}{part}" for part in absent]
             else:
                 names.append(name)
         return names
@@ -168,20 +139,20 @@ class Dequantizer:
         if self._is_kv_scale(name, tensor):
             return
         module, part = _split(name)
-        layer = self._layer(module)
-        if layer is None or _is_stacked(name) != (layer.storage is Storage.MXFP4_EXPERTS):
+        layout = self._layout(module)
+        if layout is None or _is_stacked(name) != (layout.joint == "_"):
             yield name, tensor
             return
-        part = _canonical(part, layer)
+        layer, part = layout.layer, _canonical(part, layout.layer)
         if part in _UNUSED_PARTS or _says_nothing(name, part, layer, tensor, is_wanted=self._is_wanted(name)):
             return
-        result = module if layer.storage is Storage.MXFP4_EXPERTS else f"{module}.weight"
+        result = module if layout.joint == "_" else f"{module}.weight"
         is_dense = part == "weight" and tensor.is_floating_point() and tensor.dtype.itemsize > 1
-        needed = required_parts(layer)
+        needed = layout.required_parts
         if is_dense or part not in needed or not self._is_wanted(result):
             yield name, tensor
             return
-        gathered = self._gathered.setdefault(module, _Gathered(layer, result))
+        gathered = self._gathered.setdefault(module, _Gathered(layout, result))
         gathered.names[part], gathered.parts[part] = name, tensor
         gathered.mapped.add(part)
         if needed <= gathered.parts.keys():
@@ -190,11 +161,9 @@ class Dequantizer:
 
     def _weight(self, module: str, gathered: _Gathered) -> torch.Tensor:
         """Dense, or as it is stored where it stays so and there is a kernel for it."""
-        dense = partial(dequantize, module, gathered.parts, gathered.layer, self._dtype)
-        rows = (
-            stored_rows(gathered.parts, gathered.layer, self._dtype, dense) if self._stays(gathered.result) else None
-        )
-        return dense() if rows is None else rows
+        dense = partial(gathered.layout.dequantize, module, gathered.parts, self._dtype)
+        codes = gathered.layout.codes(gathered.parts, dense) if self._stays(gathered.result) else None
+        return dense() if codes is None else QuantizedRows.of(codes, self._dtype)
 
     def _end_file(self) -> None:
         """Copy what waits for tensors of other files: a mapped tensor would keep its whole file in memory."""
@@ -203,11 +172,12 @@ class Dequantizer:
                 gathered.parts[part] = gathered.parts[part].clone()
             gathered.mapped.clear()
 
-    def _layer(self, module: str) -> LayerQuantConfig | None:
+    def _layout(self, module: str) -> StorageLayout | None:
         assert self._config is not None
-        if module not in self._layers:
-            self._layers[module] = self._config.for_layer(module)
-        return self._layers[module]
+        if module not in self._layouts:
+            layer = self._config.for_layer(module)
+            self._layouts[module] = None if layer is None else layout_of(layer)
+        return self._layouts[module]
 
     def _is_kv_scale(self, name: str, tensor: torch.Tensor) -> bool:
         """Keep the scale of a layer's cache. Quark writes it as the output scale of the projection."""
@@ -248,7 +218,7 @@ def _canonical(part: str, layer: LayerQuantConfig) -> str:
         return "weight_scale"
     if part.endswith("_activation_scale"):
         return "activation_scale"
-    if part == "weight_packed" and layer.storage is Storage.MXFP4:
+    if part == "weight_packed" and layer.storage == "mxfp4":
         return "weight"
     return part
 
@@ -260,7 +230,7 @@ def _says_nothing(name: str, part: str, layer: LayerQuantConfig, tensor: torch.T
         return True
     if part == "weight_zero_point":
         return layer.symmetric
-    return part == "bias" and not is_wanted and layer.storage is Storage.GPTQ and not tensor.any()
+    return part == "bias" and not is_wanted and layer.storage == "gptq" and not tensor.any()
 
 
 def _require_neighbours(name: str, listed: torch.Tensor, group_size: int | None) -> None:
@@ -268,4 +238,28 @@ def _require_neighbours(name: str, listed: torch.Tensor, group_size: int | None)
     inputs = torch.arange(listed.numel())
     is_unset = bool((listed < 0).any())
     if not is_unset and not torch.equal(listed.flatten().long(), inputs // (group_size or max(1, len(inputs)))):
-        raise CheckpointError(f"{name} orders inputs by activation, where the quantisation in config.json does not")
+        raise CheckpointError(f"{name} orders inputs by activation, but the quantisation in config.json does not")
+
+
+def unstacked(name: str, stack: torch.Tensor, names: ExpertNames) -> Iterator[tuple[str, torch.Tensor]]:
+    """Split a stack of all experts' weights, or of their scales, into one tensor for each part of an expert.
+
+    transformers saves FP8 models so, some with separate weights (`experts.3.gate_proj.weight`) but stacked scales
+    (`experts.gate_up_proj_scale_inv`).
+
+    # [experts, parts * n, m] -> experts * parts of [n, m]
+
+    Raises `CheckpointError` where the stack cannot be split evenly: the parts then share a row of blocks.
+    """
+    ending = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
+    num_parts = len({part for _, part in names})
+    num_experts = len(names) // num_parts
+    if stack.ndim != 3 or len(stack) != num_experts or stack.shape[1] % num_parts:
+        raise CheckpointError(
+            f"{name} has shape {list(stack.shape)}, where the model needs {num_experts} experts, each with rows for "
+            f"{num_parts} equal part{'s' if num_parts > 1 else ''}"
+        )
+    rows = stack.shape[1] // num_parts
+    for index, alone in enumerate(names.values()):
+        expert, part = divmod(index, num_parts)
+        yield f"{alone}{ending}", stack[expert, part * rows : (part + 1) * rows]

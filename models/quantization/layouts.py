@@ -1,22 +1,28 @@
-"""From a module's quantised tensors to its dense weight, a function a `Storage`. Called by the `Dequantizer`.
+"""`StorageLayout`: which tensors of a checkpoint hold one quantised weight, and what numbers they mean.
 
-Each works a few rows at a time in float32, so that beside its result it needs little memory.
+A layout turns a module's tensors into a dense weight, a few rows at a time in float32, so that it needs little memory
+besides its result; where the GPU kernels multiply by the stored numbers, it turns them into `Codes` instead.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from models.errors import CheckpointError
-from models.quantization.config import Granularity, LayerQuantConfig, Storage
+from models.ops.types import FP8_GROUP
+from models.ops.weight_formats import RUN, Codes
+from models.quantization.config import MXFP4_GROUP, Granularity, LayerQuantConfig
+from models.registry import Registry
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Weights dequantised at a time: what is made of them on the way stays in the processor's cache."""
+"""Weights dequantised at a time: intermediate values stay in the processor's cache."""
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""By column of a word, which of its eight nibbles holds it."""
+"""For each column of a word, the nibble of eight that holds it."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of a 4-bit float by code (OCP microscaling formats 1.0, section 5.3.3)."""
 
@@ -24,219 +30,75 @@ Parts = Mapping[str, torch.Tensor]
 """A module's tensors by their name in it."""
 
 
-def required_parts(layer: LayerQuantConfig) -> frozenset[str]:
-    """The tensors that make one weight, without which it cannot be computed."""
-    match layer.storage:
-        case Storage.SCALED:
-            return frozenset({"weight", "weight_scale"} | (set() if layer.symmetric else {"weight_zero_point"}))
-        case Storage.MXFP4:
-            return frozenset({"weight", "weight_scale"})
-        case Storage.MXFP4_EXPERTS:
-            return frozenset({"blocks", "scales"})
-        case Storage.PACKED:
-            parts = {"weight_packed", "weight_scale", "weight_shape"}
-            if not layer.symmetric:
-                parts.add("weight_zero_point")
-            if layer.has_group_index:
-                parts.add("weight_g_idx")
-            return frozenset(parts)
-        case Storage.AWQ:
-            return frozenset({"qweight", "qzeros", "scales"})
-        case Storage.GPTQ:
-            return frozenset({"qweight", "qzeros", "scales"} | ({"g_idx"} if layer.has_group_index else set()))
+class StorageLayout(ABC):
+    """How the weight of one module is stored, quantised as `layer` says."""
+
+    joint: ClassVar[str] = "."
+    """The separator of a module's name and a part's."""
+
+    def __init__(self, layer: LayerQuantConfig) -> None:
+        self.layer = layer
+
+    @property
+    @abstractmethod
+    def required_parts(self) -> frozenset[str]:
+        """The module's tensors that its weight is computed from."""
+
+    @abstractmethod
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """The dense weight in `dtype`. # [out_features, in_features], of stacked experts [experts, in, out]
+
+        Raises `CheckpointError` where the tensors' shapes or dtypes do not fit one another.
+        """
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether GPU kernels may multiply by the weight as it is stored."""
+        return False
+
+    def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
+        """The weight as it is stored; None where the kernels have no such form. `dense` makes the dense one."""
+        del parts, dense
+        return None
+
+    def _misfit(self, module: str, part: str, found: torch.Tensor, wanted: str) -> CheckpointError:
+        return CheckpointError(
+            f"{module}{self.joint}{part} has shape {list(found.shape)}, but the quantisation in config.json means "
+            f"{wanted}; download the checkpoint again"
+        )
+
+    def _require_dtype(self, module: str, part: str, found: torch.Tensor, wanted: torch.dtype) -> None:
+        if found.dtype != wanted:
+            raise CheckpointError(
+                f"{module}{self.joint}{part} is {found.dtype}, but the quantisation in config.json means {wanted}; "
+                "download the checkpoint again"
+            )
+
+    def _require_shape(self, module: str, part: str, found: torch.Tensor, rows: int, columns: int) -> None:
+        if tuple(found.shape) != (rows, columns):
+            raise self._misfit(module, part, found, str([rows, columns]))
+
+    def _on_grid(self, module: str, part: str, found: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        """A tensor of one number per block as float32 on the grid of blocks, dimensions of 1 optional."""
+        sizes = [size for size in found.shape if size != 1]
+        if sizes != [size for size in grid if size != 1] or found.numel() != math.prod(grid):
+            raise self._misfit(module, part, found, str(list(grid)))
+        return found.float().view(grid)
 
 
-def dequantize(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight in `dtype`. # [out_features, in_features], of stacked experts [experts, in, out]
-
-    Raises `CheckpointError` where the tensors' shapes or dtypes do not fit one another.
-    """
-    return _LAYOUTS[layer.storage](module, parts, layer, dtype)
+STORAGE: Registry[type[StorageLayout]] = Registry(
+    "storage layout",
+    dict.fromkeys(("scaled", "mxfp4", "mxfp4-experts", "packed", "awq", "gptq"), "models.quantization.layouts"),
+)
 
 
-def _scaled(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# weight [O, I], weight_scale a number a block of them"""
-    weight, scale = parts["weight"], parts["weight_scale"]
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    wanted = torch.float8_e4m3fn if layer.quant_dtype == "fp8" else torch.int8
-    _require_dtype(module, "weight", weight, wanted)
-    if weight.ndim != 2:
-        raise _misfit(module, "weight", weight, "[out_features, in_features]")
-    rows, columns = weight.shape
-    block_rows, block_columns = block_shape(layer, rows, columns, scale.numel())
-    grid = -(-rows // block_rows), -(-columns // block_columns)
-    scales = on_grid(module, "weight_scale", scale, grid)
-    zeros = None if layer.symmetric else on_grid(module, "weight_zero_point", parts["weight_zero_point"], grid)
-
-    def part(some: slice) -> torch.Tensor:
-        block = torch.arange(some.start, some.stop) // block_rows
-        values = _fp8_values(weight[some]) if weight.dtype == torch.float8_e4m3fn else weight[some].float()
-        if zeros is not None:
-            values -= _widened(zeros[block], block_columns, columns)
-        return values.mul_(_widened(scales[block], block_columns, columns))
-
-    return _by_rows(rows, columns, dtype, part)
-
-
-def _fp8_values(weight: torch.Tensor) -> torch.Tensor:
-    """The same numbers as float32; by pairs of neighbours four times faster than one by one. # [n, columns] e4m3"""
-    if weight.shape[1] % 2:
-        return weight.float()
-    return F.embedding(weight.view(torch.int16).int() & 0xFFFF, _fp8_pairs()).flatten(1)
-
-
-@cache
-def _fp8_pairs() -> torch.Tensor:
-    """Both numbers of each 16-bit code, the low one first. # [65536, 2]"""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return torch.stack((values.repeat(256), values.repeat_interleave(256)), dim=1)
-
-
-def block_shape(layer: LayerQuantConfig, rows: int, columns: int, num_scales: int) -> tuple[int, int]:
-    """How many rows and columns share one scale."""
-    match layer.quant_type:
-        case Granularity.TENSOR:
-            # Per tensor is also what the formats without an option of their own for it say of a scale a row.
-            return (1 if num_scales == rows else rows), columns
-        case Granularity.CHANNEL:
-            return 1, columns
-        case Granularity.BLOCK:
-            assert layer.block_shape is not None
-            return layer.block_shape
-        case Granularity.GROUP:
-            return 1, layer.group_size or columns
-
-
-def _mxfp4(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# weight [O, I / 2] uint8, weight_scale [O, I / 32] uint8"""
-    codes, scale = parts["weight"], exponents(parts["weight_scale"])
-    _require_dtype(module, "weight", codes, torch.uint8)
-    _require_dtype(module, "weight_scale", scale, torch.uint8)
-    if codes.ndim != 2 or codes.shape[1] % 16:
-        raise _misfit(module, "weight", codes, "[out_features, in_features / 2], in_features a multiple of 32")
-    rows, half = codes.shape
-    if tuple(scale.shape) != (rows, half // 16):
-        raise _misfit(module, "weight_scale", scale, str([rows, half // 16]))
-    return _mxfp4_rows(codes, scale, dtype)
-
-
-def _mxfp4_experts(module: str, parts: Parts, _layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# blocks [E, O, I / 32, 16] uint8, scales [E, O, I / 32] uint8 -> [E, I, O], as the dense checkpoint has it"""
-    blocks, scales = parts["blocks"], exponents(parts["scales"])
-    _require_dtype(module, "blocks", blocks, torch.uint8, joint="_")
-    _require_dtype(module, "scales", scales, torch.uint8, joint="_")
-    if blocks.ndim != 4 or blocks.shape[-1] != 16:
-        raise _misfit(module, "blocks", blocks, "[experts, out_features, in_features / 32, 16]", joint="_")
-    if scales.shape != blocks.shape[:-1]:
-        raise _misfit(module, "scales", scales, str(list(blocks.shape[:-1])), joint="_")
-    experts, rows, groups, _ = blocks.shape
-    dense = _mxfp4_rows(blocks.reshape(experts * rows, -1), scales.reshape(experts * rows, -1), dtype)
-    return dense.view(experts, rows, groups * 32).transpose(1, 2)
-
-
-def exponents(scale: torch.Tensor) -> torch.Tensor:
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
-
-
-def _mxfp4_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """# [rows, I / 2] uint8, [rows, I / 32] uint8 -> [rows, I]"""
-    rows, half = codes.shape
-    pairs = torch.tensor([(_E2M1[code % 16], _E2M1[code // 16]) for code in range(256)], dtype=torch.float32)
-
-    def part(some: slice) -> torch.Tensor:
-        values = F.embedding(codes[some].int(), pairs).view(-1, half // 16, 32)
-        return values.mul_(scale[some].view(torch.float8_e8m0fnu).float()[..., None]).view(-1, 2 * half)
-
-    return _by_rows(rows, 2 * half, dtype, part)
-
-
-def _packed(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# weight_packed [O, I * bits / 32] int32, weight_scale [O, groups], weight_zero_point [O * bits / 32, groups]"""
-    words, scale = parts["weight_packed"], parts["weight_scale"].float()
-    _require_dtype(module, "weight_packed", words, torch.int32)
-    per_word, middle = 32 // layer.bits, 1 << (layer.bits - 1)
-    if parts["weight_shape"].numel() != 2:
-        raise _misfit(module, "weight_shape", parts["weight_shape"], "[2]")
-    rows, columns = (int(size) for size in parts["weight_shape"])
-    if tuple(words.shape) != (rows, -(-columns // per_word)):
-        raise _misfit(module, "weight_packed", words, str([rows, -(-columns // per_word)]))
-    groups = 1
-    if layer.quant_type is Granularity.GROUP and layer.group_size is not None:
-        groups = -(-columns // layer.group_size)
-    scale = on_grid(module, "weight_scale", scale, (1 if layer.quant_type is Granularity.TENSOR else rows, groups))
-    scale = scale.expand(rows, groups)
-    zeros = None
-    if not layer.symmetric:
-        stored = parts["weight_zero_point"]
-        _require_shape(module, "weight_zero_point", stored, -(-rows // per_word), groups)
-        zeros = unpacked(stored.t(), layer.bits).t()[:rows] - middle
-    spread = _spread(module, "weight_g_idx", parts.get("weight_g_idx"), layer.group_size, columns, groups)
-
-    def part(some: slice) -> torch.Tensor:
-        values = (unpacked(words[some], layer.bits)[:, :columns] - middle).float()
-        if zeros is not None:
-            values -= spread(zeros[some].float())
-        return values.mul_(spread(scale[some]))
-
-    return _by_rows(rows, columns, dtype, part)
-
-
-def _awq(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# qweight [I, O / 8] int32, qzeros [groups, O / 8] int32, scales [groups, O]"""
-    words, scales = parts["qweight"], parts["scales"].float()
-    _require_dtype(module, "qweight", words, torch.int32)
-    if words.ndim != 2:
-        raise _misfit(module, "qweight", words, "[in_features, out_features / 8]")
-    columns, row_words = words.shape
-    groups = -(-columns // (layer.group_size or columns))
-    _require_shape(module, "qzeros", parts["qzeros"], groups, row_words)
-    _require_shape(module, "scales", scales, groups, row_words * 8)
-    zeros = unpacked(parts["qzeros"], 4, AWQ_NIBBLES)
-    spread = _spread(module, "", None, layer.group_size, columns, groups)
-
-    def part(some: slice) -> torch.Tensor:
-        values = unpacked(words[:, some.start // 8 : -(-some.stop // 8)], 4, AWQ_NIBBLES)
-        values = values.t().float() - spread(zeros[:, some].t().float())
-        return values.mul_(spread(scales[:, some].t()))
-
-    return _by_rows(row_words * 8, columns, dtype, part)
-
-
-def _gptq(module: str, parts: Parts, layer: LayerQuantConfig, dtype: torch.dtype) -> torch.Tensor:
-    """# qweight [I * bits / 32, O] int32, qzeros [groups, O * bits / 32] int32, scales [groups, O], g_idx [I]"""
-    words, scales = parts["qweight"], parts["scales"].float()
-    _require_dtype(module, "qweight", words, torch.int32)
-    if words.ndim != 2:
-        raise _misfit(module, "qweight", words, f"[in_features * {layer.bits} / 32, out_features]")
-    per_word = 32 // layer.bits
-    columns, rows = words.shape[0] * per_word, words.shape[1]
-    groups = -(-columns // (layer.group_size or columns))
-    _require_shape(module, "scales", scales, groups, rows)
-    _require_shape(module, "qzeros", parts["qzeros"], groups, -(-rows // per_word))
-    # A zero point of 0 is stored one less, round the end of its bits.
-    zeros = (unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset) & ((1 << layer.bits) - 1)
-    spread = _spread(module, "g_idx", parts.get("g_idx"), layer.group_size, columns, groups)
-
-    def part(some: slice) -> torch.Tensor:
-        values = unpacked(words[:, some].t(), layer.bits).float()
-        return values.sub_(spread(zeros[:, some].t().float())).mul_(spread(scales[:, some].t()))
-
-    return _by_rows(rows, columns, dtype, part)
-
-
-_LAYOUTS: Mapping[Storage, Callable[[str, Parts, LayerQuantConfig, torch.dtype], torch.Tensor]] = {
-    Storage.SCALED: _scaled,
-    Storage.MXFP4: _mxfp4,
-    Storage.MXFP4_EXPERTS: _mxfp4_experts,
-    Storage.PACKED: _packed,
-    Storage.AWQ: _awq,
-    Storage.GPTQ: _gptq,
-}
+def layout_of(layer: LayerQuantConfig) -> StorageLayout:
+    """The layout of modules that are quantised so."""
+    return STORAGE[layer.storage](layer)
 
 
 def _by_rows(rows: int, columns: int, dtype: torch.dtype, part: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """`part` of each few rows, together in `dtype`. # [rows, columns]"""
+    """The results of `part`, called for a few rows at a time, as one tensor of `dtype`. # [rows, columns]"""
     dense = torch.empty(rows, columns, dtype=dtype, device="cpu")
     # Whole words of rows, for the layouts that pack them.
     step = max(8, _CHUNK_ELEMENTS // max(1, columns) // 8 * 8)
@@ -252,44 +114,326 @@ def unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = Non
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def _spread(
-    module: str, part: str, listed: torch.Tensor | None, group_size: int | None, columns: int, groups: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives each input what its group has: runs of neighbours, or as listed. # [n, groups] -> [n, columns]"""
-    if listed is None or bool((listed < 0).any()):
-        return lambda of_groups: _widened(of_groups, group_size or columns, columns)
-    if listed.numel() != columns or int(listed.max()) >= groups:
-        raise _misfit(module, part, listed, f"[{columns}] and values below {groups}")
-    group = listed.long().view(columns)
-    return lambda of_groups: of_groups[:, group]
-
-
 def _widened(blocks: torch.Tensor, width: int, columns: int) -> torch.Tensor:
-    """Each value over the columns of its block. # [n, blocks] -> [n, columns], or [n, 1] where one is for all"""
+    """Each value repeated for the columns of its block. # [n, blocks] -> [n, columns], or [n, 1] for one block"""
     return blocks if blocks.shape[1] == 1 else blocks[..., None].expand(-1, -1, width).flatten(1)[:, :columns]
 
 
-def on_grid(module: str, part: str, found: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """A tensor of one number a block as float32 on the blocks' grid, whose dimensions of 1 may be left out."""
-    sizes = [size for size in found.shape if size != 1]
-    if sizes != [size for size in grid if size != 1] or found.numel() != math.prod(grid):
-        raise _misfit(module, part, found, str(list(grid)))
-    return found.float().view(grid)
+@STORAGE.register("scaled")
+class Scaled(StorageLayout):
+    """One number per weight, with scales."""
 
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"weight", "weight_scale"} | (set() if self.layer.symmetric else {"weight_zero_point"}))
 
-def _require_shape(module: str, part: str, found: torch.Tensor, rows: int, columns: int) -> None:
-    if tuple(found.shape) != (rows, columns):
-        raise _misfit(module, part, found, str([rows, columns]))
-
-
-def _require_dtype(module: str, part: str, found: torch.Tensor, wanted: torch.dtype, *, joint: str = ".") -> None:
-    if found.dtype != wanted:
-        raise CheckpointError(
-            f"{module}{joint}{part} is {found.dtype}, where the quantisation in config.json means {wanted}"
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# weight [O, I], weight_scale one number per block"""
+        weight, scale = parts["weight"], parts["weight_scale"]
+        if scale.dtype == torch.uint8:
+            scale = scale.view(torch.float8_e8m0fnu)
+        wanted = torch.float8_e4m3fn if self.layer.quant_dtype == "fp8" else torch.int8
+        self._require_dtype(module, "weight", weight, wanted)
+        if weight.ndim != 2:
+            raise self._misfit(module, "weight", weight, "[out_features, in_features]")
+        rows, columns = weight.shape
+        block_rows, block_columns = self._block_shape(rows, columns, scale.numel())
+        grid = -(-rows // block_rows), -(-columns // block_columns)
+        scales = self._on_grid(module, "weight_scale", scale, grid)
+        zeros = (
+            None
+            if self.layer.symmetric
+            else self._on_grid(module, "weight_zero_point", parts["weight_zero_point"], grid)
         )
 
+        def part(some: slice) -> torch.Tensor:
+            block = torch.arange(some.start, some.stop) // block_rows
+            values = _fp8_values(weight[some]) if weight.dtype == torch.float8_e4m3fn else weight[some].float()
+            if zeros is not None:
+                values -= _widened(zeros[block], block_columns, columns)
+            return values.mul_(_widened(scales[block], block_columns, columns))
 
-def _misfit(module: str, part: str, found: torch.Tensor, wanted: str, *, joint: str = ".") -> CheckpointError:
-    return CheckpointError(
-        f"{module}{joint}{part} has shape {list(found.shape)}, where the quantisation in config.json means {wanted}"
-    )
+        return _by_rows(rows, columns, dtype, part)
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.layer.quant_dtype == "fp8" and self.layer.symmetric
+
+    def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
+        weight, scale = parts["weight"], parts["weight_scale"]
+        if not self.has_kernel or weight.dtype is not torch.float8_e4m3fn or weight.ndim != 2:
+            return None
+        if scale.dtype.itemsize == 1:
+            return None
+        rows, columns = weight.shape
+        block_rows, width = self._block_shape(rows, columns, scale.numel())
+        if width not in (FP8_GROUP, columns):
+            return None
+        grid = self._on_grid("", "", scale, (-(-rows // block_rows), -(-columns // width)))
+        scales = grid.repeat_interleave(block_rows, 0)[:rows].contiguous()
+        return Codes("fp8", weight, scales, None, width, dense)
+
+    def _block_shape(self, rows: int, columns: int, num_scales: int) -> tuple[int, int]:
+        """The number of rows and of columns that share one scale."""
+        match self.layer.quant_type:
+            case Granularity.TENSOR:
+                # Formats without an option for a scale per row name that per tensor too.
+                return (1 if num_scales == rows else rows), columns
+            case Granularity.CHANNEL:
+                return 1, columns
+            case Granularity.BLOCK:
+                assert self.layer.block_shape is not None
+                return self.layer.block_shape
+            case Granularity.GROUP:
+                return 1, self.layer.group_size or columns
+
+
+def _fp8_values(weight: torch.Tensor) -> torch.Tensor:
+    """The same numbers as float32; converted in adjacent pairs, four times as fast as one by one. # [n, columns]
+    e4m3
+    """
+    if weight.shape[1] % 2:
+        return weight.float()
+    return F.embedding(weight.view(torch.int16).int() & 0xFFFF, _fp8_pairs()).flatten(1)
+
+
+@cache
+def _fp8_pairs() -> torch.Tensor:
+    """Both numbers of each 16-bit code, the low one first. # [65536, 2]"""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.stack((values.repeat(256), values.repeat_interleave(256)), dim=1)
+
+
+@STORAGE.register("mxfp4")
+class MXFP4(StorageLayout):
+    """Two codes of 4 bits per byte, with a power of two for each 32 inputs."""
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"weight", "weight_scale"})
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# weight [O, I / 2] uint8, weight_scale [O, I / 32] uint8"""
+        codes, scale = parts["weight"], _exponents(parts["weight_scale"])
+        self._require_dtype(module, "weight", codes, torch.uint8)
+        self._require_dtype(module, "weight_scale", scale, torch.uint8)
+        if codes.ndim != 2 or codes.shape[1] % 16:
+            raise self._misfit(
+                module, "weight", codes, "[out_features, in_features / 2], in_features a multiple of 32"
+            )
+        rows, half = codes.shape
+        if tuple(scale.shape) != (rows, half // 16):
+            raise self._misfit(module, "weight_scale", scale, str([rows, half // 16]))
+        return _mxfp4_rows(codes, scale, dtype)
+
+    @property
+    def has_kernel(self) -> bool:
+        return True
+
+    def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
+        pairs, scale = parts["weight"], _exponents(parts["weight_scale"])
+        if pairs.ndim != 2 or scale.shape != (len(pairs), pairs.shape[1] // 16) or pairs.shape[1] % MXFP4_GROUP:
+            return None
+        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+        return Codes("mxfp4", codes, scale, None, MXFP4_GROUP, dense)
+
+
+@STORAGE.register("mxfp4-experts")
+class MXFP4Experts(StorageLayout):
+    """All experts' weights, as blocks of 32 inputs, with their powers of two."""
+
+    joint = "_"
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"blocks", "scales"})
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# blocks [E, O, I / 32, 16] uint8, scales [E, O, I / 32] uint8 -> [E, I, O], as the dense checkpoint has
+        it
+        """
+        blocks, scales = parts["blocks"], _exponents(parts["scales"])
+        self._require_dtype(module, "blocks", blocks, torch.uint8)
+        self._require_dtype(module, "scales", scales, torch.uint8)
+        if blocks.ndim != 4 or blocks.shape[-1] != 16:
+            raise self._misfit(module, "blocks", blocks, "[experts, out_features, in_features / 32, 16]")
+        if scales.shape != blocks.shape[:-1]:
+            raise self._misfit(module, "scales", scales, str(list(blocks.shape[:-1])))
+        experts, rows, groups, _ = blocks.shape
+        dense = _mxfp4_rows(blocks.reshape(experts * rows, -1), scales.reshape(experts * rows, -1), dtype)
+        return dense.view(experts, rows, groups * 32).transpose(1, 2)
+
+
+def _exponents(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+
+
+def _mxfp4_rows(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """# [rows, I / 2] uint8, [rows, I / 32] uint8 -> [rows, I]"""
+    rows, half = codes.shape
+    pairs = torch.tensor([(_E2M1[code % 16], _E2M1[code // 16]) for code in range(256)], dtype=torch.float32)
+
+    def part(some: slice) -> torch.Tensor:
+        values = F.embedding(codes[some].int(), pairs).view(-1, half // 16, 32)
+        return values.mul_(scale[some].view(torch.float8_e8m0fnu).float()[..., None]).view(-1, 2 * half)
+
+    return _by_rows(rows, 2 * half, dtype, part)
+
+
+class WordLayout(StorageLayout):
+    """Several codes per 32-bit word, with scales and zero points of groups of inputs."""
+
+    @abstractmethod
+    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes, scales and zero points of 4-bit weights. # [O, I], 2 x [O, groups]"""
+
+    @property
+    def has_kernel(self) -> bool:
+        return self.layer.bits == 4 and not self.layer.has_group_index
+
+    def codes(self, parts: Parts, dense: Callable[[], torch.Tensor]) -> Codes | None:
+        if not self.has_kernel:
+            return None
+        codes, scales, zeros = self._four_bit_codes(parts)
+        rows, inputs = codes.shape
+        width = (self.layer.group_size or inputs) if self.layer.quant_type is Granularity.GROUP else inputs
+        groups = inputs // width
+        fits = inputs % (2 * RUN) == 0 and width % RUN == 0 and inputs % width == 0
+        if not fits or tuple(scales.shape) != (rows, groups) or tuple(zeros.shape) != (rows, groups):
+            return None
+        return Codes("int4", codes.to(torch.uint8), scales.float(), zeros.to(torch.uint8), width, dense)
+
+    def _spread(
+        self, module: str, part: str, listed: torch.Tensor | None, columns: int, groups: int
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Repeats each group's value for its inputs, adjacent ones or as listed. # [n, groups] -> [n, columns]"""
+        if listed is None or bool((listed < 0).any()):
+            return lambda of_groups: _widened(of_groups, self.layer.group_size or columns, columns)
+        if listed.numel() != columns or int(listed.max()) >= groups:
+            raise self._misfit(module, part, listed, f"[{columns}] and values below {groups}")
+        group = listed.long().view(columns)
+        return lambda of_groups: of_groups[:, group]
+
+
+@STORAGE.register("packed")
+class Packed(WordLayout):
+    """Rows of weights packed into words, as compressed-tensors does."""
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        parts = {"weight_packed", "weight_scale", "weight_shape"}
+        if not self.layer.symmetric:
+            parts.add("weight_zero_point")
+        if self.layer.has_group_index:
+            parts.add("weight_g_idx")
+        return frozenset(parts)
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# weight_packed [O, I * bits / 32] int32, weight_scale [O, groups], weight_zero_point [O * bits / 32,
+        groups]
+        """
+        words, scale = parts["weight_packed"], parts["weight_scale"].float()
+        self._require_dtype(module, "weight_packed", words, torch.int32)
+        per_word, middle = 32 // self.layer.bits, 1 << (self.layer.bits - 1)
+        if parts["weight_shape"].numel() != 2:
+            raise self._misfit(module, "weight_shape", parts["weight_shape"], "[2]")
+        rows, columns = (int(size) for size in parts["weight_shape"])
+        if tuple(words.shape) != (rows, -(-columns // per_word)):
+            raise self._misfit(module, "weight_packed", words, str([rows, -(-columns // per_word)]))
+        groups = 1
+        if self.layer.quant_type is Granularity.GROUP and self.layer.group_size is not None:
+            groups = -(-columns // self.layer.group_size)
+        scale = self._on_grid(
+            module, "weight_scale", scale, (1 if self.layer.quant_type is Granularity.TENSOR else rows, groups)
+        )
+        scale = scale.expand(rows, groups)
+        zeros = None
+        if not self.layer.symmetric:
+            stored = parts["weight_zero_point"]
+            self._require_shape(module, "weight_zero_point", stored, -(-rows // per_word), groups)
+            zeros = unpacked(stored.t(), self.layer.bits).t()[:rows] - middle
+        spread = self._spread(module, "weight_g_idx", parts.get("weight_g_idx"), columns, groups)
+
+        def part(some: slice) -> torch.Tensor:
+            values = (unpacked(words[some], self.layer.bits)[:, :columns] - middle).float()
+            if zeros is not None:
+                values -= spread(zeros[some].float())
+            return values.mul_(spread(scale[some]))
+
+        return _by_rows(rows, columns, dtype, part)
+
+    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, inputs = (int(size) for size in parts["weight_shape"])
+        codes, scales = unpacked(parts["weight_packed"], 4)[:, :inputs], parts["weight_scale"]
+        if self.layer.symmetric:
+            return codes, scales, torch.full_like(scales, 8, dtype=torch.uint8)
+        return codes, scales, unpacked(parts["weight_zero_point"].t(), 4).t()[:rows]
+
+
+@STORAGE.register("awq")
+class AWQ(WordLayout):
+    """Columns of weights packed into words in AWQ's order."""
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"qweight", "qzeros", "scales"})
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# qweight [I, O / 8] int32, qzeros [groups, O / 8] int32, scales [groups, O]"""
+        words, scales = parts["qweight"], parts["scales"].float()
+        self._require_dtype(module, "qweight", words, torch.int32)
+        if words.ndim != 2:
+            raise self._misfit(module, "qweight", words, "[in_features, out_features / 8]")
+        columns, row_words = words.shape
+        groups = -(-columns // (self.layer.group_size or columns))
+        self._require_shape(module, "qzeros", parts["qzeros"], groups, row_words)
+        self._require_shape(module, "scales", scales, groups, row_words * 8)
+        zeros = unpacked(parts["qzeros"], 4, AWQ_NIBBLES)
+        spread = self._spread(module, "", None, columns, groups)
+
+        def part(some: slice) -> torch.Tensor:
+            values = unpacked(words[:, some.start // 8 : -(-some.stop // 8)], 4, AWQ_NIBBLES)
+            values = values.t().float() - spread(zeros[:, some].t().float())
+            return values.mul_(spread(scales[:, some].t()))
+
+        return _by_rows(row_words * 8, columns, dtype, part)
+
+    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        codes, zeros = (unpacked(parts[part], 4, AWQ_NIBBLES).t() for part in ("qweight", "qzeros"))
+        return codes, parts["scales"].t(), zeros
+
+
+@STORAGE.register("gptq")
+class GPTQ(WordLayout):
+    """Rows of inputs packed into words, as GPTQ does."""
+
+    @property
+    def required_parts(self) -> frozenset[str]:
+        return frozenset({"qweight", "qzeros", "scales"} | ({"g_idx"} if self.layer.has_group_index else set()))
+
+    def dequantize(self, module: str, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        """# qweight [I * bits / 32, O] int32, qzeros [groups, O * bits / 32] int32, scales [groups, O], g_idx [I]"""
+        words, scales = parts["qweight"], parts["scales"].float()
+        self._require_dtype(module, "qweight", words, torch.int32)
+        if words.ndim != 2:
+            raise self._misfit(module, "qweight", words, f"[in_features * {self.layer.bits} / 32, out_features]")
+        per_word = 32 // self.layer.bits
+        columns, rows = words.shape[0] * per_word, words.shape[1]
+        groups = -(-columns // (self.layer.group_size or columns))
+        self._require_shape(module, "scales", scales, groups, rows)
+        self._require_shape(module, "qzeros", parts["qzeros"], groups, -(-rows // per_word))
+        # A stored zero point wraps around: 0 less one is all bits set.
+        zeros = (unpacked(parts["qzeros"], self.layer.bits)[:, :rows] + self.layer.zero_offset) & (
+            (1 << self.layer.bits) - 1
+        )
+        spread = self._spread(module, "g_idx", parts.get("g_idx"), columns, groups)
+
+        def part(some: slice) -> torch.Tensor:
+            values = unpacked(words[:, some].t(), self.layer.bits).float()
+            return values.sub_(spread(zeros[:, some].t().float())).mul_(spread(scales[:, some].t()))
+
+        return _by_rows(rows, columns, dtype, part)
+
+    def _four_bit_codes(self, parts: Parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        zeros = (unpacked(parts["qzeros"], 4) + self.layer.zero_offset & 15).t()
+        return unpacked(parts["qweight"].t(), 4), parts["scales"].t(), zeros

@@ -1,26 +1,55 @@
-"""`parse_quantization`: the one way from a checkpoint's fields to a `QuantizationConfig`; a parser a method."""
+"""`parse_quantization`: from a checkpoint's configuration to a `QuantizationConfig`, and the methods that it names.
+
+Each method is one parser, registered by the name that checkpoints give as `quant_method`. Imports no torch.
+"""
 
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from models.config.fields import Fields
 from models.errors import CheckpointError
-from models.quantization.config import Granularity, LayerQuantConfig, QuantizationConfig, Storage
+from models.quantization.config import METHODS, MXFP4_GROUP, Granularity, LayerQuantConfig, QuantizationConfig
 
-# [common] Reads that several formats share.
+_SECTIONS = ("quantization_config", "compression_config")
+MODELOPT_FILE = "hf_quant_config.json"
+
+
+def parse_quantization(config: Fields, directory: Path | None = None) -> QuantizationConfig | None:
+    """The quantisation that config.json, or else ModelOpt's file in `directory`, describes; None: all is dense.
+
+    Raises `CheckpointError` naming the field and its value for a scheme that cannot be read here.
+    """
+    for name in _SECTIONS:
+        section = config.section(name)
+        if section is not None:
+            return _parse(section, "compressed-tensors" if name == "compression_config" else "")
+    if directory is not None and (directory / MODELOPT_FILE).is_file():
+        return _parse(Fields.from_file(directory / MODELOPT_FILE), "modelopt")
+    return None
+
+
+def _parse(section: Fields, default: str) -> QuantizationConfig:
+    method = section.string("quant_method", default).replace("_", "-").lower()
+    for name in METHODS:
+        if method == name.replace("_", "-"):
+            try:
+                return METHODS[name](section, name)
+            except re.error as error:
+                raise scheme_error(
+                    section, f"names modules by {error.pattern!r}, which is no regular expression: {error}"
+                ) from error
+    raise section.invalid("quant_method", f"one of {', '.join(METHODS)}")
 
 
 def group_size(section: Fields, name: str) -> int | None:
-    """Inputs that share a scale; None where the field is -1: all of them."""
+    """The number of inputs that share a scale; None where the field is -1: all of them."""
     if section.values.get(name) == -1:
         return None
     return section.integer(name)
 
 
 def pair(section: Fields, name: str) -> tuple[int, int]:
-    """A list of two counts."""
+    """A field that is a list of two counts."""
     found = section.values.get(name)
     if not isinstance(found, list) or len(found) != 2 or not all(type(item) is int and item > 0 for item in found):
         raise section.invalid(name, "a list of 2 integers above 0")
@@ -28,58 +57,52 @@ def pair(section: Fields, name: str) -> tuple[int, int]:
 
 
 def scheme_error(section: Fields, text: str) -> CheckpointError:
-    """What a part of the checkpoint's configuration asks for that cannot be had; `text` has a verb."""
+    """The error for a part of the checkpoint's configuration that is not supported; `text` is the predicate."""
     return CheckpointError(f"{section.where} {text}")
 
 
-# [fp8] Parser of `fp8` (DeepSeek's and transformers' finegrained blocks, or one scale a tensor) and of `fbgemm_fp8`.
-
-
+@METHODS.register("fp8")
 def parse_fp8(section: Fields, method: str) -> QuantizationConfig:
-    """`weight_block_size` makes a scale a block; without it a scale's own shape tells a tensor's from a channel's."""
+    """DeepSeek's and transformers' FP8: a scale per block of `weight_block_size`, else per tensor or per channel.
+
+    The shape of a scale shows which of the last two it is.
+    """
     if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.invalid("fmt", '"e4m3"')
     if section.string("expert_dtype", "fp8") != "fp8":
         raise section.invalid("expert_dtype", '"fp8"')
     if not section.has("weight_block_size"):
-        layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.TENSOR, 8)
+        layer = LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
     else:
-        layer = LayerQuantConfig(
-            Storage.SCALED, "fp8", Granularity.BLOCK, 8, block_shape=pair(section, "weight_block_size")
-        )
+        layer = LayerQuantConfig("scaled", "fp8", Granularity.BLOCK, 8, block_shape=pair(section, "weight_block_size"))
     exclude = section.strings("modules_to_not_convert") + section.strings("ignored_layers")
     return QuantizationConfig(method, layer, exclude_layers=exclude)
 
 
+@METHODS.register("fbgemm_fp8")
 def parse_fbgemm(section: Fields, method: str) -> QuantizationConfig:
-    """One scale an output feature."""
-    layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.CHANNEL, 8)
+    """FBGEMM's FP8: one scale per output feature."""
+    layer = LayerQuantConfig("scaled", "fp8", Granularity.CHANNEL, 8)
     return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
 
 
-# [mxfp4] Parser of `mxfp4`, as gpt-oss is published: its experts alone, all of a layer in one tensor.
-
-GROUP_SIZE = 32
-"""Inputs that share a power of two, by the OCP microscaling specification."""
-
-
+@METHODS.register("mxfp4")
 def parse_mxfp4(section: Fields, method: str) -> QuantizationConfig:
-    """Nothing but the exclusions is said: the format has no options."""
-    layer = LayerQuantConfig(Storage.MXFP4_EXPERTS, "mxfp4", Granularity.GROUP, 4, group_size=GROUP_SIZE)
+    """MXFP4 as gpt-oss is published: its experts alone, all of a layer in one tensor; exclusions are the only
+    option.
+    """
+    layer = LayerQuantConfig("mxfp4-experts", "mxfp4", Granularity.GROUP, 4, group_size=MXFP4_GROUP)
     return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
 
-
-# [compressed_tensors] Parser of `compressed-tensors` (llm-compressor): groups of targets, each with its number type
-# and granularity.
 
 _STORAGES = {
-    "float-quantized": (Storage.SCALED, "float"),
-    "int-quantized": (Storage.SCALED, "int"),
-    "naive-quantized": (Storage.SCALED, None),
-    "pack-quantized": (Storage.PACKED, "int"),
-    "mxfp4-pack-quantized": (Storage.MXFP4, "float"),
+    "float-quantized": ("scaled", "float"),
+    "int-quantized": ("scaled", "int"),
+    "naive-quantized": ("scaled", None),
+    "pack-quantized": ("packed", "int"),
+    "mxfp4-pack-quantized": ("mxfp4", "float"),
 }
-"""By format; the number type that it must hold, None: either."""
+"""The layout of each format, and the number type that it must hold; None: either."""
 _GRANULARITIES = {
     "tensor": Granularity.TENSOR,
     "channel": Granularity.CHANNEL,
@@ -87,11 +110,15 @@ _GRANULARITIES = {
     "group": Granularity.GROUP,
 }
 _EVERY_LINEAR = ("Linear", "FusedMoELinear")
-"""Class names among the targets; whatever else begins with a capital is a class whose modules are not told apart."""
+"""Class names that are accepted as targets; others, which begin with a capital letter, are not."""
 
 
+@METHODS.register("compressed-tensors")
 def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig:
-    """Targets are module names and regular expressions, or `Linear` for all that no other group names."""
+    """llm-compressor's format: groups of targets, each with a number type and a granularity.
+
+    Targets are module names and regular expressions, or `Linear` for all modules that no other group names.
+    """
     sparsity, transform = section.section("sparsity_config"), section.section("transform_config")
     if sparsity is not None and sparsity.string("format", "dense") != "dense":
         raise sparsity.invalid("format", '"dense"')
@@ -108,7 +135,7 @@ def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig
         weights = group.section("weights")
         if weights is None:
             continue
-        layer = _layer(group.string("format", section.string("format", "unnamed")), group, weights)
+        layer = _compressed_layer(group.string("format", section.string("format", "unnamed")), group, weights)
         for target in group.strings("targets"):
             if target in _EVERY_LINEAR:
                 everywhere = layer
@@ -116,17 +143,17 @@ def parse_compressed_tensors(section: Fields, method: str) -> QuantizationConfig
                 raise group.invalid("targets", f"module names, regular expressions, or {_EVERY_LINEAR[0]}")
             else:
                 special.append((target, layer))
-    # A name goes before an expression.
+    # A name takes precedence over an expression.
     special.sort(key=lambda entry: entry[0].startswith("re:"))
     return QuantizationConfig(method, everywhere, tuple(special), exclude_layers=section.strings("ignore"))
 
 
-def _layer(storage_format: str, group: Fields, weights: Fields) -> LayerQuantConfig:
+def _compressed_layer(storage_format: str, group: Fields, weights: Fields) -> LayerQuantConfig:
     if storage_format not in _STORAGES:
         raise scheme_error(group, f"has the format {storage_format!r}; it must be one of {', '.join(_STORAGES)}")
     storage, wanted = _STORAGES[storage_format]
     kind, bits = weights.string("type", "int"), weights.integer("num_bits", 8)
-    allowed = {Storage.SCALED: (8,), Storage.PACKED: (4, 8), Storage.MXFP4: (4,)}[storage]
+    allowed = {"scaled": (8,), "packed": (4, 8), "mxfp4": (4,)}[storage]
     if kind not in ("int", "float") or (wanted is not None and kind != wanted):
         raise weights.invalid("type", f'"{wanted or "int"}" in the format {storage_format}')
     if bits not in allowed:
@@ -136,23 +163,23 @@ def _layer(storage_format: str, group: Fields, weights: Fields) -> LayerQuantCon
     if strategy not in _GRANULARITIES:
         raise weights.invalid("strategy", f"one of {', '.join(_GRANULARITIES)}")
     granularity = _GRANULARITIES[strategy]
-    if storage is Storage.MXFP4 and (granularity, weights.values.get("group_size")) != (Granularity.GROUP, GROUP_SIZE):
-        raise weights.invalid("group_size", f"{GROUP_SIZE}, with the strategy group, in the format {storage_format}")
+    if storage == "mxfp4" and (granularity, weights.values.get("group_size")) != (Granularity.GROUP, MXFP4_GROUP):
+        raise weights.invalid("group_size", f"{MXFP4_GROUP}, with the strategy group, in the format {storage_format}")
     return LayerQuantConfig(
         storage,
-        "mxfp4" if storage is Storage.MXFP4 else "fp8" if kind == "float" else f"int{bits}",
+        "mxfp4" if storage == "mxfp4" else "fp8" if kind == "float" else f"int{bits}",
         granularity,
         bits,
         group_size=group_size(weights, "group_size") if granularity is Granularity.GROUP else None,
         block_shape=_block_shape(weights) if granularity is Granularity.BLOCK else None,
         symmetric=weights.boolean("symmetric", True),
-        # "weight" and "static" order the quantiser's work and leave groups of neighbours.
+        # "weight" and "static" order the quantiser's work and keep groups of adjacent inputs.
         has_group_index=weights.values.get("actorder") in ("group", "dynamic", True),
     )
 
 
 def _block_shape(weights: Fields) -> tuple[int, int]:
-    """A list, or text such as `128x128` in older checkpoints."""
+    """The field is a list, or text such as `128x128` in older checkpoints."""
     written = weights.values.get("block_structure")
     if isinstance(written, str):
         rows, _, columns = written.partition("x")
@@ -161,16 +188,17 @@ def _block_shape(weights: Fields) -> tuple[int, int]:
     return pair(weights, "block_structure")
 
 
-# [quark] Parser of AMD `quark`: MXFP4 and FP8 weights, by layer name, with exclusions.
-
 _FP8_GRANULARITIES = {"per_tensor": Granularity.TENSOR, "per_channel": Granularity.CHANNEL}
 
 
+@METHODS.register("quark")
 def parse_quark(section: Fields, method: str) -> QuantizationConfig:
-    """`layer_quant_config` goes by shell patterns of names, before `global_quant_config`."""
+    """AMD Quark: MXFP4 and FP8 weights. Shell patterns of names in `layer_quant_config` override
+    `global_quant_config`.
+    """
     by_type = section.section("layer_type_quant_config")
     if by_type is not None and by_type.values:
-        raise section.invalid("layer_type_quant_config", "empty: layers are told apart by name only")
+        raise section.invalid("layer_type_quant_config", "empty: layers are distinguished by name only")
     special: list[tuple[str, LayerQuantConfig | None]] = []
     layers = section.section("layer_quant_config") or Fields({}, section.where)
     for pattern in layers.values:
@@ -191,23 +219,24 @@ def _quark_layer(section: Fields | None) -> LayerQuantConfig | None:
     if dtype == "fp4":
         if scheme != "per_group":
             raise weight.invalid("qscheme", '"per_group" for fp4')
-        if weight.integer("group_size") != GROUP_SIZE:
-            raise weight.invalid("group_size", f"{GROUP_SIZE} for fp4")
+        if weight.integer("group_size") != MXFP4_GROUP:
+            raise weight.invalid("group_size", f"{MXFP4_GROUP} for fp4")
         if weight.string("scale_format", "e8m0") != "e8m0":
             raise weight.invalid("scale_format", '"e8m0" for fp4')
-        return LayerQuantConfig(Storage.MXFP4, "mxfp4", Granularity.GROUP, 4, group_size=GROUP_SIZE)
+        return LayerQuantConfig("mxfp4", "mxfp4", Granularity.GROUP, 4, group_size=MXFP4_GROUP)
     if dtype != "fp8_e4m3":
         raise weight.invalid("dtype", '"fp4" or "fp8_e4m3"')
     if scheme not in _FP8_GRANULARITIES:
         raise weight.invalid("qscheme", f"one of {', '.join(_FP8_GRANULARITIES)} for fp8_e4m3")
-    return LayerQuantConfig(Storage.SCALED, "fp8", _FP8_GRANULARITIES[scheme], 8)
+    return LayerQuantConfig("scaled", "fp8", _FP8_GRANULARITIES[scheme], 8)
 
 
-# [awq] Parser of `awq`: 4-bit groups with zero points, in the packing of AutoAWQ's `gemm` version.
-
-
+@METHODS.register("awq")
 def parse_awq(section: Fields, method: str) -> QuantizationConfig:
-    """Older checkpoints call the fields `w_bit` and `q_group_size`."""
+    """AWQ: 4-bit groups with zero points, in the packing of AutoAWQ's `gemm` version.
+
+    Older checkpoints call the fields `w_bit` and `q_group_size`.
+    """
     bits_field = "bits" if section.has("bits") else "w_bit"
     if section.integer(bits_field, 4) != 4:
         raise section.invalid(bits_field, "4")
@@ -216,7 +245,7 @@ def parse_awq(section: Fields, method: str) -> QuantizationConfig:
     if not section.boolean("zero_point", True):
         raise section.invalid("zero_point", "true")
     layer = LayerQuantConfig(
-        Storage.AWQ,
+        "awq",
         "int4",
         Granularity.GROUP,
         4,
@@ -226,12 +255,12 @@ def parse_awq(section: Fields, method: str) -> QuantizationConfig:
     return QuantizationConfig(method, layer, exclude_layers=section.strings("modules_to_not_convert"))
 
 
-# [gptq] Parser of `gptq`: 4- or 8-bit groups, of neighbours or in activation order, as AutoGPTQ and GPTQModel write
-# them.
-
-
+@METHODS.register("gptq")
 def parse_gptq(section: Fields, method: str) -> QuantizationConfig:
-    """`dynamic` (GPTQModel's) sets modules apart by regular expression: `-:` leaves them dense, else fields differ."""
+    """GPTQ: 4- or 8-bit groups, of adjacent inputs or in activation order, as AutoGPTQ and GPTQModel write them.
+
+    GPTQModel's `dynamic` has exceptions by regular expression: `-:` makes modules dense, others change fields.
+    """
     checkpoint_format = section.string("checkpoint_format", "gptq")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise section.invalid("checkpoint_format", '"gptq" or "gptq_v2"')
@@ -257,79 +286,26 @@ def _gptq_layer(section: Fields, zero_offset: int) -> LayerQuantConfig:
     if bits not in (4, 8):
         raise section.invalid("bits", "4 or 8")
     return LayerQuantConfig(
-        Storage.GPTQ,
+        "gptq",
         f"int{bits}",
         Granularity.GROUP,
         bits,
         group_size=group_size(section, "group_size"),
-        # The zero points are there also where they are all the middle of the range.
+        # Zero points are stored even where all of them are the middle of the range.
         symmetric=False,
         has_group_index=section.boolean("desc_act", False),
         zero_offset=zero_offset,
     )
 
 
-# [modelopt] Parser of NVIDIA ModelOpt's FP8: in config.json, or in the hf_quant_config.json that is common beside
-# it.
-
-
+@METHODS.register("modelopt")
 def parse_modelopt(section: Fields, method: str) -> QuantizationConfig:
-    """The algorithm is under `quantization` in the file of its own, at the top in config.json."""
+    """NVIDIA ModelOpt's FP8. The algorithm is under `quantization` in its own file, at the top level in
+    config.json.
+    """
     inner = section.section("quantization") or section
     if inner.string("quant_algo", "") != "FP8":
         raise inner.invalid("quant_algo", '"FP8"')
-    layer = LayerQuantConfig(Storage.SCALED, "fp8", Granularity.TENSOR, 8)
+    layer = LayerQuantConfig("scaled", "fp8", Granularity.TENSOR, 8)
     exclude = inner.strings("exclude_modules") + inner.strings("ignore")
     return QuantizationConfig(method, layer, exclude_layers=exclude)
-
-
-_SECTIONS = ("quantization_config", "compression_config")
-MODELOPT_FILE = "hf_quant_config.json"
-
-_PARSERS: Mapping[str, Callable[[Fields, str], QuantizationConfig]] = MappingProxyType(
-    {
-        "fp8": parse_fp8,
-        "fbgemm_fp8": parse_fbgemm,
-        "compressed-tensors": parse_compressed_tensors,
-        "mxfp4": parse_mxfp4,
-        "quark": parse_quark,
-        "awq": parse_awq,
-        "gptq": parse_gptq,
-        "modelopt": parse_modelopt,
-    }
-)
-QUANTIZATION_METHODS = tuple(_PARSERS)
-
-
-def parse_quantization(config: Fields, directory: Path | None = None) -> QuantizationConfig | None:
-    """What config.json, or ModelOpt's file beside it in `directory`, says of quantisation; None: all is dense.
-
-    Raises `CheckpointError`, a sentence naming the field and its value, for a scheme that cannot be read here.
-    """
-    for name in _SECTIONS:
-        section = config.section(name)
-        if section is not None:
-            return _parse(section, "compressed-tensors" if name == "compression_config" else "")
-    if directory is not None and (directory / MODELOPT_FILE).is_file():
-        return _parse(Fields.from_file(directory / MODELOPT_FILE), "modelopt")
-    return None
-
-
-def _parse(section: Fields, default: str) -> QuantizationConfig:
-    method = section.string("quant_method", default).replace("_", "-").lower()
-    for name, parse in _PARSERS.items():
-        if method == name.replace("_", "-"):
-            try:
-                return parse(section, name)
-            except re.error as error:
-                raise scheme_error(
-                    section, f"names modules by {error.pattern!r}, which is no regular expression: {error}"
-                ) from error
-    raise section.invalid("quant_method", f"one of {', '.join(QUANTIZATION_METHODS)}")
-
-
-# [quantization] Quantised checkpoints: what config.json says of them, and how their tensors become dense weights.
-#
-# `parse_quantization` is called by `ModelConfig`, `dequantize.Dequantizer` by the loader.
-
-__all__ = ["QUANTIZATION_METHODS", "LayerQuantConfig", "QuantizationConfig", "parse_quantization"]

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from engine.runner.kv_cache import LayerCaches
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import Context, DPMetadata, forward_context, set_kv_cache_data
-from models.layers.parameter import WeightBits
 from models.loading.checkpoint import ModelImpl, read_checkpoint_config
 from models.loading.loader import load_model
 from models.lora.adapters import group_by_adapter
 from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+from models.quantization.config import WeightBits
 from tests.parity.thread_ranks import ThreadExchange
 from tests.parity.tolerance import assert_within, with_bound
 

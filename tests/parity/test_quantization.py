@@ -11,8 +11,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from models.architectures.config import ModelConfig
 from models.config.fields import Fields
 from models.layers.parameter import onednn_of
+from models.quantization.config import METHODS
 from models.quantization.dequantize import Dequantizer
-from models.quantization.methods import QUANTIZATION_METHODS, parse_quantization
+from models.quantization.methods import parse_quantization
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 from tests.parity.paged_model import PagedModel, assert_computes, prompt
@@ -103,7 +104,7 @@ def test_a_weight_is_the_same_in_one_piece_and_in_many(
 
 
 def test_every_method_has_a_format_proven() -> None:
-    assert {config["quant_method"] for _, config in FORMATS.values()} | {"mxfp4"} == set(QUANTIZATION_METHODS)
+    assert {config["quant_method"] for _, config in FORMATS.values()} | {"mxfp4"} == set(METHODS)
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq", "gptq, activation order", "compressed-tensors int4 groups"])

@@ -54,14 +54,14 @@ def test_an_excluded_module_that_is_quantised_is_named(tmp_path: Path) -> None:
             "fp8 blocks",
             "weight_scale_inv",
             torch.ones(2, 2),
-            "weight_scale has shape [2, 2], where the quantisation in config.json means [3, 2]",
+            "weight_scale has shape [2, 2], but the quantisation in config.json means [3, 2]",
         ),
-        ("fp8 blocks", "weight", torch.zeros(288, 160, dtype=torch.int8), "weight is torch.int8, where"),
+        ("fp8 blocks", "weight", torch.zeros(288, 160, dtype=torch.int8), "weight is torch.int8, but"),
         (
             "awq",
             "scales",
             torch.ones(4, 288),
-            "has shape [4, 288], where the quantisation in config.json means [5, 288]",
+            "has shape [4, 288], but the quantisation in config.json means [5, 288]",
         ),
         ("awq", "qweight", torch.zeros(160, 36), "qweight is torch.float32"),
         ("gptq", "qzeros", torch.zeros(5, 4, dtype=torch.int32), "means [5, 36]"),
@@ -83,7 +83,7 @@ def test_tensors_that_do_not_fit_one_another_are_named(
 
 def test_an_activation_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     pair = q.write_pair(tmp_path, q.gptq(shuffled=True), q.gptq_config(desc_act=False))
-    assert "proj.g_idx orders inputs by activation, where" in refusal(lambda: PagedModel(pair.quantised))
+    assert "proj.g_idx orders inputs by activation, but" in refusal(lambda: PagedModel(pair.quantised))
 
 
 def test_a_stack_whose_parts_share_blocks_is_refused(tmp_path: Path) -> None:
