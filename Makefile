@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu site demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ bench-host: $(VENV)/.installed-test ## Measure what the host does for a GPU, wit
 bench-peers: $(VENV)/.installed-test ## Measure Kaon and other servers in turn, and write their part of that page
 	@exec $(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
+site: $(VENV)/.installed-site ## Build the documentation site into build/site, and check its links
+	@exec $(VENV)/bin/mkdocs build --strict $(ARGS)
+
 demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minutes on two cores)
 	@exec $(VENV)/bin/python -m tools.demo.train --out models/demo/checkpoint $(ARGS)
 
@@ -94,7 +97,8 @@ COMPILED := $(wildcard setup.py models/ops/cpu/*.[ch])
 $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-dev: EXTRAS := [test,dev]
 $(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
+$(VENV)/.installed-site: EXTRAS := [site]
 
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev: pyproject.toml constraints.txt $(COMPILED)
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev $(VENV)/.installed-site: pyproject.toml constraints.txt $(COMPILED)
 	@sh deploy/install.sh $(VENV) '$(EXTRAS)' $(PYTHON)
 	@touch $(VENV)/.installed $(IMPLIED) $@
