@@ -23,7 +23,7 @@ import psutil
 from benchmarks.checkpoints import QWEN3_06B
 from benchmarks.report import Table
 from engine.client.llm_engine import LLMEngine
-from engine.config.config import QuantizationConfig, SpeculativeConfig
+from engine.config.config import PrecisionConfig, SpeculativeConfig
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence as EngineSequence
 from engine.speculative.drafts import Drafts
@@ -182,7 +182,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def _engine(model: str | None, rounding: str) -> LLMEngine:
-    quantization = QuantizationConfig.model_validate({"quantization": rounding})
+    quantization = PrecisionConfig.model_validate({"quantization": rounding})
     return LLMEngine(
         model,
         dtype="bfloat16",

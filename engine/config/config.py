@@ -307,7 +307,7 @@ __all__ = [
     "CompilationConfig",
     "Config",
     "ParallelConfig",
-    "QuantizationConfig",
+    "PrecisionConfig",
     "Section",
     "ServerConfig",
     "SpeculativeConfig",
@@ -360,7 +360,7 @@ else:
     Quantization = Literal[("auto", *ROUNDINGS, "none", *METHODS.names())]
 
 
-class QuantizationConfig(Section):
+class PrecisionConfig(Section):
     """How weights and the KV cache are stored."""
 
     quantization: Quantization = "auto"
@@ -466,7 +466,7 @@ class Config(Section):
     parallel_config: ParallelConfig = ParallelConfig()
     compilation_config: CompilationConfig = CompilationConfig()
     speculative_config: SpeculativeConfig | None = None
-    quantization_config: QuantizationConfig = QuantizationConfig()
+    quantization_config: PrecisionConfig = PrecisionConfig()
     server_config: ServerConfig = ServerConfig()
 
     @classmethod
@@ -533,7 +533,7 @@ _SECTIONS: dict[str, type[Section]] = {
     "parallel_config": ParallelConfig,
     "compilation_config": CompilationConfig,
     "speculative_config": SpeculativeConfig,
-    "quantization_config": QuantizationConfig,
+    "quantization_config": PrecisionConfig,
     "server_config": ServerConfig,
 }
 _SECTION_OF = {field: name for name, section in _SECTIONS.items() for field in section.model_fields}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from engine.client.llm_engine import EngineDeadError, LLMEngine
-from engine.config.config import QuantizationConfig
+from engine.config.config import PrecisionConfig
 from engine.sampling_params import SamplingParams
 from models.demo import CHECKPOINT_DIR
 from models.ops.cpu.runtime import load_library
@@ -98,7 +98,7 @@ def test_parameters_that_nobody_gives_are_the_generation_configs(engine: LLMEngi
 @pytest.mark.skipif(load_library() is None, reason="the operators were not built")
 @pytest.mark.parametrize("rounding", ["int8", "int4"])
 def test_a_model_of_rounded_weights_answers_as_it_was_taught(rounding: Literal["int8", "int4"]) -> None:
-    quantization = QuantizationConfig(quantization=rounding)
+    quantization = PrecisionConfig(quantization=rounding)
     questions = ["What is 3+4?", "What is the capital of France?"]
     with LLMEngine(num_kvcache_blocks=512, quantization_config=quantization) as engine:
         chats = [[{"role": "user", "content": question}] for question in questions]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config.config import Config, QuantizationConfig
+from engine.config.config import Config, PrecisionConfig
 from engine.core.startup import PhaseClock
 from engine.core.startup import load_model as load_served
 from models.architectures.config import ModelConfig
@@ -44,8 +44,8 @@ def checkpoint_of(architecture: str, directory: Path) -> Path:
     return make_checkpoint(directory, variant.family, dtype=torch.bfloat16, **fields)
 
 
-def asked(rounding: str) -> QuantizationConfig:
-    return QuantizationConfig.model_validate({"quantization": rounding})
+def asked(rounding: str) -> PrecisionConfig:
+    return PrecisionConfig.model_validate({"quantization": rounding})
 
 
 @needs_operators

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config.config import QuantizationConfig
+from engine.config.config import PrecisionConfig
 from models.attention.cpu_cache import from_cache, to_cache
 from tests.parity import quantized_checkpoints as q
 from tests.parity.checkpoints import make_checkpoint
@@ -119,7 +119,7 @@ def test_a_checkpoints_scale_of_latents_is_taken(tmp_path: Path, name: str) -> N
 def test_an_8_bit_cache_has_blocks_of_a_quarter_of_float32s_bytes(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     sizes = {
-        word: runner_for(path, quantization_config=QuantizationConfig(kv_cache_dtype=word)).caches.block_bytes
+        word: runner_for(path, quantization_config=PrecisionConfig(kv_cache_dtype=word)).caches.block_bytes
         for word in ("auto", "bf16", "fp8")
     }
     assert sizes["auto"] == 2 * sizes["bf16"] == 4 * sizes["fp8"]

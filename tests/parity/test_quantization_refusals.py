@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.config import Config, QuantizationConfig
+from engine.config.config import Config, PrecisionConfig
 from engine.core.startup import PhaseClock
 from engine.core.startup import load_model as load_served
 from models.architectures.config import ModelConfig
@@ -151,7 +151,7 @@ def test_a_scheme_that_cannot_be_read_is_named(tmp_path: Path, config: dict[str,
 @pytest.mark.parametrize(("wanted", "accepted"), [("auto", True), ("awq", True), ("gptq", False), ("none", False)])
 def test_the_asked_for_quantisation_must_be_the_checkpoints(tmp_path: Path, wanted: Any, accepted: bool) -> None:
     path = q.write_pair(tmp_path, q.awq, q.AWQ_CONFIG).quantised
-    config = Config(model=str(path), quantization_config=QuantizationConfig(quantization=wanted), max_model_len=64)
+    config = Config(model=str(path), quantization_config=PrecisionConfig(quantization=wanted), max_model_len=64)
     if accepted:
         load_served(config, PhaseClock(0.0))
         return
@@ -161,6 +161,6 @@ def test_the_asked_for_quantisation_must_be_the_checkpoints(tmp_path: Path, want
 
 def test_a_dense_checkpoint_is_not_quantised_on_the_way(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
-    config = Config(model=str(path), quantization_config=QuantizationConfig(quantization="fp8"), max_model_len=64)
+    config = Config(model=str(path), quantization_config=PrecisionConfig(quantization="fp8"), max_model_len=64)
     with pytest.raises(ValueError, match=r"quantization is fp8, but that of .* is none; set it to auto"):
         load_served(config, PhaseClock(0.0))
