@@ -13,7 +13,7 @@ from tests.e2e.processes import LoggedProcess, command_line, run_config
 
 _HERE = Path(__file__).parent
 _PATH = os.pathsep.join(map(str, (_HERE.parents[1], _HERE)))
-_RUNS_STUBS = "from engine import core_process; core_process.CORE_MODULE = 'stub_core'; "
+_RUNS_STUBS = "from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'; "
 
 
 def replica_fields(port: int, **fields: Any) -> dict[str, Any]:

@@ -278,7 +278,7 @@ async def test_an_event_loop_hears_of_the_core_s_death() -> None:
 
 PARENT = """
 import sys
-from engine import core_process
+from engine.distributed import core_process
 core_process.CORE_MODULE = "stub_core"
 from engine.config.config import Config
 from engine.client.core_manager import CoreManager

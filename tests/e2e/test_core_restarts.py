@@ -110,7 +110,7 @@ def test_requests_that_come_while_the_core_is_started_again_wait_for_it(run: Run
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("deaths", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deaths", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_deaths_at_random_moments_lose_and_repeat_nothing(deaths: int) -> None:
     rng = random.Random(0)
     run = Run(max_core_restarts=100)
@@ -151,9 +151,9 @@ async def test_an_event_loop_s_requests_go_on_too() -> None:
 
         manager.attach(asyncio.get_running_loop(), take, lambda count, replica: resumed.append(count))
         await manager.wait_ready_async(WAIT_SECONDS)
-        run.add(*range(5), max_tokens=4000)
+        run.add(*range(5), max_tokens=1000)
         await asyncio.wait_for(ended.wait(), WAIT_SECONDS)
-    run.assert_complete(*range(5), max_tokens=4000)
+    run.assert_complete(*range(5), max_tokens=1000)
     assert resumed == [5]
 
 
@@ -246,6 +246,7 @@ def test_a_stopped_core_is_noticed_before_the_longest_step_would_be_over(run: Ru
     run.assert_complete(0)
 
 
+@pytest.mark.slow  # The short form: tests/unit/test_restarts.py.
 def test_an_idle_core_does_not_count_as_stalled() -> None:
     run = Run(stall_timeout=3.5)
     with run.manager:
@@ -372,7 +373,7 @@ def test_each_request_ends_once_whatever_happens_to_it() -> None:
         assert not run.manager.live
 
 
-@pytest.mark.parametrize("killers", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("killers", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_requests_that_kill_the_core_end_nobody_else(run: Run, killers: int) -> None:
     run.add(*range(4), max_tokens=1000)
     run.until_begun(*range(4))
@@ -392,6 +393,7 @@ def test_a_killer_that_is_faster_than_the_start_ends_nothing_by_itself(run: Run)
     run.assert_complete(0)
 
 
+@pytest.mark.slow  # Its parts: the other tests of stopped cores.
 def test_a_core_that_is_stopped_while_it_takes_another_s_place_is_noticed(run: Run) -> None:
     run.add(0)
     run.until_begun(0)
@@ -403,6 +405,7 @@ def test_a_core_that_is_stopped_while_it_takes_another_s_place_is_noticed(run: R
     run.assert_complete(0)
 
 
+@pytest.mark.slow  # Its parts: the other tests of stopped cores.
 def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_request(run: Run) -> None:
     run.add(0)
     run.until_begun(0)
@@ -413,6 +416,7 @@ def test_a_stopped_core_is_noticed_where_it_only_owes_the_end_of_a_paused_reques
     run.assert_complete(0)
 
 
+@pytest.mark.slow  # The short form: tests/unit/test_isolation.py.
 def test_a_long_prompt_that_is_computed_alone_does_not_count_as_a_stall() -> None:
     run = Run(stall_timeout=3.5, max_num_batched_tokens=2, max_num_seqs=2)
     with run.manager:

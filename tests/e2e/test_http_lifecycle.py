@@ -73,6 +73,7 @@ def test_while_the_model_loads_the_server_is_alive_and_not_ready(start_server: S
     assert answers(server, "/readyz") == answers(server, "/health") == 200
 
 
+@pytest.mark.slow  # The short form: tests/chaos/test_shutdown.py.
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_lets_streams_end_and_takes_no_more(start_server: StartServer, number: signal.Signals) -> None:
     server = start_server().ready()
@@ -139,6 +140,7 @@ def test_a_signal_while_the_model_loads_ends_the_server_cleanly(start_server: St
     assert "Traceback" not in server.stderr
 
 
+@pytest.mark.slow  # The short form: test_cli_serve.py.
 def test_a_taken_port_is_one_sentence_and_starts_nothing(server: KaonServer, start_server: StartServer) -> None:
     second = start_server(port=server.port)
     assert second.wait() == 1
@@ -147,6 +149,7 @@ def test_a_taken_port_is_one_sentence_and_starts_nothing(server: KaonServer, sta
     assert len(second.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow  # The short form: test_cli_serve.py.
 def test_a_missing_checkpoint_is_one_sentence(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(model=str(tmp_path / "none"))
     assert server.wait() == 1
@@ -158,7 +161,7 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
     checkpoint = HeldCheckpoint(tmp_path / "model")
     settings = {"served_model_name": [MODEL]}
     server = start_server(model=str(checkpoint.path), server_config=settings).ready()
-    undisturbed = receive_all(server, "/v1/completions", max_tokens=300)
+    undisturbed = receive_all(server, "/v1/completions", max_tokens=100)
     core = server.core
     states: list[int | None] = []
 
@@ -169,7 +172,7 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
             states.append(answers(server, "/livez"))
 
     # Longer, so that it has not ended by then however late this process is.
-    events = receive_all(server, "/v1/completions", kill)
+    events = receive_all(server, "/v1/completions", kill, max_tokens=1200)
     assert text_of(events).startswith(text_of(undisturbed))
     assert events.endswith("data: [DONE]\n\n")
     assert states == [200]
@@ -180,6 +183,7 @@ def test_when_the_engine_dies_streams_go_on(start_server: StartServer, tmp_path:
     assert "Traceback" not in server.stderr
 
 
+@pytest.mark.slow  # The short form: tests/chaos/test_core_dies.py.
 def test_when_an_engine_dies_that_may_not_start_again_streams_are_told_and_the_server_ends(
     start_server: StartServer,
 ) -> None:

@@ -66,37 +66,61 @@ def test_prompts_are_read_for_their_log_probabilities(engine: LLMEngine) -> None
     assert [entry.token_id for entry in result["prompt_logprobs"]] == ids[1:]
 
 
-@pytest.mark.parametrize("more", [{}, {"async_scheduling": "on"}, {"parallel_config": {"tensor_parallel_size": 2}}])
-def test_answers_with_drafts_are_answers_without(more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"async_scheduling": "off"},
+        {"async_scheduling": "on"},
+        # Of ranks in one process: tests/parity/test_speculative_decoding.py.
+        pytest.param({"parallel_config": {"tensor_parallel_size": 2}}, marks=pytest.mark.slow),
+    ],
+    ids=["waiting", "one step ahead", "two ranks"],
+)
+def test_answers_with_drafts_are_answers_without(engine: LLMEngine, more: dict[str, Any]) -> None:
     """Prompts that repeat themselves, of which some are drafted well and others badly."""
     prompts = ["Hello", "a b c d a b c d a b c d a b", "1, 2, 3, 1, 2, 3, 1, 2,", "The capital of France is"]
     kinds = [
         SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=1),
         SamplingParams(temperature=0.8, max_tokens=48, seed=5, repetition_penalty=1.1, stop_strings=["The"]),
     ]
-    found = []
-    for drafts in (None, {"num_speculative_tokens": 5, "prompt_lookup_min": 2}):
-        with LLMEngine(num_kvcache_blocks=128, speculative_config=drafts, **more) as engine:
-            answers = [each for kind in kinds for each in engine.generate(prompts, kind, use_tqdm=False)]
-        found.append([(each["token_ids"], each["finish_reason"], each["logprobs"]) for each in answers])
+
+    def answers(engine: LLMEngine) -> list[Any]:
+        results = [each for kind in kinds for each in engine.generate(prompts, kind, use_tqdm=False)]
+        return [(each["token_ids"], each["finish_reason"], each["logprobs"]) for each in results]
+
+    drafts = {"num_speculative_tokens": 5, "prompt_lookup_min": 2}
+    with LLMEngine(num_kvcache_blocks=128, speculative_config=drafts, **more) as drafting:
+        found = answers(drafting)
     if "parallel_config" in more:
         # Sums of ranks are rounded by the number of rows.
-        found = [[(tokens, reason, None) for tokens, reason, _ in each] for each in found]
-    assert found[0] == found[1]
+        with LLMEngine(num_kvcache_blocks=128, **more) as plain:
+            expected = answers(plain)
+        assert [each[:2] for each in found] == [each[:2] for each in expected]
+    else:
+        assert found == answers(engine)
 
 
-def test_parameters_that_nobody_gives_are_the_generation_configs(engine: LLMEngine, tmp_path: Path) -> None:
-    assert engine.default_sampling_params == SamplingParams()
+def test_what_the_settings_say_of_the_context_and_the_parameters_holds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
-    with LLMEngine(num_kvcache_blocks=64, generation_config=str(tmp_path)) as other:
-        assert other.default_sampling_params == SamplingParams(temperature=0, max_tokens=5)
-        first, second = other.generate(["Once upon a time"] * 2, use_tqdm=False)
+    with LLMEngine(num_kvcache_blocks=4, generation_config=str(tmp_path)) as engine:
+        assert engine.default_sampling_params == SamplingParams(temperature=0, max_tokens=5)
+        first, second = engine.generate(["Once upon a time"] * 2, use_tqdm=False)
+        assert engine.model_info.max_model_len == 64
+        with pytest.raises(ValueError, match="64 tokens"):
+            engine.generate([[5] * 64], use_tqdm=False)
     assert first["token_ids"] == second["token_ids"]
     assert len(first["token_ids"]) == 5
+    assert "a sequence may have 64 tokens, not max_model_len 4096: the KV" in capfd.readouterr().err
+
+
+def test_parameters_that_nobody_gives_are_those_of_the_specification(engine: LLMEngine) -> None:
+    assert engine.default_sampling_params == SamplingParams()
 
 
 @pytest.mark.skipif(load_library() is None, reason="the operators were not built")
-@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("rounding", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_a_model_of_rounded_weights_answers_as_it_was_taught(rounding: Literal["int8", "int4"]) -> None:
     quantization = PrecisionConfig(quantization=rounding)
     questions = ["What is 3+4?", "What is the capital of France?"]
@@ -116,34 +140,15 @@ def test_model_describes_itself(engine: LLMEngine) -> None:
     assert info.max_model_len == min(config["max_position_embeddings"], 512 * 16)
 
 
-def test_context_is_no_longer_than_the_cache(capfd: pytest.CaptureFixture[str]) -> None:
-    with LLMEngine(num_kvcache_blocks=4) as engine:
-        assert engine.model_info.max_model_len == 64
-        with pytest.raises(ValueError, match="64 tokens"):
-            engine.generate([[5] * 64], use_tqdm=False)
-    assert "a sequence may have 64 tokens, not max_model_len 4096: the KV" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"max_model_len": 10**7}, "max_model_len is 10000000, but the checkpoint's context is"),
-        ({"eos_token_id": 99999}, "eos_token_id holds token id 99999; this model's token ids are between 0 and 1535"),
-        ({"bos_token_id": 1536}, "bos_token_id holds token id 1536"),
-        ({"stop_token_ids": (5, 1536)}, "stop_token_ids holds token id 1536"),
-        ({"device": "cuda"}, "torch finds no GPU"),
-        ({"async_scheduling": "on", "parallel_config": {"tensor_parallel_size": 2}}, "async_scheduling is on, but"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_a_sentence(
-    fields: dict[str, object], sentence: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(EngineDeadError, match=sentence) as raised:
-        LLMEngine(**fields)
+def test_what_cannot_be_served_is_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    """Further reasons: tests/parity/test_startup.py."""
+    with pytest.raises(EngineDeadError, match="max_model_len is 10000000, but the checkpoint's context is") as raised:
+        LLMEngine(max_model_len=10**7)
     assert raised.value.usage
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow  # The short form: tests/parity/test_model_loader.py.
 def test_truncated_checkpoint_is_refused_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(CHECKPOINT_DIR, broken)

@@ -224,7 +224,7 @@ def test_cores_end_with_a_server_that_is_killed_and_the_host_waits_for_another(
 ) -> None:
     host = start_host(port)
     script = (
-        "import sys; from engine import core_process; core_process.CORE_MODULE = 'stub_core'\n"
+        "import sys; from engine.distributed import core_process; core_process.CORE_MODULE = 'stub_core'\n"
         "from engine.config.config import Config\nfrom engine.client.core_manager import CoreManager\n"
         "manager = CoreManager(Config.model_validate_json(sys.argv[1]))\nmanager.wait_ready()\n"
         "print(*manager.pids, flush=True)\ninput()"

@@ -1,0 +1,25 @@
+"""What an engine core refuses while it starts, in the words that its user reads."""
+
+import time
+from typing import Any
+
+import pytest
+
+from engine.config.config import Config
+from engine.core.startup import PhaseClock, load_model
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"eos_token_id": 99999}, "eos_token_id holds token id 99999; this model's token ids are between 0 and 1535"),
+        ({"bos_token_id": 1536}, "bos_token_id holds token id 1536"),
+        ({"stop_token_ids": (5, 1536)}, "stop_token_ids holds token id 1536"),
+        ({"device": "cuda"}, "torch finds no GPU"),
+        ({"async_scheduling": "on", "tensor_parallel_size": 2}, "async_scheduling is on, but"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as raised:
+        load_model(Config.from_fields(num_kvcache_blocks=16, **fields), PhaseClock(time.monotonic()))
+    assert "\n" not in str(raised.value)
