@@ -1,7 +1,8 @@
 """`LLMEngine`: the offline API. Generates for a list of prompts in a core process of its own, with blocking calls."""
 
 import itertools
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -11,18 +12,20 @@ from tqdm import tqdm
 from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
-from engine.messages import StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
-from engine.text.request_state import RequestResult, RequestState
+from engine.text.request_state import RequestDelta, RequestResult, RequestState
 from engine.text.tokenizer import Tokenizer
 
 __all__ = ["EngineDeadError", "InputOutputProcessor", "LLMEngine", "Prompts"]
 
 Prompts: TypeAlias = str | list[str] | list[list[int]]
 """One text, texts, or lists of token ids."""
+
+StreamCallback: TypeAlias = Callable[[int, RequestDelta], object]
+"""Called with a request's id and what one engine step added to it."""
 
 
 class LLMEngine:
@@ -60,6 +63,8 @@ class LLMEngine:
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
         """Requests added and not collected yet."""
+        self._callbacks: dict[int, StreamCallback] = {}
+        """Of those that are streamed."""
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -73,16 +78,51 @@ class LLMEngine:
         use_tqdm: bool = True,
         *,
         lora: str | None = None,
+        stream_callback: StreamCallback | None = None,
     ) -> list[RequestResult]:
         """Complete every prompt; the results in their order.
 
         `sampling_params` is for all prompts, or a list with one for each; by default `default_sampling_params`. `lora`
-        is the name of one of `Config.lora`'s adapters. Raises `InvalidRequest`, a `ValueError`, before anything is
-        sent when one prompt cannot run, and `EngineDeadError` when the core dies. A request that fails by itself has
-        `finish_reason` "error" and a sentence in `error`. Interrupted, for instance by Ctrl-C, it aborts what it sent
-        and the engine stays usable.
+        is the name of one of `Config.lora`'s adapters. `stream_callback` is called as in `add_request`. Raises
+        `InvalidRequest`, a `ValueError`, before anything is sent when one prompt cannot run, and `EngineDeadError`
+        when the core dies. A request that fails by itself has `finish_reason` "error" and a sentence in `error`.
+        Interrupted, for instance by Ctrl-C, it aborts what it sent and the engine stays usable.
         """
-        return self.collect(self.add_request(prompts, sampling_params, lora=lora), use_tqdm)
+        ids = self.add_request(prompts, sampling_params, lora=lora, stream_callback=stream_callback)
+        return self.collect(ids, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        lora: str | None = None,
+    ) -> Iterator[tuple[int, RequestDelta]]:
+        """Complete every prompt; the index of a prompt and what an engine step added to its text, as it comes.
+
+        Takes the arguments of `generate`, and raises the same errors, at the first delta. Each prompt's last delta has
+        `finished` set. Closing the iterator, or an exception, aborts the prompts that are not complete::
+
+            for index, delta in llm.stream(["Once upon a time", "The answer is"]):
+                print(index, delta.text)
+        """
+        pending: deque[tuple[int, RequestDelta]] = deque()
+        ids = self.add_request(
+            prompts, sampling_params, lora=lora, stream_callback=lambda *streamed: pending.append(streamed)
+        )
+        unfinished = {request_id: index for index, request_id in enumerate(ids)}
+        try:
+            while unfinished:
+                while not pending:
+                    self._receive()
+                request_id, delta = pending.popleft()
+                if delta.error is not None and self._core.failure is not None:
+                    raise EngineDeadError(self._core.failure.error)
+                index = unfinished.pop(request_id) if delta.finished else unfinished[request_id]
+                yield index, delta
+        finally:
+            self._core.abort(unfinished)
+            self._forget(ids)
 
     def add_request(
         self,
@@ -90,8 +130,12 @@ class LLMEngine:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         *,
         lora: str | None = None,
+        stream_callback: StreamCallback | None = None,
     ) -> list[int]:
-        """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order."""
+        """Start to complete prompts, as `generate` does; the request ids to `collect` later, in prompt order.
+
+        `stream_callback` is called with each delta of these prompts, from any call that waits for outputs.
+        """
         if not isinstance(prompts, str | Iterable):
             raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
         texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -119,6 +163,8 @@ class LLMEngine:
         states = {request.request_id: self.io_processor.start(request) for request in requests}
         self._core.add_requests(requests)
         self._states |= states
+        if stream_callback is not None:
+            self._callbacks |= dict.fromkeys(states, stream_callback)
         return list(states)
 
     def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
@@ -132,17 +178,14 @@ class LLMEngine:
             with tqdm(total=len(states), desc="Generating", unit="prompt", disable=not use_tqdm) as progress:
                 progress.update(len(states) - len(unfinished))
                 while unfinished:
-                    step = self._core.get_outputs()
-                    assert step is not None
-                    finished = self._push(step)
-                    progress.update(len(unfinished & finished))
+                    finished = unfinished & self._receive()
+                    progress.update(len(finished))
                     unfinished -= finished
         except BaseException:
             self._core.abort(unfinished)
             raise
         finally:
-            for request_id in request_ids:
-                self._states.pop(request_id, None)
+            self._forget(request_ids)
         if self._core.failure is not None and any(state.error is not None for state in states):
             raise EngineDeadError(self._core.failure.error)
         results = self.io_processor.postprocess(states)
@@ -169,19 +212,33 @@ class LLMEngine:
             raise ValueError(f"lora is {name!r}, but the engine's adapters are: {loaded}; name it in Config.lora")
         return self._adapters[name]
 
-    def _push(self, step: StepOutputs) -> set[int]:
-        """Give each request what the step brought it; the ids of those that are complete now."""
+    def _receive(self) -> set[int]:
+        """Wait for a step's outputs and give them to their requests; the ids of those that are complete now."""
+        step = self._core.get_outputs()
+        assert step is not None
         finished = set()
+        stopped = []
         for output in step.outputs:
             state = self._states.get(output.request_id)
-            # A request that was interrupted, or that met its stop string, may still hear from the core.
+            # The core may still send outputs of a request that was interrupted, or that met its stop string.
             if state is None or state.finish_reason is not None:
                 continue
-            if state.push(output).finished:
+            delta = state.push(output)
+            if delta.finished:
                 finished.add(output.request_id)
-        stopped = [request_id for request_id in finished if self._states[request_id].stopped_early]
+            if state.stopped_early:
+                stopped.append(output.request_id)
+            callback = self._callbacks.get(output.request_id)
+            if callback is not None:
+                callback(output.request_id, delta)
         self._core.abort(stopped)
         return finished
+
+    def _forget(self, request_ids: list[int]) -> None:
+        """Free the state of requests that were collected or interrupted."""
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+            self._callbacks.pop(request_id, None)
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

@@ -13,6 +13,7 @@ from engine.config.config import Config, ParallelConfig
 from engine.messages import StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InvalidRequest
+from engine.text.request_state import RequestDelta
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 
@@ -176,6 +177,57 @@ def test_requests_can_be_added_first_and_collected_later_in_any_order(engine: LL
     late = engine.add_request("c", SamplingParams(max_tokens=3))
     assert [result["num_tokens_output"] for result in engine.collect(late)] == [3]
     assert [result["num_tokens_output"] for result in engine.collect(early)] == [2, 2]
+
+
+def test_a_stream_brings_each_prompts_text_as_it_is_generated(engine: LLMEngine) -> None:
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=1)]
+    streamed: dict[int, list[RequestDelta]] = {0: [], 1: []}
+    for index, delta in engine.stream(["one", "two"], params):
+        streamed[index].append(delta)
+    assert [delta.token_ids for delta in streamed[0]] == [[5], [5], [5]]
+    assert [delta.finish_reason for delta in streamed[0]] == [None, None, "length"]
+    assert [delta.finished for delta in streamed[1]] == [True]
+    assert "".join(delta.text for delta in streamed[0]) == engine.io_processor.tokenizer.decode([5] * 3)
+    assert engine._core.live == set()
+    assert engine._states == engine._callbacks == {}
+
+
+def test_streams_and_other_requests_do_not_take_each_others_outputs(engine: LLMEngine) -> None:
+    stream = engine.stream("one", SamplingParams(max_tokens=40))
+    next(stream)
+    (result,) = engine.generate("two", SamplingParams(max_tokens=60), use_tqdm=False)
+    assert result["num_tokens_output"] == 60
+    assert sum(len(delta.token_ids) for _, delta in stream) == 39
+
+
+def test_a_stream_that_is_closed_aborts_its_prompts(engine: LLMEngine) -> None:
+    stream = engine.stream(["one", "two"], SamplingParams(max_tokens=8000))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine._states == engine._callbacks == {}
+    assert len(engine.generate("three", SamplingParams(max_tokens=3), use_tqdm=False)) == 1
+    assert engine._core.live == set()
+
+
+def test_a_callback_gets_each_delta_while_generate_waits(engine: LLMEngine) -> None:
+    seen: list[tuple[int, str]] = []
+    (result,) = engine.generate(
+        "one",
+        SamplingParams(max_tokens=3),
+        use_tqdm=False,
+        stream_callback=lambda request_id, delta: seen.append((request_id, delta.text)),
+    )
+    assert "".join(text for _, text in seen) == result["text"]
+    assert len({request_id for request_id, _ in seen}) == 1
+
+
+def test_a_stream_ends_with_the_error_of_a_core_that_is_not_started_again() -> None:
+    with LLMEngine(max_core_restarts=0) as engine:
+        stream = engine.stream("a", SamplingParams(max_tokens=8000))
+        next(stream)
+        os.kill(engine._core.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            list(stream)
 
 
 def test_results_are_whole_when_the_core_dies_meanwhile(engine: LLMEngine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("server", "engine", "kvcache", "models")
+PACKAGES = ("kaon", "server", "engine", "kvcache", "models")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
 
