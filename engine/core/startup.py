@@ -94,7 +94,7 @@ def load_model(
     phases.end("load")
     size = runner.kv_cache_size()
     if ranks is not None:
-        size = ranks.agree(size)
+        size = size.of_ranks(ranks.shard.size, *ranks.agree(size.num_blocks, size.num_slots))
     logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
     if size.num_slots < config.max_num_seqs:
         logger.warning(

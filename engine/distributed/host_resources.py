@@ -1,19 +1,15 @@
-"""The worker: one rank's model runner and the rooms it is made of. Imports torch; the API process never comes here."""
+"""What a process may use of its host: memory, cores, and its share among ranks and replicas.
+
+In that order: control groups and the memory they leave, `plan_cores` (how many threads compute, on which cores, next
+to which memory), and `Shard` and `HostShare`, which rank and which replica a process is. `root` holds `proc` and `sys`
+everywhere. No torch here.
+"""
 
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-# Threads that wait for each other by spinning take the cores from the API process, and from each other: with one more
-# busy process on two cores a decode step took up to a hundred times longer. OpenMP reads this when torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-# [control_groups] The control groups this process is in, and the time on cores and the memory they leave it.
-#
-# Used for sizing memory and threads.
 
 
 def group_directories(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
@@ -86,10 +82,6 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: st
     counters = dict(line.split() for line in stat.splitlines())
     return int(limit) - usage + int(counters.get(reclaimable, 0))
 
-
-# [cores] `plan_cores`: how many threads compute on the CPU, on which cores, beside which memory. Called at start-up.
-#
-# No torch here. `root` holds `proc` and `sys` everywhere.
 
 SPARE_FROM = 4
 """Cores of which one is left to the API process: of fewer, a step would miss it more than the API gains."""
@@ -180,9 +172,6 @@ def _read_list(path: Path) -> set[int]:
     except OSError:
         return set()
     return {number for first, _, last in parts for number in range(int(first), int(last or first) + 1)}
-
-
-# [shard] `Shard`: which rank of which group a process is, and what it needs to be one. No torch here.
 
 
 class Shard(NamedTuple):

@@ -38,7 +38,6 @@ from engine.distributed.rank_link import (
 )
 from engine.distributed.rank_steps import RankGroup, RankSteps
 from engine.distributed.step_transport import StepEnds, StepRing
-from engine.runner.memory_sizing import KVCacheSize
 from models.errors import first_line
 
 # [local_ranks] `LocalRanks`: the ranks behind the first as processes of this host, told of steps through shared
@@ -162,15 +161,16 @@ class AsyncIOProcManager:
         except RuntimeError as error:
             raise RankError(f"the tensor-parallel ranks did not meet: {first_line(error)}") from error
 
-    def agree(self, size: KVCacheSize) -> KVCacheSize:
-        """The KV cache that every rank has room for, with this rank's own `size`; the others make theirs."""
+    def agree(self, num_blocks: int, num_slots: int) -> tuple[int, int]:
+        """Blocks and slots of the KV cache that every rank has room for; the other ranks allocate theirs.
+
+        `num_blocks` and `num_slots` are what this rank has room for.
+        """
         found = self._expect_all(RankSized, "meet the others")
-        num_blocks = min(size.num_blocks, *(each.num_blocks for each in found))
-        num_slots = min(size.num_slots, *(each.num_slots for each in found))
+        num_blocks = min(num_blocks, *(each.num_blocks for each in found))
+        num_slots = min(num_slots, *(each.num_slots for each in found))
         self._send_all(Allocate(num_blocks, num_slots))
-        num_bytes = size.num_bytes * self.shard.size
-        reason = f"{size.reason}, on {self.shard.size} ranks"
-        return KVCacheSize(num_blocks, num_slots, num_bytes * num_blocks // max(1, size.num_blocks), reason)
+        return num_blocks, num_slots
 
     def open_steps(self, group: RankGroup) -> RankSteps:
         """Have the other ranks serve; through what is returned, they compute each step that the caller begins."""

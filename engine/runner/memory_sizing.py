@@ -65,6 +65,11 @@ class KVCacheSize:
     """Of blocks and states together."""
     reason: str
 
+    def of_ranks(self, num_ranks: int, num_blocks: int, num_slots: int) -> "KVCacheSize":
+        """That of all ranks together, which have agreed on these numbers of blocks and slots."""
+        num_bytes = self.num_bytes * num_ranks * num_blocks // max(1, self.num_blocks)
+        return KVCacheSize(num_blocks, num_slots, num_bytes, f"{self.reason}, on {num_ranks} ranks")
+
 
 def kv_cache_size(
     config: Config, *, block_bytes: int, slot_bytes: int, max_model_len: int, budget: Callable[[], MemoryBudget]

@@ -12,8 +12,10 @@ import pytest
 
 from engine.config.config import Config, ParallelConfig
 from engine.distributed import rank_link as rank_proc
+from engine.distributed.core_process import CoreProcess
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
+from models.child_environment import own_code
 
 WAIT_SECONDS = 60
 
@@ -62,6 +64,24 @@ def test_what_every_rank_has_loaded_is_added_up(start_ranks: StartRanks) -> None
     ranks, failures = start_ranks("loaded", size=3)
     assert ranks.wait_loaded() == (frozenset({1, 2}), 2000)
     assert failures.empty()
+
+
+def test_threads_of_a_core_and_of_a_rank_sleep_while_they_wait(
+    start_ranks: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP reads the policy when torch is imported: it must be in the environment in which the process begins."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    start_ranks("loaded")
+    [rank] = [child for child in psutil.Process().children() if "stub_rank" in command_of(child)]
+    core = CoreProcess(Config())
+    core.start()
+    try:
+        policies = [psutil.Process(pid).environ().get("OMP_WAIT_POLICY") for pid in (core.pid, rank.pid)]
+    finally:
+        core.stop(0.0)
+    assert policies == ["passive", "passive"]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert own_code()["OMP_WAIT_POLICY"] == "active"
 
 
 @pytest.mark.parametrize(
