@@ -1,39 +1,45 @@
-"""`python -m benchmarks`: runs every benchmark of Kaon alone and writes docs/benchmarks.md. `make bench` calls it.
+"""`python -m benchmarks [NAME ...]`: runs the benchmarks of Kaon alone and writes docs/benchmarks.md; `make bench`.
 
-The page's comparison with other servers is kept, its figures of a GPU, and of the host beside one; `make bench-peers`,
-`make bench-gpu` and `make bench-host` write these.
+A section that was not asked for is kept as it is, as are those that `make bench-peers`, `make bench-gpu` and
+`make bench-host` write. Each section is written as soon as it is measured.
 """
 
+import argparse
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
-from benchmarks import decoding as experts
-from benchmarks import decoding as quantization
-from benchmarks import decoding as speculative
-from benchmarks import front_end, host, parallel, startup
-from benchmarks import parallel as data_parallel
-from benchmarks import parallel as lockstep
-from benchmarks import startup as loading
-from benchmarks import startup as recovery
-from benchmarks import step_time as engine_loop
-from benchmarks import step_time as structured
-from benchmarks.gpu import parts as gpu
-from benchmarks.peers import page as peers
-from benchmarks.report import kept_section, machine
+from benchmarks import decoding, front_end, parallel, startup, step_time
+from benchmarks.report import PAGE, Table, machine, marked, put_section
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BENCHMARKS: dict[str, Callable[[], Table]] = {
+    "startup": startup.startup_table,
+    "recovery": startup.recovery_table,
+    "loading": startup.loading_table,
+    "experts": decoding.experts_table,
+    "quantization": decoding.quantization_table,
+    "speculation": decoding.speculation_table,
+    "engine-loop": step_time.engine_loop_table,
+    "ranks": parallel.ranks_table,
+    "expert-parallel": parallel.expert_parallel_table,
+    "placement": parallel.placement_table,
+    "front-end": front_end.front_end_table,
+    "structured-output": step_time.structured_output_table,
+}
 
 
 def main() -> None:
-    sections = [f"# Benchmarks\n\nWritten by `make bench`. Single figures drift with the machine.\n\n{machine()}\n"]
-    engines = (startup, recovery, loading, experts, quantization, speculative, engine_loop, parallel, lockstep)
-    for benchmark in (*engines, data_parallel, front_end, structured):
-        sections.append(benchmark.run().markdown())
-        sys.stdout.write(sections[-1] + "\n")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all of them by default")
+    parser.add_argument("--no-page", action="store_true", help="print the tables, and write no page")
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in BENCHMARKS]:
+        parser.error(f"{unknown[0]!r} is not a benchmark; there are {', '.join(BENCHMARKS)}")
+    for name in options.names or BENCHMARKS:
+        table = BENCHMARKS[name]().markdown()
+        sys.stdout.write(table + "\n")
         sys.stdout.flush()
-    old = PAGE.read_text()
-    sections += [kept_section(old, page.SECTION) for page in (host, gpu, peers)]
-    PAGE.write_text("\n".join(filter(None, sections)))
+        if not options.no_page:
+            put_section(PAGE, name, marked(name, f"{table}\n{machine()}\n"))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -206,10 +205,6 @@ def _children_bytes() -> int:
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 
-if __name__ == "__main__":
-    sys.stdout.write(quantization_table().markdown())
-
-
 # [speculative] Steps that verify drafts, against plain ones: `python -m benchmarks.decoding`.
 #
 # Random weights in the shape of a 0.6B model through `LLMEngine`. Their greedy answers come to repeat themselves,
@@ -294,10 +289,6 @@ def _lookup_seconds() -> float:
         for seq in seqs:
             seq.append_token(draw.randrange(50))
     return statistics.median(found)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(speculation_table().markdown())
 
 
 # [experts] A decode step of a mixture of experts, against reading its weights: `python -m benchmarks.decoding`.
@@ -455,7 +446,3 @@ def _time(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    sys.stdout.write(experts_table().markdown())

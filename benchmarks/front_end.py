@@ -134,7 +134,7 @@ def run_load(load: Load, repeats: int) -> list[Result]:
             process.terminate()
 
 
-def run(repeats: int = REPEATS) -> Table:
+def front_end_table(repeats: int = REPEATS) -> Table:
     """Best and median of the repeats, by endpoint and number of streams."""
     rows = []
     for load in LOADS:
@@ -164,7 +164,7 @@ def main() -> None:
         serve_floor(arguments.serve_floor)
     if arguments.serve is not None:
         sys.exit(serve(arguments.serve))
-    sys.stdout.write(run().markdown())
+    sys.stdout.write(front_end_table().markdown())
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def ranks_table() -> Table:
     )
 
 
-def _be_other_rank(arguments: list[str]) -> None:
+def _be_other_process(arguments: list[str]) -> None:
     match arguments:
         case ["follow", "memory", ring, ends, num_rows]:
             _follow(open_steps(SharedMemory(int(ring), int(ends)), 1, 2), int(num_rows))
@@ -311,14 +311,8 @@ def _be_other_rank(arguments: list[str]) -> None:
             _by_gloo(1, store)
         case ["shared", descriptor]:
             _by_memory(1, int(descriptor))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1:]:
-        _be_other_rank(sys.argv[1:])
-    else:
-        sys.stdout.write(ranks_table().markdown())
+        case ["exchange", kind, where]:
+            _by(kind, where, 1)
 
 
 # [lockstep] What replicas of one host that share experts out cost beside one engine that has all: an exchange, and a
@@ -386,7 +380,7 @@ def exchange_rows() -> Iterator[tuple[str, ...]]:
     memory = os.memfd_create("benchmark")
     with tempfile.TemporaryDirectory() as directory:
         for name, kind, where in (("Gloo", "gloo", f"{directory}/store"), ("shared memory", "memory", str(memory))):
-            with second_process("benchmarks.parallel", kind, where, descriptors=(memory,)):
+            with second_process(_MODULE, "exchange", kind, where, descriptors=(memory,)):
                 times = _by(kind, where, 0)
             median, tail = (f"{1e6 * times[int(share * len(times))]:.0f}" for share in (0.5, 0.99))
             what = f"{EXCHANGE_TOKENS} tokens of {HIDDEN} to {TOP_K} experts each and back, {name}"
@@ -483,13 +477,6 @@ def expert_parallel_table() -> Table:
         ("what", "median", ""),
         [*exchange_rows(), *step_rows()],
     )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        _by(sys.argv[1], sys.argv[2], 1)
-    else:
-        sys.stdout.write(expert_parallel_table().markdown())
 
 
 # [data_parallel] What placing requests by their prefixes gains over taking replicas in turn, and what it costs.
@@ -632,4 +619,5 @@ def placement_table() -> Table:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(placement_table().markdown())
+    torch.set_num_threads(1)
+    _be_other_process(sys.argv[1:])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from engine.config.release import release
 
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

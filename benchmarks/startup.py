@@ -80,10 +80,6 @@ def startup_table(repeats: int = STARTS) -> Table:
     )
 
 
-if __name__ == "__main__":
-    sys.stdout.write(startup_table().markdown())
-
-
 # [loading] Loading a checkpoint that is in the page cache: bandwidth against that of reading its files, and peak
 # memory.
 #
@@ -219,13 +215,6 @@ def _measure(what: str, directory: Path) -> None:
     seconds = _MEASUREMENTS[what](directory)
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"seconds": seconds, "peak_bytes": int(peak.split()[1]) * 1024 - before}))
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        _measure(sys.argv[1], Path(sys.argv[2]))
-    else:
-        sys.stdout.write(loading_table().markdown())
 
 
 # [recovery] What surviving the engine's death costs: from a kill to the first resumed token, and the journal while
@@ -383,4 +372,4 @@ def _spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(recovery_table().markdown())
+    _measure(sys.argv[1], Path(sys.argv[2]))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -36,15 +37,6 @@ BLOCK_SIZE = 16
 LOOP_STEPS = 400
 
 
-class _LastOutputs:
-    """Stands in for the output queue: keeps the latest step's outputs."""
-
-    outputs: list[RequestOutput]
-
-    def put_nowait(self, outputs: list[RequestOutput], /) -> None:
-        self.outputs = outputs
-
-
 def decode_step_seconds(num_seqs: int, context: int, steps: int) -> tuple[float, float]:
     """Median seconds of `schedule()` and of `postprocess()` over `steps` decode steps."""
     blocks = num_seqs * (-(-(context + steps + 32) // BLOCK_SIZE))
@@ -60,7 +52,7 @@ def decode_step_seconds(num_seqs: int, context: int, steps: int) -> tuple[float,
     for row in range(num_seqs):
         # Contexts differ by row, so block boundaries are spread over the steps as they are in life.
         scheduler.add(Sequence([10 + row] * (context + row % BLOCK_SIZE - 15), BLOCK_SIZE, params))
-    queue = _LastOutputs()
+    queue = SimpleQueue[list[RequestOutput]]()
     schedule_times, postprocess_times = [], []
     for step in range(steps + 1):
         start = time.perf_counter()
@@ -94,10 +86,6 @@ def engine_loop_table(steps: int = LOOP_STEPS) -> Table:
         ("sequences", "context", "schedule, ms", "postprocess, ms", "total, ms"),
         rows,
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(engine_loop_table().markdown())
 
 
 # [structured] What structured output costs: a schema's first use end to end, and a decode step at batch 32 under a
@@ -278,7 +266,3 @@ def structured_output_table() -> Table:
         ("", "ms", "ms without", "added"),
         rows,
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(structured_output_table().markdown())

@@ -42,6 +42,23 @@ class Finding:
         return {name: value for name, value in asdict(self).items() if value}
 
 
+_MODULES = {
+    "ceilings": "bench",
+    "decode": "steps",
+    "prefill": "steps",
+    "gap": "steps",
+    "attention": "kernels",
+    "latents": "kernels",
+    "quantized": "kernels",
+    "experts": "kernels",
+    "dense": "kernels",
+    "sampling": "kernels",
+    "launch": "launch",
+    "engine": "engine",
+}
+"""Where each part's cases are; imported only when they are measured, since some need Triton."""
+
+
 class Part(NamedTuple):
     """Cases of one subject, measured in a process of their own."""
 
@@ -56,8 +73,8 @@ class Part(NamedTuple):
 
     def cases(self, bench: "Bench") -> Iterator[Case]:
         """In order; what several share is made when the first of them runs."""
-        module = import_module(f"benchmarks.gpu.{self.name}")
-        return cast("Iterator[Case]", module.cases(bench))
+        module = import_module(f"benchmarks.gpu.{_MODULES[self.name]}")
+        return cast("Iterator[Case]", getattr(module, f"{self.name}_cases")(bench))
 
 
 # [parts] `PARTS`: what is measured, the most telling first, so that a run that is cut short has told most.
