@@ -1,4 +1,8 @@
-"""Runs the application under uvicorn until a signal, or until the engine is gone. Called by `server.process`."""
+"""`serve`: runs the application under uvicorn until a signal, or until the engine has failed.
+
+`HttpProtocol` is uvicorn's HTTP/1.1 with a bound on the size of headers, and with an error object as the answer to
+bytes that are not HTTP. `_Server` drains: after a signal, live requests may end before the server does.
+"""
 
 import asyncio
 import logging
@@ -21,14 +25,21 @@ from server.access_log import HEADER, new_request_id
 from server.app import create_app
 from server.errors import ApiError, BadRequest
 from server.frontend import Frontend
-from server.limits.keys import KeyRing
+from server.limits.keys import ApiKeys
 
-# [http_protocol] `HttpProtocol`: uvicorn's HTTP/1.1 with a bound on heads, and an error object for what is no HTTP.
-#
-# Used by `server.http`.
+_log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Longest run of bytes that may be no body: request line and headers, or the trailers of a chunked body."""
+"""Most bytes outside of a body: of a request line with its headers, or of the trailers of a chunked body."""
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the idle timeout of common load balancers, so that these close the connections."""
+
+_SHUTDOWN_SECONDS = 5
+"""How long slow clients may take to send requests and to read answers when the server ends."""
+
+_HURRIED_SECONDS = 0.5
+"""The same after a second signal."""
 
 
 class HeadTooLarge(BadRequest):
@@ -39,12 +50,12 @@ class HeadTooLarge(BadRequest):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. The parser collects a head without end, so whoever feeds it must count."""
+    """One connection. Counts the bytes of a head, because the parser collects them without a bound."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self._head_bytes = 0
-        """Bytes received since the last that ended a head or were of a body."""
+        """Bytes received since the last end of a head, or since the last byte of a body."""
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -65,13 +76,13 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: uvicorn would advise to install what would not help. The request is answered as any other."""
+        """No warning: uvicorn's advice does not apply here. The request is answered like any other."""
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(BadRequest("what was sent is not HTTP/1.1; check the client, and that the URL is http://"))
+        self._refuse(BadRequest("the request is not HTTP/1.1; check the client, and that the URL is http://"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error`, unless that would break into another answer, and close the connection."""
+        """Answer with `error`, unless another answer is being sent, and close the connection."""
         if self.cycle is None or self.cycle.response_complete:
             body = error.body()
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
@@ -80,30 +91,18 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-_log = logging.getLogger(__name__)
-
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than the idle time of common load balancers, so that it is they who close."""
-
-_SHUTDOWN_SECONDS = 5
-"""How long requests may take to arrive, and answers to leave, for slow clients once the server ends."""
-
-_HURRIED_SECONDS = 0.5
-"""The same for a server that was told twice."""
-
-
 def serve(
     config: Config,
     core: CoreManager,
     listener: socket.socket,
     on_ready: Callable[[tuple[str, ...]], object],
-    keys: KeyRing,
+    keys: ApiKeys,
     tls: ssl.SSLContext | None,
 ) -> str | None:
-    """Serve on `listener`; why that ended, as a sentence, or None if a signal did. Then raises `KeyboardInterrupt`."""
+    """Serve on `listener`; why that ended, as a sentence, or None after a signal. May raise `KeyboardInterrupt`."""
     app = create_app(config, core, on_ready, keys)
     frontend: Frontend = app.state.frontend
-    # Streams end through the front end, with an event that says why, and not by sse-starlette's cancellation.
+    # The front end ends streams with an event that gives the reason; sse-starlette would cancel them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     settings = uvicorn.Config(
         app,
@@ -130,12 +129,12 @@ class _Server(uvicorn.Server):
         self._frontend = frontend
         self._drain_timeout = drain_timeout
         self._drain_until = math.inf
-        self._hurries = False
+        self._is_hurried = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note a signal. The listening socket stays open while requests end, so that new ones are told why not."""
+        """Record a signal. The listening socket stays open while requests end, so that new ones get a 503."""
         self._captured_signals.append(sig)
-        self._hurries = len(self._captured_signals) > 1
+        self._is_hurried = len(self._captured_signals) > 1
 
     async def on_tick(self, counter: int) -> bool:
         if self._captured_signals and self._drain_until == math.inf:
@@ -143,12 +142,12 @@ class _Server(uvicorn.Server):
             self._frontend.drain()
             if live := self._frontend.hub.num_live:
                 _log.warning(
-                    "no more requests are taken; the server ends when %d have ended, in %g s at the latest, "
-                    "or at another signal",
+                    "new requests are refused; the server ends after the %d live ones, in %g s at the latest, or at "
+                    "another signal",
                     live,
                     self._drain_timeout,
                 )
-        if self._frontend.why_ended is not None or self._hurries or time.monotonic() >= self._drain_until:
+        if self._frontend.why_ended is not None or self._is_hurried or time.monotonic() >= self._drain_until:
             return True
         if self._captured_signals and not self._frontend.hub.num_live:
             return True
@@ -156,15 +155,15 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._frontend.close()
-        patience = float(_HURRIED_SECONDS if self._hurries else _SHUTDOWN_SECONDS)
-        if not self._hurries and self._drain_until < math.inf:
-            # What has been generated may yet be on its way to who reads it.
+        patience = float(_HURRIED_SECONDS if self._is_hurried else _SHUTDOWN_SECONDS)
+        if not self._is_hurried and self._drain_until < math.inf:
+            # Generated text may still be on its way to the clients.
             patience = max(patience, self._drain_until - time.monotonic())
         self.config.timeout_graceful_shutdown = math.ceil(patience) + _SHUTDOWN_SECONDS
         asyncio.get_running_loop().call_later(patience, self._hang_up)
         await super().shutdown(sockets)
 
     def _hang_up(self) -> None:
-        """Cut off who neither reads nor sends on: their requests end as those of any client that is gone."""
+        """Abort the connections of clients that neither read nor send. Their requests end as after a disconnect."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()

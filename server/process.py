@@ -1,6 +1,8 @@
-"""`run`: a whole server, from a `Config` to an exit code. Called by `kaon serve`.
+"""`run`: a whole server, from a `Config` to an exit code, as `kaon serve` starts it.
 
-Imports little: the core is started first, and loads torch while this process loads its web framework.
+In this order: the API keys are read and hidden, TLS is set up, the socket is opened, the core is started, and then
+`server.http` serves. Imports little: the core loads torch while this process loads its web framework. With a
+`node_rank` other than 0, the process serves no HTTP: it computes the part of this host's ranks for the first host.
 """
 
 import errno
@@ -23,112 +25,19 @@ from engine.config.config import Config, ServerConfig
 from engine.config.release import release
 from engine.distributed.processes import log_lines, name_process
 from server.access_log import REQUEST_ID
-from server.limits.keys import KeyRing
-
-# [host] `run`: a host that computes its ranks' part for the server on another, from a `Config` to an exit code.
-#
-# Called by `server.process` where `node_rank` is not 0. Serves no HTTP.
-
-
-def run_node(config: Config) -> int:
-    """Serve ranks until the first host's server ends, or SIGINT or SIGTERM, which give 0; what goes wrong gives 1."""
-    parallel = config.parallel_config
-    name = f"kaon-node-{parallel.node_rank}"
-    name_process(name)
-    log_lines(name, config.server_config.log_level)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Not above: the first host's server needs none of it.
-    from engine.config.paths import resolve_checkpoint
-    from engine.distributed.host_agent import HostError, host_of
-
-    try:
-        host = host_of(config, resolve_checkpoint(config.model))
-        sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
-        sys.stdout.flush()
-        host.serve(rejoins=True)
-    except (HostError, OSError, ValueError) as error:
-        sys.stderr.write(f"kaon: {error}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 0
-    return 0
-
-
-# [tls] `tls_context`: from certificate files to what the listener speaks TLS with. Called by `server.process`.
-
-
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS as `config` has it; None for plain HTTP. Raises `ValueError`, a sentence, for files that do not work."""
-    if config.ssl_certfile is None:
-        for field in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(config, field) is not None:
-                raise ValueError(f"{field} is set, but ssl_certfile is not; set it too, or leave {field} out")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    key_file = config.ssl_keyfile or config.ssl_certfile
-    for field, file in (("ssl_certfile", config.ssl_certfile), ("ssl_keyfile", key_file)):
-        _check_readable(field, file)
-    try:
-        context.load_cert_chain(config.ssl_certfile, key_file, _refuse_encrypted_key)
-    except ssl.SSLError as error:
-        raise ValueError(
-            f"ssl_certfile is {config.ssl_certfile} and its key is {key_file}, which are no PEM certificate and key "
-            f"that belong together: {error.reason or error}"
-        ) from error
-    if config.ssl_ca_certs is not None:
-        _check_readable("ssl_ca_certs", config.ssl_ca_certs)
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except ssl.SSLError as error:
-            raise ValueError(
-                f"ssl_ca_certs is {config.ssl_ca_certs}, which holds no PEM certificate: {error.reason or error}"
-            ) from error
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _check_readable(field: str, file: str) -> None:
-    """The library's own error does not say which file it is about."""
-    try:
-        open(file, "rb").close()
-    except OSError as error:
-        raise ValueError(f"{field} is {file}, which cannot be read: {error.strerror}") from error
-
-
-def _refuse_encrypted_key() -> NoReturn:
-    """Otherwise OpenSSL asks the terminal for a passphrase."""
-    raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")
-
-
-# [command_line] `hide`: takes secrets out of what `ps` shows of this process. Called by `server.process`.
-
-_ARG_START, _ARG_END = 47, 48
-"""Places in /proc/self/stat, counted from 0, of the addresses between which the kernel keeps the command line."""
-
-
-def hide(secrets: Iterable[str]) -> None:
-    """Write asterisks over `secrets` in the command line. Raises `OSError` where the kernel does not let us."""
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        # The second field is the process' name in parentheses, which may hold anything.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = (int(fields[place - 2]) for place in (_ARG_START, _ARG_END))
-        memory.seek(start)
-        arguments = hidden = memory.read(end - start)
-        for secret in secrets:
-            hidden = hidden.replace(secret.encode(), b"*" * len(secret.encode()))
-        if hidden != arguments:
-            memory.seek(start)
-            memory.write(hidden)
-
+from server.limits.keys import ApiKeys
 
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_ARG_START, _ARG_END = 47, 48
+"""Indices in /proc/self/stat, from 0, of the start and end address of the command line."""
+
 
 def run(config: Config) -> int:
-    """Serve until SIGINT or SIGTERM, which give 0; what keeps the server from it is told on stderr and gives 1."""
+    """Serve until SIGINT or SIGTERM; the exit code is 0 then, and 1 after a failure, which is reported on stderr."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -139,16 +48,16 @@ def run(config: Config) -> int:
 
 def _run(config: Config, started: float) -> int:
     if config.parallel_config.node_rank:
-        # It needs none, but is started by the same command.
-        return run_node(_without_keys(config))
+        # It needs no keys, but the same command may set them.
+        return _run_node(_without_keys(config))
     name_process("kaon-api")
     _set_up_logging(config.server_config)
     try:
-        keys = KeyRing.of(config.server_config)
+        keys = ApiKeys.of(config.server_config)
         config = _without_keys(config)
         tls = tls_context(config.server_config)
         listener = _listen(config.server_config)
-        with _signals_noted() as signals:
+        with _recorded_signals() as signals:
             core = CoreManager(config)
     except (OSError, ValueError) as error:
         return _fail(str(error))
@@ -176,32 +85,21 @@ def _run(config: Config, started: float) -> int:
 
 
 def _ignore_signals() -> None:
-    """It ends already, and what it started is to end with it."""
+    """The server is ending already, and must be able to end the processes that it started."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 @contextmanager
-def _signals_noted() -> Iterator[list[int]]:
-    """The signals that come meanwhile, which interrupt nothing: a process just made must get into somebody's hands."""
-    noted: list[int] = []
-    handlers = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in _SIGNALS}
+def _recorded_signals() -> Iterator[list[int]]:
+    """Record signals instead of raising: an interrupt must not lose the handle of a process that was just started."""
+    recorded: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: recorded.append(number)) for each in _SIGNALS}
     try:
-        yield noted
+        yield recorded
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
-
-
-def _without_keys(config: Config) -> Config:
-    """`config` as everything else may see it: the keys are in a `KeyRing`, and the core needs none."""
-    os.environ.pop("KAON_API_KEY", None)
-    if config.server_config.api_key:
-        try:
-            hide(key.get_secret_value() for key in config.server_config.api_key)
-        except OSError as error:
-            _log.warning("an API key given as a flag stays visible in the list of processes: %s", error)
-    return config.model_copy(update={"server_config": config.server_config.model_copy(update={"api_key": ()})})
 
 
 def _set_up_logging(config: ServerConfig) -> None:
@@ -214,8 +112,110 @@ def _set_up_logging(config: ServerConfig) -> None:
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
+# -- other hosts ------------------------------------------------------------------------------------------------
+
+
+def _run_node(config: Config) -> int:
+    """Compute for the first host until its server ends; the exit code, as that of `run`."""
+    parallel = config.parallel_config
+    name = f"kaon-node-{parallel.node_rank}"
+    name_process(name)
+    log_lines(name, config.server_config.log_level)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Imported here because the first host's server does not need it.
+    from engine.config.paths import resolve_checkpoint
+    from engine.distributed.host_agent import HostError, host_of
+
+    try:
+        host = host_of(config, resolve_checkpoint(config.model))
+        sys.stdout.write(f"Kaon {release()} node {parallel.node_rank} of {parallel.nnodes} joins {host.address}\n")
+        sys.stdout.flush()
+        host.serve(rejoins=True)
+    except (HostError, OSError, ValueError) as error:
+        sys.stderr.write(f"kaon: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+# -- keys -------------------------------------------------------------------------------------------------------
+
+
+def _without_keys(config: Config) -> Config:
+    """`config` for everything but `ApiKeys`: without keys, which also leave the environment and the command line."""
+    os.environ.pop("KAON_API_KEY", None)
+    if config.server_config.api_key:
+        try:
+            mask_command_line(key.get_secret_value() for key in config.server_config.api_key)
+        except OSError as error:
+            _log.warning("an API key given as a flag stays visible in the list of processes: %s", error)
+    return config.model_copy(update={"server_config": config.server_config.model_copy(update={"api_key": ()})})
+
+
+def mask_command_line(secrets: Iterable[str]) -> None:
+    """Overwrite `secrets` in this process' command line, which `ps` shows. Raises `OSError` if the kernel refuses."""
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        # The second field is the process' name in parentheses, which may contain spaces.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = (int(fields[index - 2]) for index in (_ARG_START, _ARG_END))
+        memory.seek(start)
+        arguments = masked = memory.read(end - start)
+        for secret in secrets:
+            masked = masked.replace(secret.encode(), b"*" * len(secret.encode()))
+        if masked != arguments:
+            memory.seek(start)
+            memory.write(masked)
+
+
+# -- listening --------------------------------------------------------------------------------------------------
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """TLS with the files that `config` names; None for plain HTTP. Raises `ValueError` if the files cannot be used."""
+    if config.ssl_certfile is None:
+        for field in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config, field) is not None:
+                raise ValueError(f"{field} is set, but ssl_certfile is not; set it too, or leave {field} out")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    key_file = config.ssl_keyfile or config.ssl_certfile
+    for field, file in (("ssl_certfile", config.ssl_certfile), ("ssl_keyfile", key_file)):
+        _check_readable(field, file)
+    try:
+        context.load_cert_chain(config.ssl_certfile, key_file, _refuse_encrypted_key)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"ssl_certfile is {config.ssl_certfile} and its key is {key_file}, which are not a PEM "
+            f"certificate and its key: {error.reason or error}"
+        ) from error
+    if config.ssl_ca_certs is not None:
+        _check_readable("ssl_ca_certs", config.ssl_ca_certs)
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"ssl_ca_certs is {config.ssl_ca_certs}, which holds no PEM certificate: {error.reason or error}"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _check_readable(field: str, file: str) -> None:
+    """Raise an error that names the field and the file: the library's own error names neither."""
+    try:
+        open(file, "rb").close()
+    except OSError as error:
+        raise ValueError(f"{field} is {file}, which cannot be read: {error.strerror}") from error
+
+
+def _refuse_encrypted_key() -> NoReturn:
+    """Raise in place of OpenSSL's prompt for a passphrase on the terminal."""
+    raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")
+
+
 def _listen(config: ServerConfig) -> socket.socket:
-    """The listening socket. Raises `OSError`, a sentence, when the address cannot be had."""
+    """The listening socket. Raises `OSError` with a sentence for the user if the address cannot be used."""
     host, port = config.host, config.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -231,7 +231,7 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 
 def _announce(names: tuple[str, ...], url: str, started: float) -> None:
-    # What is loaded stays: a full collection would walk all of it, and hold every stream up, to find nothing.
+    # Loaded objects stay: without this, each full collection would traverse them and delay every stream.
     gc.freeze()
     seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")

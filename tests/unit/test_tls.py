@@ -54,8 +54,8 @@ def test_files_that_do_not_work_are_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.pem")
     assert said(ssl_certfile=missing) == f"ssl_certfile is {missing}, which cannot be read: No such file or directory"
     assert said(ssl_certfile=certificate, ssl_keyfile=missing).startswith(f"ssl_keyfile is {missing}, which cannot")
-    assert "belong together" in said(ssl_certfile=certificate, ssl_keyfile=other)
-    assert "belong together" in said(ssl_certfile=certificate)
+    assert "are not a PEM certificate and its key" in said(ssl_certfile=certificate, ssl_keyfile=other)
+    assert "are not a PEM certificate and its key" in said(ssl_certfile=certificate)
     assert "without passphrase" in said(ssl_certfile=certificate, ssl_keyfile=locked)
     assert "holds no PEM certificate" in said(ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=other)
     assert "ssl_certfile is not" in said(ssl_keyfile=key)
