@@ -1,8 +1,13 @@
-"""`AccessLog`: a line for each request that has ended. Written by `server.middleware`."""
+"""The access log: ids of requests, their paths as the routes see them, and one line for each request that has ended.
+
+`server.middleware` names each request and writes its line. `server.process` puts `REQUEST_ID` on every other log line.
+Imports no web framework: the process that starts the core loads this module before it loads FastAPI.
+"""
 
 import logging
 import sys
 import uuid
+from collections.abc import Collection
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -10,58 +15,49 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import Scope
 
-# [request_id] Ids of requests: `X-Request-Id`, the client's own or a new one, and `REQUEST_ID` for what is logged on
-# the way.
+_log = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request at hand; None outside of one."""
+"""Id of the request that is being handled; None outside of one."""
 
-_MAX_LENGTH = 128
-_VISIBLE = frozenset(range(0x21, 0x7F))
+CLIENT_GONE = 499
+"""Status, in logs only, of a request whose client left before the answer."""
+
+_MAX_ID_LENGTH = 128
+_VISIBLE_ASCII = frozenset(range(0x21, 0x7F))
+_MAX_LOGGED_CHARACTERS = 256
+_EXPECTED_OF_PROBES = (200, 503)
+"""503 is how a readiness probe reports that the model is still loading."""
 
 
 def new_request_id() -> str:
-    """An id for a request that brought none."""
+    """An id for a request whose client sent none."""
     return f"req_{uuid.uuid4().hex}"
 
 
 def usable_request_id(given: bytes) -> str | None:
-    """The client's own id, if one may go into a header and a log line: up to 128 visible ASCII characters."""
-    return given.decode("ascii") if 0 < len(given) <= _MAX_LENGTH and _VISIBLE.issuperset(given) else None
-
-
-# [paths] `route_path`: a request's path as the routes see it. Used by the layers that act before the routes do.
+    """The client's own id, if it may go into a header and a log line: up to 128 visible ASCII characters."""
+    return given.decode("ascii") if 0 < len(given) <= _MAX_ID_LENGTH and _VISIBLE_ASCII.issuperset(given) else None
 
 
 def route_path(scope: Scope) -> str:
-    """The path without the prefix of a proxy (`root_path`), where the proxy left it there."""
+    """The path as the routes see it: without the prefix of a proxy (`root_path`), if the proxy did not remove it."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     return path.removeprefix(prefix) if prefix and path.startswith(prefix + "/") else path
 
 
-_log = logging.getLogger(__name__)
-
-CLIENT_GONE = 499
-"""Status, in logs only, of a request whose client left before the answer."""
-
-_QUIET_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping", "/metrics"})
-"""What is asked every few seconds, by probes and scrapers; logged at debug."""
-
-_SHOWN_CHARACTERS = 256
-
-
-class Ended(NamedTuple):
+class RequestOutcome(NamedTuple):
     """How a request ended."""
 
     request_id: str
     status: int | None
-    """None where no answer was begun."""
+    """None if no answer was begun."""
     complete: bool
     bytes: int
-    """Of the answer's body."""
+    """Length of the answer's body."""
     seconds: float
     """From the request's head to the answer's end."""
 
@@ -75,7 +71,7 @@ class Entry(msgspec.Struct):
     path: str
     """As it was sent, without the query."""
     status: int
-    """`CLIENT_GONE` where the client left before the answer's end."""
+    """`CLIENT_GONE` if the client left before the answer's end."""
     bytes: int
     seconds: float
     request_id: str
@@ -84,18 +80,20 @@ class Entry(msgspec.Struct):
 class AccessLog:
     """Writes to stderr, as text with the other messages or as one JSON object a line."""
 
-    def __init__(self, *, json: bool) -> None:
+    def __init__(self, *, json: bool, probe_paths: Collection[str] = ()) -> None:
+        """`probe_paths` are requested every few seconds by probes and scrapers, and logged at debug level."""
         self._json = json
+        self._probe_paths = frozenset(probe_paths)
         _log.handlers = [logging.StreamHandler(sys.stderr)] if json else []
         _log.propagate = not json
 
-    def write(self, scope: Scope, ended: Ended) -> None:
-        """Log a request. Probes and scrapes that went well are logged at debug."""
-        quiet = route_path(scope) in _QUIET_PATHS and ended.status == 200
-        level = logging.DEBUG if quiet else logging.INFO
+    def write(self, scope: Scope, outcome: RequestOutcome) -> None:
+        """Log a request."""
+        is_routine = outcome.status in _EXPECTED_OF_PROBES and route_path(scope) in self._probe_paths
+        level = logging.DEBUG if is_routine else logging.INFO
         if not _log.isEnabledFor(level):
             return
-        entry = _entry(scope, ended)
+        entry = _entry(scope, outcome)
         if self._json:
             _log.log(level, "%s", msgspec.json.encode(entry).decode())
         else:
@@ -112,21 +110,20 @@ class AccessLog:
             )
 
 
-def _entry(scope: Scope, ended: Ended) -> Entry:
+def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
     client = scope.get("client")
-    head = scope["method"] == "HEAD"
     return Entry(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        client=None if client is None else _shown(f"{client[0]}:{client[1]}"),
-        method=_shown(scope["method"]),
-        path=_shown(scope.get("raw_path", scope["path"].encode()).decode("latin-1")),
-        status=ended.status if ended.status is not None and ended.complete else CLIENT_GONE,
-        bytes=0 if head else ended.bytes,
-        seconds=round(ended.seconds, 6),
-        request_id=ended.request_id,
+        client=None if client is None else _on_one_line(f"{client[0]}:{client[1]}"),
+        method=_on_one_line(scope["method"]),
+        path=_on_one_line(scope.get("raw_path", scope["path"].encode()).decode("latin-1")),
+        status=outcome.status if outcome.status is not None and outcome.complete else CLIENT_GONE,
+        bytes=0 if scope["method"] == "HEAD" else outcome.bytes,
+        seconds=round(outcome.seconds, 6),
+        request_id=outcome.request_id,
     )
 
 
-def _shown(text: str) -> str:
-    """`text` on one line, whatever it holds: a request must not write lines of its own."""
-    return text[:_SHOWN_CHARACTERS].encode("unicode_escape").decode("ascii").replace(" ", "\\x20")
+def _on_one_line(text: str) -> str:
+    """`text` with control characters escaped: a request must not write lines of its own."""
+    return text[:_MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode("ascii").replace(" ", "\\x20")

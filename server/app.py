@@ -1,4 +1,4 @@
-"""`create_app`: the ASGI application over a running `CoreManager`. Called by `server.http`, tests and benchmarks."""
+"""`create_app`: the ASGI application over a running `CoreManager`: routes, error handler and middleware."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,22 +14,22 @@ from engine.config.config import Config, ServerConfig
 from server import errors, openapi
 from server.access_log import HEADER as REQUEST_ID_HEADER
 from server.access_log import AccessLog
+from server.endpoints import ENDPOINTS, all_endpoints
 from server.frontend import Frontend
-from server.limits.keys import KeyRing
-from server.middleware import Entrance, RequireKey
+from server.limits.keys import ApiKeys
+from server.middleware import ApiKeyMiddleware, RequestIdMiddleware
 from server.responses.service import ResponsesService
-from server.routes import chat, completions, docs, health, models, responses, tokenize
 
 
 def create_app(
     config: Config,
     core: CoreManager,
     on_ready: Callable[[tuple[str, ...]], object] = lambda names: None,
-    keys: KeyRing | None = None,
+    keys: ApiKeys | None = None,
 ) -> FastAPI:
-    """The application. It answers at once, with 503 until the core is ready; then `on_ready` hears the names.
+    """The application. It answers 503 until the core is ready; then it calls `on_ready` with the served names.
 
-    The caller owns `core` and ends it. `keys` stand in for those that `config` names.
+    The caller owns `core` and ends it. `keys`: default: those that `config` names.
     """
     frontend = Frontend(config, core)
     service = ResponsesService(config.server_config)
@@ -45,7 +45,7 @@ def create_app(
 
     app = _Application(
         settings,
-        KeyRing.of(settings) if keys is None else keys,
+        ApiKeys.of(settings) if keys is None else keys,
         title="Kaon",
         version=frontend.version,
         description="An OpenAI-compatible LLM inference server.",
@@ -57,7 +57,7 @@ def create_app(
     app.state.frontend = frontend
     app.state.responses = service
     errors.install(app)
-    routers = [each.router for each in (completions, chat, responses, models, tokenize, health, docs)]
+    routers = [ENDPOINTS[name].router for name in ENDPOINTS]
     for router in routers:
         app.include_router(router)
     app.state.routes = [route for router in routers for route in router.routes]
@@ -65,9 +65,9 @@ def create_app(
 
 
 class _Application(FastAPI):
-    """With our layers outside of all of the framework's: those of a middleware are not on answers to a failure."""
+    """FastAPI with our middleware outside of its error handler, so that answers to failures pass it too."""
 
-    def __init__(self, settings: ServerConfig, keys: KeyRing, **keywords: Any) -> None:
+    def __init__(self, settings: ServerConfig, keys: ApiKeys, **keywords: Any) -> None:
         super().__init__(**keywords)
         self._settings = settings
         self._keys = keys
@@ -81,7 +81,7 @@ class _Application(FastAPI):
         settings = self._settings
         app = super().build_middleware_stack()
         if self._keys:
-            app = RequireKey(app, self._keys, settings.keyless_paths)
+            app = ApiKeyMiddleware(app, self._keys, settings.keyless_paths)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,
@@ -91,11 +91,13 @@ class _Application(FastAPI):
                 allow_credentials=settings.allow_credentials,
                 expose_headers=(REQUEST_ID_HEADER, "Retry-After", "retry-after-ms"),
             )
-        log = None if settings.access_log == "none" else AccessLog(json=settings.access_log == "json")
-        return Entrance(app, log)
+        if settings.access_log == "none":
+            return RequestIdMiddleware(app, None)
+        probe_paths = [endpoint.path for endpoint in all_endpoints() if endpoint.is_probe]
+        return RequestIdMiddleware(app, AccessLog(json=settings.access_log == "json", probe_paths=probe_paths))
 
     def openapi(self) -> dict[str, Any]:
-        """The API's description: what `/openapi.json` answers."""
+        """The API's description, which `/openapi.json` answers with."""
         if self.openapi_schema is None:
             keyless = self._settings.keyless_paths if self._keys else None
             self.openapi_schema = openapi.describe(self, self.state.frontend.model_names, keyless)

@@ -1,6 +1,6 @@
-"""`Frontend`: what the routes work with. Knows whether the server is ready, and why it is not.
+"""`Frontend`: the API process's state, which every route works with. Knows whether the server is ready, or why not.
 
-One a process, made by `server.app` and kept in the application's state.
+`server.app` makes one and keeps it in the application's state.
 """
 
 import asyncio
@@ -8,8 +8,9 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Self
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config
@@ -31,15 +32,30 @@ from server.streaming.hub import Hub
 _log = logging.getLogger(__name__)
 
 
+_SHUTTING_DOWN = "the server is shutting down; send the request again later"
+
+
+class LoadedModel(NamedTuple):
+    """What the API process needs to know of the model that the core has loaded."""
+
+    processor: InputOutputProcessor
+    answer_format: AnswerFormat
+    """How the model writes reasoning and tool calls."""
+    grammars: GrammarCompiler
+    """Checks the grammars of requests."""
+    max_model_len: int
+    """Longest prompt plus completion in tokens."""
+
+
 class Frontend:
-    """The API process's state: the core, the hub of live sequences, the metrics, and the loaded model's text side."""
+    """The core, the live sequences, admission, the metrics and, once it is loaded, the model's text side."""
 
     def __init__(self, config: Config, core: CoreManager) -> None:
         self.config = config
         self.version = release()
         self.fingerprint = f"kaon-{self.version}"
         self.model_names = (*config.model_names, *config.lora_paths)
-        """What requests may call for: the model, by each of its names, the main one first; then adapters."""
+        """Values of `model` in requests: the model's names, the main one first, then the adapters'."""
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
         self._num_replicas = config.parallel_config.data_parallel_size
@@ -50,13 +66,17 @@ class Frontend:
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core
-        self._processor: InputOutputProcessor | None = None
-        self._answer_format: AnswerFormat | None = None
-        self._grammars: GrammarCompiler | None = None
-        self._closing = False
+        self._loaded: LoadedModel | None = None
+        self._is_closing = False
+
+    @classmethod
+    def of(cls, http: HTTPConnection) -> Self:
+        """The front end of the application that received `http`."""
+        frontend: Self = http.app.state.frontend
+        return frontend
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
-        """Load tokenizer and chat template while the core loads the model; then serve; `on_ready` hears the names."""
+        """Load tokenizer and chat template while the core loads the model. Calls `on_ready` with the served names."""
         loop = asyncio.get_running_loop()
         self._core.attach(loop, self.hub.receive, self.metrics.core_restarted, self.metrics.requests_moved)
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
@@ -71,7 +91,7 @@ class Frontend:
         except (CheckpointError, EngineDeadError) as error:
             self.failure = str(error)
             return
-        except Exception as error:  # noqa: BLE001 - it ends the server, which says so
+        except Exception as error:  # noqa: BLE001 - the server ends and reports it
             _log.exception("start-up failed")
             self.failure = f"the tokenizer could not be loaded: {type(error).__name__}: {error}"
             return
@@ -80,25 +100,29 @@ class Frontend:
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
         self.admission.open(ready.model, self._num_replicas)
-        self._answer_format = AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers)
-        self._processor = InputOutputProcessor(tokenizer, template, ready.model, defaults)
-        self._grammars = GrammarCompiler(
+        grammars = GrammarCompiler(
             max_bytes=self.config.server_config.max_grammar_bytes,
             vocab_size=ready.model.vocab_size,
             special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
         )
+        self._loaded = LoadedModel(
+            InputOutputProcessor(tokenizer, template, ready.model, defaults),
+            AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers),
+            grammars,
+            ready.model.max_model_len,
+        )
         on_ready(self.model_names)
 
     def drain(self) -> None:
-        """Take no more requests; the live ones go on."""
-        self._closing = True
+        """Refuse new requests; the live ones go on."""
+        self._is_closing = True
 
     def close(self) -> None:
-        """Take no more requests and end the live ones with an error."""
+        """Refuse new requests and end the live ones with an error."""
         self.drain()
-        self.hub.fail_all(ShuttingDown("the server is shutting down; send the request again later"))
-        if self._grammars is not None:
-            self._grammars.close()
+        self.hub.fail_all(ShuttingDown(_SHUTTING_DOWN))
+        if self._loaded is not None:
+            self._loaded.grammars.close()
 
     @property
     def why_ended(self) -> str | None:
@@ -108,37 +132,25 @@ class Frontend:
         return self.failure
 
     @property
-    def processor(self) -> InputOutputProcessor:
-        """The loaded model's text side. Raises `NotReady` unless requests can be served."""
-        if self._closing:
-            raise ShuttingDown("the server is shutting down; send the request again later")
+    def loaded(self) -> LoadedModel:
+        """The loaded model. Raises `NotReady` unless requests can be served."""
+        if self._is_closing:
+            raise ShuttingDown(_SHUTTING_DOWN)
         if self.why_ended is not None:
             raise NotReady(f"the server cannot serve: {self.why_ended}")
-        if self._processor is None:
+        if self._loaded is None:
             raise NotReady("the model is still loading; try again in a moment")
-        return self._processor
+        return self._loaded
+
+    def check_loaded(self) -> None:
+        """Raise `NotReady` unless requests are taken; they may have to wait while the engine restarts."""
+        _ = self.loaded
 
     def check_ready(self) -> None:
-        """Raise `NotReady` unless a request that comes now is served now."""
-        _ = self.processor
+        """Raise `NotReady` unless a request that arrives now is served at once."""
+        self.check_loaded()
         if not self._core.is_serving:
             raise NotReady("the engine is being started again; requests wait for it")
-
-    @property
-    def answer_format(self) -> AnswerFormat:
-        """How the model writes reasoning and tool calls. Raises `NotReady` unless requests can be served."""
-        if self._answer_format is None:
-            raise NotReady("the model is still loading; try again in a moment")
-        return self._answer_format
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """Checks the grammars of requests. Raises `NotReady` unless requests can be served."""
-        if self._closing:
-            raise ShuttingDown("the server is shutting down; send the request again later")
-        if self._grammars is None:
-            raise NotReady("the model is still loading; try again in a moment")
-        return self._grammars
 
     @property
     def max_model_len(self) -> int | None:
@@ -154,14 +166,14 @@ class Frontend:
             )
 
     def adapter_of(self, name: str) -> int:
-        """Number of the LoRA adapter that the model of that name is computed with; 0: none."""
+        """Number of the LoRA adapter with the served name `name`; 0 if the name is the model's own."""
         return self._adapters.get(name, 0)
 
 
-def of(request: Request) -> Frontend:
-    """The front end that `request` came to."""
-    frontend: Frontend = request.app.state.frontend
-    return frontend
+def owner_of(http: HTTPConnection) -> str | None:
+    """The owner of a request, derived from its API key; None if the server needs no keys."""
+    owner: str | None = http.scope.get("state", {}).get("owner")
+    return owner
 
 
 def _load_text_side(config: Config) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:

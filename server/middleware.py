@@ -1,20 +1,31 @@
-"""`Entrance`: names each request, tells its answer the name, and logs it. The outermost layer of `server.app`."""
+"""What every request passes before its route: `RequestIdMiddleware` outermost, then, with keys, `ApiKeyMiddleware`."""
 
 import time
 from collections.abc import Awaitable, Iterable
 
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.access_log import HEADER, REQUEST_ID, AccessLog, Ended, new_request_id, route_path, usable_request_id
+from server.access_log import (
+    HEADER,
+    REQUEST_ID,
+    AccessLog,
+    RequestOutcome,
+    new_request_id,
+    route_path,
+    usable_request_id,
+)
 from server.errors import InvalidApiKey, as_response
-from server.limits.keys import KeyRing
+from server.limits.keys import ApiKeys
 
-_HEADER = HEADER.lower().encode()
+_ID_HEADER = HEADER.lower().encode()
+_SCHEME = b"bearer "
 
 
-class Entrance:
-    """Around everything else, so that each answer there is has its id and its line in the log."""
+class RequestIdMiddleware:
+    """Gives each request an id, sends the id with the answer, and logs the request when it has ended.
+
+    It surrounds everything else, so that every answer has its id and its line in the log, failures included.
+    """
 
     def __init__(self, app: ASGIApp, log: AccessLog | None) -> None:
         self._app = app
@@ -35,17 +46,19 @@ class Entrance:
             REQUEST_ID.reset(token)
             if self._log is not None:
                 seconds = time.monotonic() - arrival_time
-                self._log.write(scope, Ended(request_id, answer.status, answer.complete, answer.bytes, seconds))
+                self._log.write(
+                    scope, RequestOutcome(request_id, answer.status, answer.complete, answer.bytes, seconds)
+                )
 
 
 class _Answer:
-    """What has been sent of an answer. One plain call a message: a coroutine around each would cost every chunk."""
+    """Counts what is sent of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
     __slots__ = ("_header", "_send", "bytes", "complete", "status")
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._header = (_HEADER, request_id.encode())
+        self._header = (_ID_HEADER, request_id.encode())
         self.status: int | None = None
         self.bytes = 0
         self.complete = False
@@ -62,43 +75,32 @@ class _Answer:
 
 def _given_id(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
-        if name == _HEADER:
+        if name == _ID_HEADER:
             return usable_request_id(value)
     return None
 
 
-# [keys] `RequireKey`: asks each request for an API key. Put before the routes by `server.app`, where there are keys.
+class ApiKeyMiddleware:
+    """Answers 401 to requests without a valid API key, but for those to `keyless_paths`."""
 
-_SCHEME = b"bearer "
-
-
-class RequireKey:
-    """Lets pass who brings a key of the ring, and everybody to the open paths. Others get a 401."""
-
-    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, keyless_paths: Iterable[str]) -> None:
         self._app = app
         self._keys = keys
-        self._open_paths = frozenset(open_paths)
+        self._keyless_paths = frozenset(keyless_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            key = _bearer(scope)
+            key = _bearer_key(scope)
             owner = None if key is None else self._keys.owner(key)
-            if owner is None and route_path(scope) not in self._open_paths:
+            if owner is None and route_path(scope) not in self._keyless_paths:
                 await as_response(_refusal(key))(scope, receive, send)
                 return
             scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
 
-def owner_of(request: HTTPConnection) -> str | None:
-    """Whose request it is, as a name for the key it came with; None where no key was asked for."""
-    owner: str | None = request.scope.get("state", {}).get("owner")
-    return owner
-
-
-def _bearer(scope: Scope) -> bytes | None:
-    """The key that the request brings; None if it brings none, empty if it brings several."""
+def _bearer_key(scope: Scope) -> bytes | None:
+    """The key of the request; None if it has none, empty if it has several."""
     values = [value for name, value in scope["headers"] if name == b"authorization"]
     if not values:
         return None

@@ -1,6 +1,7 @@
-"""The API's description at `/openapi.json` and `/docs`, from what reads requests and what answers.
+"""The description of the API: the OpenAPI document at `/openapi.json`, its fields in words, and the page at `/docs`.
 
-Routes give their keywords with `answers`, `reads` and `generates`; `server.app` has `describe` write the document.
+`describe` writes the document from the schemas of requests and answers that `server.endpoints` lists. `fields_of` and
+`type_of` put schemas into words, for the page and for docs/api.md. `page` is one HTML page without scripts.
 """
 
 import json
@@ -14,125 +15,35 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from server.endpoints import SCHEMA_REF, all_endpoints
 from server.errors import ErrorBody
 from server.schemas.body import RequestModel
-from server.schemas.chat import ChatCompletion, ChatCompletionRequest
-from server.schemas.completions import Completion, CompletionRequest
-from server.schemas.models import Model, ModelList, Version, Welcome
-from server.schemas.responses import (
-    DeletedResponse,
-    InputTokens,
-    InputTokensRequest,
-    ItemList,
-    ResponseObject,
-    ResponsesRequest,
-)
-from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
-_REF = "#/components/schemas/{name}"
-
-_EVENT = {
-    "title": "Server-sent event",
-    "type": "object",
-    "properties": {
-        "event": {"type": "string", "description": "The event's type, where events have types."},
-        "data": {"type": "string", "description": "JSON text of a chunk or event, or [DONE] behind the last chunk."},
-    },
-    "required": ["data"],
-}
-"""What a stream is made of: before OpenAPI 3.2, the schema of `text/event-stream` describes each event."""
-
-REQUESTS: tuple[type[RequestModel], ...] = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    InputTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
-"""Every body that is read."""
-
-_ANSWERS: tuple[type[msgspec.Struct], ...] = (
-    Completion,
-    ChatCompletion,
-    ResponseObject,
-    InputTokens,
-    DeletedResponse,
-    ItemList,
-    Model,
-    ModelList,
-    Version,
-    Welcome,
-    TokenizeAnswer,
-    DetokenizeAnswer,
-    ErrorBody,
-)
-
-_EXAMPLES: dict[type[RequestModel], dict[str, Any]] = {
-    ChatCompletionRequest: {
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "temperature": 0,
-        "max_completion_tokens": 32,
-    },
-    CompletionRequest: {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8},
-    ResponsesRequest: {"input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 32},
-    InputTokensRequest: {"input": "What is the capital of France?"},
-    TokenizeRequest: {"prompt": "Hello, world!", "return_token_strs": True},
-    DetokenizeRequest: {"tokens": [1, 2, 3]},
-}
-"""A request that works, but for the name of the model."""
-
-
-def answers(answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """Keywords of a route that answers with `answer`."""
-    return {
-        "response_model": None,
-        "responses": {
-            200: {"description": "Success.", "content": _json(answer)},
-            "4XX": {"description": "The request is at fault.", "content": _json(ErrorBody)},
-            "5XX": {"description": "The server is at fault, or not ready.", "content": _json(ErrorBody)},
-        },
-    }
-
-
-def answers_text(media_type: str = "text/plain") -> dict[str, Any]:
-    """Keywords of a route that answers with text, or with an error object."""
-    keywords = answers(ErrorBody)
-    keywords["responses"][200]["content"] = {media_type: {"schema": {"type": "string"}}}
-    return keywords
-
-
-def reads(request: type[RequestModel]) -> dict[str, Any]:
-    """Keywords of a route that reads `request`."""
-    return {"openapi_extra": {"requestBody": {"required": True, "content": _json(request)}}}
-
-
-def generates(request: type[RequestModel], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """Keywords of a route that reads `request` and answers with `answer`, or with a stream of its chunks."""
-    keywords = answers(answer)
-    keywords["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
-    return {**keywords, **reads(request)}
+_MAX_LISTED_VALUES = 8
 
 
 def describe(app: FastAPI, model_names: Sequence[str], keyless_paths: Collection[str] | None) -> dict[str, Any]:
-    """The OpenAPI document; stands in for `FastAPI.openapi`, which cannot see models that routes read by hand.
+    """The OpenAPI document. `FastAPI.openapi` cannot write it, because routes read their bodies themselves.
 
-    `keyless_paths` are those that need no API key, where others do; None where none does.
+    `keyless_paths` are those that need no API key while others do; None if no path needs one.
     """
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components["schemas"] = request_schemas()
-    _, answered = msgspec.json.schema_components(_ANSWERS, ref_template=_REF)
+    answers = {each.answer for each in all_endpoints() if not isinstance(each.answer, str)}
+    _, answered = msgspec.json.schema_components(
+        [*sorted(answers, key=lambda answer: answer.__name__), ErrorBody], ref_template=SCHEMA_REF
+    )
     schemas.update(answered)
-    for request in REQUESTS:
+    for request, example in _examples().items():
         schema = schemas[request.__name__]
-        schema["examples"] = [dict(_EXAMPLES[request])]
+        schema["examples"] = [dict(example)]
         if "model" in schema["properties"]:
             schema["properties"]["model"]["enum"] = list(model_names)
             schema["examples"][0]["model"] = model_names[0]
     for path, operations in document["paths"].items():
         for operation in operations.values():
-            # The framework's own errors of parameters, which do not occur: all of them are plain text.
+            # The framework's error for parameters that it parses: it parses none, they are all plain text.
             operation["responses"].pop("422", None)
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] == "model":
@@ -145,13 +56,23 @@ def describe(app: FastAPI, model_names: Sequence[str], keyless_paths: Collection
     return document
 
 
+def request_models() -> list[type[RequestModel]]:
+    """Every body that some endpoint reads."""
+    return list(dict.fromkeys(each.request for each in all_endpoints() if each.request is not None))
+
+
+def _examples() -> dict[type[RequestModel], Mapping[str, Any]]:
+    return {each.request: each.example for each in all_endpoints() if each.request and each.example}
+
+
 def request_schemas() -> dict[str, Any]:
-    """JSON schemas of what requests hold, by name."""
+    """JSON schemas of bodies and of the objects in them, by name."""
+    models = request_models()
     _, generated = models_json_schema(
-        [(model, "validation") for model in REQUESTS], ref_template=_REF.replace("name", "model")
+        [(model, "validation") for model in models], ref_template=SCHEMA_REF.replace("name", "model")
     )
     schemas: dict[str, Any] = generated["$defs"]
-    for model in REQUESTS:
+    for model in models:
         schema = schemas[model.__name__]
         for name, field in schema["properties"].items():
             if name not in schema.get("required", ()):
@@ -169,24 +90,13 @@ def _or_null(field: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [*bare, {"type": "null"}], **about}
 
 
-def _json(model: type) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=model.__name__)}}}
-
-
-# [schema_words] JSON schemas of requests in words: each field's type, default and meaning. For `/docs` and
-# docs/api.md.
-
-_SCHEMA_WORDS_REF = "#/components/schemas/"
-_MOST_CHOICES = 8
-
-
 class Field(NamedTuple):
     """One field of an object that a request holds."""
 
     name: str
     type: str
     default: str
-    """As JSON spells it; `required` where there is none, empty where leaving it out is what it means."""
+    """In JSON; `required` for a required field, empty if the default is that the field is absent."""
     meaning: str
 
 
@@ -200,7 +110,7 @@ def fields_of(schema: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _description(field: Mapping[str, Any]) -> str:
-    """Of the field, or of the type that it may have."""
+    """The description of the field, or else of its type."""
     kinds = [field, *field.get("anyOf", ())]
     return next((str(kind["description"]) for kind in kinds if "description" in kind), "")
 
@@ -208,14 +118,14 @@ def _description(field: Mapping[str, Any]) -> str:
 def type_of(schema: Mapping[str, Any]) -> str:
     """The type in a few words: `integer 0 to 20`, `string or list of strings`."""
     if "$ref" in schema:
-        return str(schema["$ref"]).removeprefix(_SCHEMA_WORDS_REF)
+        return str(schema["$ref"]).removeprefix(SCHEMA_REF.format(name=""))
     for key in ("anyOf", "oneOf"):
         if key in schema:
             kinds = dict.fromkeys(type_of(kind) for kind in schema[key] if kind.get("type") != "null")
             return " or ".join(kinds) or "null"
     if "const" in schema:
         return json.dumps(schema["const"])
-    if "enum" in schema and len(schema["enum"]) <= _MOST_CHOICES:
+    if "enum" in schema and len(schema["enum"]) <= _MAX_LISTED_VALUES:
         return " or ".join(map(json.dumps, schema["enum"]))
     kind = str(schema.get("type", "any"))
     if kind == "array":
@@ -233,9 +143,6 @@ def _range(schema: Mapping[str, Any]) -> str:
     return f", {above}{low:g} to {high:g}" if high is not None and high < 2**31 - 1 else f", at least {low:g}"
 
 
-# [api_page] `page`: the API's description as one HTML page that needs nothing else: no script, no other server. For
-# `/docs`.
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
 color-scheme: light dark }
@@ -247,7 +154,7 @@ text-align: left; vertical-align: top } summary { cursor: pointer } b { display:
 
 
 def page(document: Mapping[str, Any], root_path: str = "") -> str:
-    """`document`, an OpenAPI description, for people. `root_path` is what a proxy puts before each path."""
+    """An OpenAPI document as HTML. `root_path` is the prefix that a proxy adds to each path."""
     title = f"{document['info']['title']} {document['info']['version']}"
     return "".join(
         (
@@ -308,5 +215,5 @@ def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """`text` with what stands between backticks set as code."""
+    """`text` as HTML, with words between backticks set as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))

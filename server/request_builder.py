@@ -1,30 +1,34 @@
-"""`prepare_chat`: from a validated chat request to the engine's, and to what takes its answers apart.
+"""From a validated request to the sequences that run for it, for every endpoint that generates.
 
-Called by the routes of chat completions and responses.
+The steps in their order: `accept` reads the body and refuses what cannot be served now; the grammar of the answer's
+form is compiled; the chat is rendered, tokenised and checked in a thread; the grammar of the tools is compiled;
+`new_sequences` makes the messages for the core. `prepare_chat` does all but the first and the last for chats and
+responses, `server.routes.completions` for its prompts.
 """
 
 import asyncio
-from collections.abc import Callable
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from contextvars import copy_context
 from typing import NamedTuple, TypeVar
 
-import msgspec
+from starlette.requests import Request
 
-from engine.messages import AddRequest
-from engine.text.io_processor import InvalidRequest
+from engine.sampling_params import SamplingParams
+from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.errors import BadRequest, NotReady, refusal
-from server.frontend import Frontend
+from server.frontend import Frontend, LoadedModel, owner_of
 from server.parsing.answer_format import tool_grammar
 from server.parsing.parser import AnswerParser
+from server.schemas.body import read_request
 from server.schemas.chat import ChatCompletionRequest, ToolUse
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 
-# [structured] `grammar_of`: from the form that a request wants for its answer to the grammar that the engine
-# follows.
-#
-# Called by the preparation of completions and chats.
+MAX_SEQUENCES = 2048
+"""Most sequences that one request may run."""
 
 _GUIDED: dict[str, GrammarKind] = {
     "guided_json": "json",
@@ -32,139 +36,119 @@ _GUIDED: dict[str, GrammarKind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-
-
-async def grammar_of(request: SamplingFields, frontend: Frontend) -> str | None:
-    """The grammar of a request's answers; None: they are free. Raises `BadRequest`, with the field, and `NotReady`."""
-    asked = forms(request)
-    if not asked:
-        return None
-    if len(asked) > 1:
-        first, second = list(asked)[:2]
-        raise BadRequest(f"{first} and {second} are both set; an answer has one form, so send one", param=second)
-    [(field, spec)] = asked.items()
-    try:
-        return await frontend.grammars.compile_async(spec)
-    except InvalidGrammar as error:
-        raise refused(field, error) from error
-    except CheckUnavailable as error:
-        raise NotReady(f"{field} cannot be checked now: {error}") from error
-
-
-def refused(field: str, error: InvalidGrammar) -> BadRequest:
-    """The answer to a request whose `field` holds a grammar that cannot be followed."""
-    return BadRequest(f"{field} is refused: {error}", param=field)
-
-
-def forms(request: SamplingFields) -> dict[str, GrammarSpec]:
-    """What `request` asks of its answers, by field."""
-    asked: dict[str, GrammarSpec] = {}
-    response_format: ResponseFormat | None = getattr(request, "response_format", None)
-    if isinstance(response_format, JsonObjectFormat):
-        asked["response_format"] = GrammarSpec("json_object")
-    elif isinstance(response_format, JsonSchemaFormat):
-        schema = response_format.json_schema.schema_
-        spec = GrammarSpec("json_object") if schema is None else GrammarSpec("json", schema)
-        asked["response_format.json_schema.schema"] = spec
-    if request.structured_outputs is not None:
-        for name, value in request.structured_outputs.forms.items():
-            kind: GrammarKind = name  # type: ignore[assignment]  # the fields are named for the kinds
-            asked[f"structured_outputs.{name}"] = GrammarSpec(kind, value)
-    for field, kind in _GUIDED.items():
-        value = getattr(request, field)
-        if value is not None:
-            asked[field] = GrammarSpec(kind, value)
-    return asked
-
+"""Older fields that give the answer a form."""
 
 _TAIL_CHARACTERS = 256
-"""How much of the prompt's end tells whether its template opened the reasoning."""
+"""Length of the prompt's end that shows whether the template opened the reasoning."""
 
-_UNTRUSTED = ThreadPoolExecutor(max_workers=2, thread_name_prefix="templates")
-"""For chats that bring a template: seconds of waiting for those take no thread from the chats of others."""
+_template_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="templates")
+"""For chats that bring a template: these may take seconds, and must not hold the threads of other chats."""
 
 Result = TypeVar("Result")
+Generating = TypeVar("Generating", bound=SamplingFields)
+
+
+@asynccontextmanager
+async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[Generating, Frontend, str | None]]:
+    """The validated body, the front end and the request's owner, for all work up to `Generation.respond`.
+
+    Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
+    """
+    frontend = Frontend.of(http)
+    with frontend.admission.counted_refusals():
+        request = await read_request(http, model, frontend.config.server_config)
+        frontend.check_loaded()
+        frontend.check_model(request.model)
+        yield request, frontend, owner_of(http)
+
+
+def check_request_limits(request: SamplingFields, num_prompts: int, frontend: Frontend) -> None:
+    """Raise `BadRequest` for what this server's configuration does not allow."""
+    limits = frontend.config.server_config
+    if request.n > limits.max_n:
+        raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
+    if len(request.stop) > limits.max_stop_strings:
+        raise BadRequest(
+            f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
+            param="stop",
+        )
+    num_choices = request.sequences_per_prompt
+    if num_choices > limits.max_n:
+        raise BadRequest(f"best_of is {num_choices}; it must be at most {limits.max_n} (max_n)", param="best_of")
+    if num_prompts * num_choices > MAX_SEQUENCES:
+        raise BadRequest(
+            f"prompt holds {num_prompts} prompts of {num_choices} choices each; a request may have at most "
+            f"{MAX_SEQUENCES} choices in all",
+            param="prompt",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options is set, but only a request with stream true has any", param="stream_options")
+
+
+# -- chats ------------------------------------------------------------------------------------------------------
 
 
 class PreparedChat(NamedTuple):
     """A chat that can run."""
 
-    request: AddRequest
-    new_parser: Callable[[], AnswerParser | None]
-    """Makes one choice's parser; None where all that the model writes is the answer's content."""
+    prompt: CheckedPrompt
+    grammar: str | None
     visible_token_ids: frozenset[int]
-    """Special tokens that the parsers look for, and the text must show."""
+    """Special tokens that the parsers look for, and that the text must therefore show."""
+    new_parser: Callable[[], AnswerParser | None]
+    """Makes the parser of one choice; None if all that the model writes is the answer's content."""
 
 
 async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> PreparedChat:
-    """Render, tokenise and check a chat, in a thread: others' streams go on. Raises `BadRequest` and `NotReady`."""
+    """Render, tokenise and check a chat. Raises `BadRequest` and `NotReady`.
+
+    The rendering runs in a thread, so that the streams of other requests go on.
+    """
+    model = frontend.loaded
     try:
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
-    form = await grammar_of(request, frontend)
-    prepared, tail = await in_thread(request.chat_template, lambda: _prepare(request, use, frontend))
-    grammar = await _grammar(use, form, tail, frontend)
-    if grammar is None:
-        return prepared
-    params = msgspec.structs.replace(prepared.request.sampling_params, grammar=grammar)
-    return prepared._replace(request=msgspec.structs.replace(prepared.request, sampling_params=params))
+    grammar = await compile_response_grammar(request, model)
+    prompt, tail = await in_thread(request.chat_template, lambda: _check_chat(request, model, frontend))
+    grammar = await _grammar_with_tools(use, grammar, tail, model)
+    answer_format = model.answer_format
+    return PreparedChat(
+        prompt,
+        grammar,
+        answer_format.visible_token_ids(use),
+        lambda: answer_format.parser(use, prompt_tail=tail),
+    )
 
 
 async def in_thread(template: str | None, work: Callable[[], Result]) -> Result:
-    """Do the work on a request in a thread; `template` is the one it brings, if any."""
+    """Do work on a chat in a thread; `template` is the one that the chat brings, if any."""
     if template is None:
         return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_UNTRUSTED, copy_context().run, work)
+    return await asyncio.get_running_loop().run_in_executor(_template_threads, copy_context().run, work)
 
 
-def _prepare(request: ChatCompletionRequest, use: ToolUse, frontend: Frontend) -> tuple[PreparedChat, str]:
-    """The chat but for its grammar, and the end of its prompt."""
-    processor, answer_format = frontend.processor, frontend.answer_format
+def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> tuple[CheckedPrompt, str]:
+    """The tokenised prompt, and the end of its text."""
+    processor = model.processor
     try:
-        prompt = render_prompt(request, frontend)
-        tail = prompt[-_TAIL_CHARACTERS:]
+        text = render_prompt(request, model, frontend)
         max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
-        params = request.sampling_params(max_tokens, request.alternatives, processor)
-        add_request = processor.preprocess(
-            processor.tokenize(
-                prompt, request.add_special_tokens, request.keep_last(processor, request.token_limit or 1)
-            ),
-            params,
-            request_id=0,
-            cache_salt=request.salt_key,
-            clip_max_tokens=request.token_limit is None,
-            priority=request.priority,
-            adapter=frontend.adapter_of(request.model),
-        )
+        params = sampling_params(request, max_tokens, request.alternatives, processor)
+        kept = num_kept_tokens(request, request.token_limit or 1, processor)
+        token_ids = processor.tokenize(text, request.add_special_tokens, kept)
+        prompt = processor.check(token_ids, params, clip_max_tokens=request.token_limit is None)
     except InvalidRequest as error:
-        raise _in_chat_terms(error, request) from error
-    prepared = PreparedChat(
-        add_request,
-        lambda: answer_format.parser(use, prompt_tail=tail),
-        answer_format.visible_token_ids(use),
-    )
-    return prepared, tail
+        raise _with_chat_field_names(error, request) from error
+    return prompt, text[-_TAIL_CHARACTERS:]
 
 
-async def _grammar(use: ToolUse, form: str | None, prompt_tail: str, frontend: Frontend) -> str | None:
-    """What the whole answer must follow: calls that are promised, and the content's `form` where it is none."""
-    try:
-        return await tool_grammar(
-            frontend.answer_format, use, form, prompt_tail=prompt_tail, compiler=frontend.grammars
-        )
-    except CheckUnavailable as error:
-        raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
-    except ValueError as error:
-        raise BadRequest(str(error), param="tools" if use.tools else "response_format") from error
-
-
-def render_prompt(request: ChatCompletionRequest, frontend: Frontend) -> str:
+def render_prompt(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> str:
     """The prompt's text; call it in a thread. Raises `InvalidRequest` and `BadRequest`."""
     tools = [tool.model_dump(exclude_unset=True) for tool in request.tools] if request.tool_choice != "none" else []
     messages = [message.for_template() for message in request.messages]
     begin_turn = request.add_generation_prompt and not request.continue_final_message
-    processor, variables = frontend.processor, request.template_variables
+    processor, variables = model.processor, request.template_variables
     if request.chat_template is None:
         text = processor.render_chat(messages, tools or None, begin_turn, **variables)
     elif frontend.config.server_config.trust_request_chat_template:
@@ -177,7 +161,7 @@ def render_prompt(request: ChatCompletionRequest, frontend: Frontend) -> str:
         )
     if not request.continue_final_message:
         return text
-    # Templates may strip a message's text; whatever they write behind it ends the turn.
+    # Templates may strip a message's text, and end the turn after it: the prompt must end with the text as it was.
     continued = request.messages[-1].text or ""
     final = continued.strip()
     begin = text.rfind(final)
@@ -190,8 +174,8 @@ def render_prompt(request: ChatCompletionRequest, frontend: Frontend) -> str:
     return text[:begin] + final + continued[len(continued.rstrip()) :]
 
 
-def _in_chat_terms(error: InvalidRequest, request: ChatCompletionRequest) -> BadRequest:
-    """`error` with the names that its fields have in this endpoint."""
+def _with_chat_field_names(error: InvalidRequest, request: ChatCompletionRequest) -> BadRequest:
+    """`error` with the names that its fields have in a chat."""
     if error.param == "prompt":
         return refusal(error, f"messages are not accepted: their {error}", "messages")
     if error.param == "max_tokens" and request.max_completion_tokens is not None:
@@ -200,30 +184,134 @@ def _in_chat_terms(error: InvalidRequest, request: ChatCompletionRequest) -> Bad
     return refusal(error)
 
 
-# [limits] `check_limits`: what this server's configuration lets a request ask for. Called by the routes.
-
-MAX_SEQUENCES = 2048
-"""Most sequences one request may fan out to."""
+# -- grammars ---------------------------------------------------------------------------------------------------
 
 
-def check_limits(request: SamplingFields, prompts: int, frontend: Frontend) -> None:
-    """Raise `BadRequest` for what this server's configuration does not allow."""
-    limits = frontend.config.server_config
-    if request.n > limits.max_n:
-        raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
-    if len(request.stop) > limits.max_stop_strings:
+async def compile_response_grammar(request: SamplingFields, model: LoadedModel) -> str | None:
+    """The grammar of the form that a request sets for its answers; None: any text. Raises `BadRequest`, `NotReady`."""
+    forms = dict(_forms(request))
+    if not forms:
+        return None
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise BadRequest(f"{first} and {second} are both set; an answer has one form, so send one", param=second)
+    [(field, spec)] = forms.items()
+    try:
+        return await model.grammars.compile_async(spec)
+    except InvalidGrammar as error:
+        raise BadRequest(f"{field} is refused: {error}", param=field) from error
+    except CheckUnavailable as error:
+        raise NotReady(f"{field} cannot be checked now: {error}") from error
+
+
+def _forms(request: SamplingFields) -> Iterator[tuple[str, GrammarSpec]]:
+    """The fields of `request` that give its answers a form, with these forms."""
+    response_format: ResponseFormat | None = getattr(request, "response_format", None)
+    if isinstance(response_format, JsonObjectFormat):
+        yield "response_format", GrammarSpec("json_object")
+    elif isinstance(response_format, JsonSchemaFormat):
+        schema = response_format.json_schema.schema_
+        spec = GrammarSpec("json_object") if schema is None else GrammarSpec("json", schema)
+        yield "response_format.json_schema.schema", spec
+    if request.structured_outputs is not None:
+        for name, value in request.structured_outputs.forms.items():
+            kind: GrammarKind = name  # type: ignore[assignment]  # the fields are named for the kinds
+            yield f"structured_outputs.{name}", GrammarSpec(kind, value)
+    for field, kind in _GUIDED.items():
+        value = getattr(request, field)
+        if value is not None:
+            yield field, GrammarSpec(kind, value)
+
+
+async def _grammar_with_tools(use: ToolUse, content: str | None, prompt_tail: str, model: LoadedModel) -> str | None:
+    """The grammar of the whole answer: the calls that `use` prescribes, and `content` where it is not a call."""
+    try:
+        return await tool_grammar(model.answer_format, use, content, prompt_tail=prompt_tail, compiler=model.grammars)
+    except CheckUnavailable as error:
+        raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
+    except ValueError as error:
+        raise BadRequest(str(error), param="tools" if use.tools else "response_format") from error
+
+
+# -- sequences --------------------------------------------------------------------------------------------------
+
+
+def num_kept_tokens(request: SamplingFields, max_tokens: int, processor: InputOutputProcessor) -> int | None:
+    """How many of a prompt's last tokens to keep, if the answer may have `max_tokens`; None: all."""
+    if request.truncate_prompt_tokens == -1:
+        return processor.longest_prompt(max_tokens)
+    return request.truncate_prompt_tokens
+
+
+def sampling_params(
+    request: SamplingFields,
+    max_tokens: int,
+    logprobs: int | None,
+    processor: InputOutputProcessor,
+    further_stop_token_ids: list[int] | None = None,
+) -> SamplingParams:
+    """The engine's parameters but for the grammar. Raises `BadRequest` and `InvalidRequest`.
+
+    The processor's defaults are the values of fields that the request leaves out. It also tokenises `bad_words`.
+    """
+    defaults = processor.defaults
+    top_p = defaults.top_p if request.top_p is None else request.top_p
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    if request.min_tokens > max_tokens:
         raise BadRequest(
-            f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
-            param="stop",
+            f"min_tokens is {request.min_tokens}; it must be at most max_tokens, {max_tokens}", param="min_tokens"
         )
-    each = request.sequences_per_prompt
-    if each > limits.max_n:
-        raise BadRequest(f"best_of is {each}; it must be at most {limits.max_n} (max_n)", param="best_of")
-    if prompts * each > MAX_SEQUENCES:
-        raise BadRequest(
-            f"prompt holds {prompts} prompts of {each} choices each; a request may have at most "
-            f"{MAX_SEQUENCES} choices in all",
-            param="prompt",
-        )
-    if request.stream_options is not None and not request.stream:
-        raise BadRequest("stream_options is set, but only a request with stream true has any", param="stream_options")
+    return SamplingParams(
+        temperature=defaults.temperature if request.temperature is None else request.temperature,
+        max_tokens=max_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_strings=request.stop or None,
+        top_p=top_p or 1.0,
+        top_k=top_k if top_p else 1,
+        min_p=defaults.min_p if request.min_p is None else request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
+        logit_bias={_token_id(key): bias for key, bias in request.logit_bias.items()} or None,
+        seed=request.seed,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_alternatives,
+        min_tokens=request.min_tokens,
+        stop_token_ids=[*request.stop_token_ids, *(further_stop_token_ids or ())] or None,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words=processor.tokenize_words(request.bad_words) or None,
+    )
+
+
+def new_sequences(
+    request: SamplingFields,
+    prompt: CheckedPrompt,
+    grammar: str | None,
+    frontend: Frontend,
+    arrival_time: float,
+    visible_token_ids: frozenset[int] = frozenset(),
+) -> list[NewSequence]:
+    """The sequences of one of a request's prompts, one for each choice."""
+    return frontend.loaded.processor.new_sequences(
+        prompt,
+        frontend.hub.new_ids(request.sequences_per_prompt),
+        grammar=grammar,
+        cache_salt=None if request.cache_salt is None else _salt_key(request.cache_salt),
+        priority=request.priority,
+        adapter=frontend.adapter_of(request.model),
+        arrival_time=arrival_time,
+        visible_token_ids=visible_token_ids,
+    )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise BadRequest(f"logit_bias has the key {key[:40]!r}; keys must be token ids in decimal", param="logit_bias")
+    return int(key)
+
+
+def _salt_key(salt: str) -> int:
+    """A 64-bit start for the chain of prefix hashes."""
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest())

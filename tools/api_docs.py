@@ -1,6 +1,6 @@
-"""Writes the field tables of docs/api.md from the models that read requests: `python -m tools.api_docs [--check]`.
+"""Writes the field tables of docs/api.md from the schemas of requests: `python -m tools.api_docs [--check]`.
 
-Each lies between two markers; what is around them is written by hand. `make lint` checks them.
+Each table is between two marker lines; the rest of the page is written by hand. `make lint` checks the tables.
 """
 
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.openapi import REQUESTS, Field, fields_of, request_schemas
+from server.openapi import Field, fields_of, request_models, request_schemas
 from server.schemas.body import NO_CHANGE
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -18,7 +18,7 @@ _BAR = "\\|"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page, or with `--check` only compare; 1 when it is out of date."""
+    """Write the page, or with `--check` only compare it; the exit code: 1 if it is out of date."""
     check = list(argv) == ["--check"]
     if argv and not check:
         sys.stderr.write("usage: python -m tools.api_docs [--check]\n")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 def with_tables(page: str) -> str:
     """`page` with each request's tables between its markers. Raises `ValueError` where markers are missing."""
     schemas = request_schemas()
-    requests = [request.__name__ for request in REQUESTS]
+    requests = [request.__name__ for request in request_models()]
     for name in requests:
         page = _between_markers(page, name, tables(schemas[name]))
     objects = sorted(name for name, schema in schemas.items() if "properties" in schema and name not in requests)
@@ -54,12 +54,12 @@ def _between_markers(page: str, name: str, text: str) -> str:
 
 
 def tables(schema: Mapping[str, Any]) -> str:
-    """The fields of an object that do something, those that do nothing, and those that are refused."""
+    """A table of the fields that have an effect, and lists of the ignored and of the refused ones."""
     fields = list(fields_of(schema))
     ignored = [field for field in fields if field.meaning == NO_CHANGE]
     refused = [field for field in fields if field.type == "null" or field.meaning.startswith(_NOT_SUPPORTED)]
-    rest = [field for field in fields if field not in ignored and field not in refused]
-    parts = ["\n".join(_table(rest))]
+    effective = [field for field in fields if field not in ignored and field not in refused]
+    parts = ["\n".join(_table(effective))]
     if ignored:
         parts.append(f"Accepted, and change nothing: {_listed(ignored)}.")
     if refused:

@@ -150,7 +150,7 @@ class LLMEngine:
         else:
             common = self.default_sampling_params if sampling_params is None else _checked(sampling_params)
             params = [common] * len(texts_or_ids)
-        requests = [
+        sequences = [
             self.io_processor.preprocess(
                 prompt,
                 each,
@@ -160,8 +160,8 @@ class LLMEngine:
             )
             for prompt, each in zip(texts_or_ids, params, strict=True)
         ]
-        states = {request.request_id: self.io_processor.start(request) for request in requests}
-        self._core.add_requests(requests)
+        self._core.add_requests([sequence.request for sequence in sequences])
+        states = {sequence.state.request_id: sequence.state for sequence in sequences}
         self._states |= states
         if stream_callback is not None:
             self._callbacks |= dict.fromkeys(states, stream_callback)

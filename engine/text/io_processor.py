@@ -1,6 +1,8 @@
-"""`InputOutputProcessor`: requests in, checked and tokenised, before the engine sees them; results out.
+"""`InputOutputProcessor`: from prompts to sequences for the core, and from completed sequences to results.
 
-Called by the server's routes and by `LLMEngine`.
+A prompt is rendered and tokenised, checked against the model's limits (`check`), and becomes one `NewSequence` for
+each of its choices (`new_sequences`): the only place where an `AddRequest` is made. The server takes these steps one
+by one, `LLMEngine` all at once with `preprocess`. `FillIn` writes the prompts of code models with a gap to fill.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,24 +18,21 @@ from engine.text.request_state import RequestResult, RequestState
 from engine.text.template_sandbox import render_untrusted
 from engine.text.tokenizer import Tokenizer
 
-# [fill_in] `FillIn`: prompts that ask a model for what goes between a prefix and a suffix, where its tokenizer has
-# marks.
-#
-# Called by the input/output processor. Each family of code models has marks, and an order, of its own.
-
 
 class _Marks(NamedTuple):
+    """The marker tokens of a fill-in-the-middle prompt; each family of code models has its own."""
+
     prefix: str
     suffix: str
     middle: str | None
-    """None: the model goes on behind the prefix, which comes last."""
+    """None: the prefix comes last, and the model continues it."""
     ends: tuple[str, ...] = ()
-    """Tokens that end what is filled in, besides the model's end-of-sequence tokens."""
+    """Tokens that end the completion, besides the model's end-of-sequence tokens."""
     suffix_first: bool = False
 
 
 _FAMILIES = (
-    # Qwen-Coder, CodeGemma, and others that took their names.
+    # Qwen-Coder, CodeGemma, and others that use the same names.
     _Marks(
         "<|fim_prefix|>",
         "<|fim_suffix|>",
@@ -47,7 +46,7 @@ _FAMILIES = (
     _Marks("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
     # CodeLlama.
     _Marks("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",)),
-    # Codestral, whose models see the suffix first.
+    # Codestral, whose prompts begin with the suffix.
     _Marks("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
 )
 
@@ -67,7 +66,7 @@ class FillIn:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillIn | None":
-        """For the marks that `tokenizer` has; None where it has none."""
+        """With the first family whose marks `tokenizer` has; None if it has none."""
         for marks in _FAMILIES:
             try:
                 return cls(tokenizer, marks)
@@ -76,7 +75,7 @@ class FillIn:
         return None
 
     def prompt(self, prefix: list[int], suffix: list[int], add_special_tokens: bool) -> list[int]:
-        """The prompt that asks for what goes between; both come without what `add_special_tokens` puts around."""
+        """The prompt that asks for the text between `prefix` and `suffix`, both tokenised without special tokens."""
         before, after = [self._prefix, *prefix], [self._suffix, *suffix]
         opening = self._tokenizer.encode("") if add_special_tokens else []
         ordered = [*after, *before] if self._suffix_first else [*before, *after]
@@ -93,7 +92,7 @@ def _id(tokenizer: Tokenizer, mark: str) -> int:
 OPENAI_DEFAULTS = GenerationDefaults()
 
 _RESYNC_CHARACTERS = 4096
-"""Text in front of what surely holds the tokens kept, so that where it was cut makes no difference to them."""
+"""Text tokenised before the part that surely holds the kept tokens, so that the cut does not change these."""
 
 
 class InvalidRequest(ValueError):
@@ -108,10 +107,28 @@ class DoesNotFit(InvalidRequest):
     """Prompt and completion are longer than the context or the cache; a shorter prompt may fit."""
 
 
-class InputOutputProcessor:
-    """Turns prompts into `AddRequest`s and engine outputs into text, for one loaded model.
+class CheckedPrompt(NamedTuple):
+    """A prompt that can run with its parameters."""
 
-    Holds no request: `start` gives each sequence's state to its caller. All methods may be called from any thread.
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """`params.max_tokens`, or the room that is left after the prompt where that is clipped."""
+
+
+class NewSequence(NamedTuple):
+    """A sequence that can be added to the core."""
+
+    request: AddRequest
+    """The message that adds it."""
+    state: RequestState
+    """Takes its outputs."""
+
+
+class InputOutputProcessor:
+    """Turns prompts into sequences and engine outputs into text, for one loaded model.
+
+    Holds no request: callers keep the sequences. All methods may be called from any thread.
     """
 
     def __init__(
@@ -121,12 +138,12 @@ class InputOutputProcessor:
         model: ModelInfo,
         defaults: GenerationDefaults = OPENAI_DEFAULTS,
     ) -> None:
-        """`defaults` stand in for sampling fields that requests leave out."""
+        """`defaults` are the values of sampling fields that requests leave out."""
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = defaults
         self.fill_in = FillIn.of(tokenizer)
-        """Writes fill-in prompts; None where the tokenizer has no marks for them."""
+        """Writes fill-in prompts; None if the tokenizer has no marks for them."""
         self._vocab_size = model.vocab_size
         self._context = model.max_model_len
         self._cache = model.block_size * model.num_kvcache_blocks
@@ -137,22 +154,26 @@ class InputOutputProcessor:
         params: SamplingParams,
         *,
         request_id: int,
-        cache_salt: int | None = None,
         clip_max_tokens: bool = False,
-        priority: int = 0,
         adapter: int = 0,
-    ) -> AddRequest:
-        """The message that asks the core for one sequence. Raises `InvalidRequest`.
-
-        `max_tokens` beyond what context and cache leave is refused; with `clip_max_tokens`, which is for a default
-        that nobody asked for, it is cut to the rest.
-        """
+    ) -> NewSequence:
+        """The one sequence of a prompt of text or token ids: `tokenize`, `check`, `new_sequences`."""
         if not isinstance(prompt, str | list):
             raise InvalidRequest(
                 f"prompt is of type {type(prompt).__name__}; it must be text or a list of token ids", "prompt"
             )
-        # The caller's list may be that of another prompt too, or change while the request is live.
+        # The caller may use its list for other prompts, or change it while the request is live.
         token_ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt.copy()
+        checked = self.check(token_ids, params, clip_max_tokens=clip_max_tokens)
+        [sequence] = self.new_sequences(checked, [request_id], adapter=adapter)
+        return sequence
+
+    def check(self, token_ids: list[int], params: SamplingParams, *, clip_max_tokens: bool = False) -> CheckedPrompt:
+        """The prompt, if vocabulary, context and cache allow it. Raises `InvalidRequest`.
+
+        `max_tokens` beyond the room that context and cache leave is refused; with `clip_max_tokens`, which is for a
+        default that the client did not set, it is clipped to that room.
+        """
         self._check_token_ids(token_ids, "prompt")
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self._check_token_ids(params.logit_bias or (), "logit_bias")
@@ -161,13 +182,52 @@ class InputOutputProcessor:
             self._check_token_ids(word, "bad_words")
         for sequence in params.stop_token_sequences or ():
             self._check_token_ids(sequence, "stop_token_sequences")
-        params = self._fit(params, len(token_ids), clip_max_tokens)
-        return AddRequest(request_id, token_ids, params, cache_salt=cache_salt, priority=priority, adapter=adapter)
+        room = self._room(len(token_ids), min(1, params.max_tokens))
+        field, value = ("min_tokens", params.min_tokens) if clip_max_tokens else ("max_tokens", params.max_tokens)
+        if value > room:
+            raise DoesNotFit(
+                f"{field} is {value}, but {self._limit_in_words()}, which leaves room for {room} "
+                f"after a prompt of {len(token_ids)} tokens; lower {field} or shorten the prompt",
+                field,
+            )
+        return CheckedPrompt(token_ids, params, min(params.max_tokens, room))
+
+    def new_sequences(
+        self,
+        prompt: CheckedPrompt,
+        request_ids: Iterable[int],
+        *,
+        grammar: str | None = None,
+        cache_salt: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        arrival_time: float | None = None,
+        visible_token_ids: frozenset[int] = frozenset(),
+    ) -> list[NewSequence]:
+        """The choices of a prompt, one for each id. They share the list of its token ids.
+
+        Choice `i` is seeded with the seed plus `i`. `visible_token_ids` and `arrival_time`: see `RequestState`.
+        """
+        token_ids, params, _ = prompt
+        return [
+            NewSequence(
+                AddRequest(
+                    id,
+                    token_ids,
+                    _core_params(prompt, choice, grammar),
+                    cache_salt=cache_salt,
+                    priority=priority,
+                    adapter=adapter,
+                ),
+                RequestState(id, token_ids, params, self.tokenizer, arrival_time, visible_token_ids),
+            )
+            for choice, id in enumerate(request_ids)
+        ]
 
     def tokenize(self, text: str, add_special_tokens: bool = True, keep_last: int | None = None) -> list[int]:
-        """Token ids of `text`, with what the checkpoint adds to a prompt (BOS). Raises `InvalidRequest`.
+        """Token ids of `text`, with the special tokens that the checkpoint adds (BOS). Raises `InvalidRequest`.
 
-        With `keep_last`, at most that many: what the checkpoint adds in front, and the text's end.
+        With `keep_last`, at most that many: the special tokens before the text, and the text's end.
         """
         if keep_last is None or keep_last > self.longest_prompt():
             self._check_length(text)
@@ -186,7 +246,7 @@ class InputOutputProcessor:
         return opening + bare[len(opening) - keep_last :]
 
     def tokenize_words(self, words: Iterable[str]) -> list[list[int]]:
-        """Token sequences that spell each word, alone and behind a space. Raises `InvalidRequest`."""
+        """Token sequences that spell each word, alone and after a space. Raises `InvalidRequest`."""
         sequences = []
         for word in words:
             try:
@@ -195,13 +255,13 @@ class InputOutputProcessor:
             except ValueError as error:
                 raise InvalidRequest(f"bad_words cannot be tokenised: {error}", "bad_words") from error
             sequences += [bare] if bare else []
-            # A space that is a token of its own leaves the word's tokens as they were: the first sequence covers it.
+            # If the space is a token of its own, the word's tokens are the same: the first sequence covers it.
             if spaced and spaced[-len(bare) :] != bare:
                 sequences.append(spaced)
         return sequences
 
     def longest_prompt(self, completion_tokens: int = 0) -> int:
-        """Tokens of the longest prompt that context and cache hold before so many further ones; at least 1."""
+        """Tokens of the longest prompt that leaves room for `completion_tokens` in context and cache; at least 1."""
         return max(1, min(self._context, self._cache) - completion_tokens)
 
     def render_chat(
@@ -212,7 +272,7 @@ class InputOutputProcessor:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a chat, as the model's template writes it. Raises `InvalidRequest`."""
+        """The text of a chat, rendered with the model's template. Raises `InvalidRequest`."""
         if self.chat_template is None:
             raise InvalidRequest(
                 "messages cannot be rendered: this model has no chat template; send a prompt to /v1/completions",
@@ -231,7 +291,7 @@ class InputOutputProcessor:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """The text of a chat, as a template writes it that the request brings. Raises `InvalidRequest`."""
+        """The text of a chat, rendered in a sandbox with the request's own template. Raises `InvalidRequest`."""
         special_tokens = self.tokenizer.special_tokens
         try:
             return render_untrusted(template, special_tokens, messages, tools, add_generation_prompt, variables)
@@ -247,29 +307,17 @@ class InputOutputProcessor:
         self._check_token_ids(token_ids, field)
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def start(
-        self,
-        request: AddRequest,
-        arrival_time: float | None = None,
-        visible_token_ids: frozenset[int] = frozenset(),
-    ) -> RequestState:
-        """The state to push the outputs of `request` to. `arrival_time` on `time.monotonic`'s clock; default: now.
-
-        Of the special tokens, the text shows `visible_token_ids` even where it skips the others.
-        """
-        return RequestState(request, self.tokenizer, arrival_time, visible_token_ids)
-
     def postprocess(self, completed: Iterable[RequestState]) -> dict[int, RequestResult]:
         """The results of completed sequences, by request id."""
         return {state.request_id: state.result() for state in completed}
 
     def _check_length(self, text: str) -> None:
-        """Raise if no tokenisation of `text` could fit: that of megabytes takes seconds, and 200 bytes a token."""
+        """Raise if no tokenisation of `text` could fit: tokenising megabytes takes seconds and 200 bytes a token."""
         if len(text) > min(self._context, self._cache):
             self._room(-(-len(text) // self.tokenizer.longest_token), 0, "at least ")
 
     def _check_token_ids(self, token_ids: Iterable[int], field: str) -> None:
-        """Raise unless each is an int (a bool is none) and within the model's vocabulary."""
+        """Raise unless each id is an int, not a bool, and within the model's vocabulary."""
         if not set(map(type, token_ids)) <= {int}:
             wrong = next(token_id for token_id in token_ids if type(token_id) is not int)
             raise InvalidRequest(f"{field} holds {wrong!r}; token ids must be integers", field)
@@ -281,22 +329,8 @@ class InputOutputProcessor:
                 field,
             )
 
-    def _fit(self, params: SamplingParams, prompt_tokens: int, clip_max_tokens: bool) -> SamplingParams:
-        """`params` with a completion that fits behind the prompt."""
-        room = self._room(prompt_tokens, min(1, params.max_tokens))
-        if params.max_tokens <= room:
-            return params
-        field, value = ("min_tokens", params.min_tokens) if clip_max_tokens else ("max_tokens", params.max_tokens)
-        if value > room:
-            raise DoesNotFit(
-                f"{field} is {value}, but {self._limit_in_words()}, which leaves room for {room} "
-                f"after a prompt of {prompt_tokens} tokens; lower {field} or shorten the prompt",
-                field,
-            )
-        return msgspec.structs.replace(params, max_tokens=room)
-
     def _room(self, prompt_tokens: int, least: int, how_exact: str = "") -> int:
-        """Most tokens that can follow a prompt of this length; raises unless they are at least `least`, 0 or 1."""
+        """Most tokens that can follow a prompt of this length. Raises if they are fewer than `least`, 0 or 1."""
         if not prompt_tokens:
             raise InvalidRequest("prompt is empty; it must have at least 1 token", "prompt")
         room = min(self._context, self._cache) - prompt_tokens
@@ -314,3 +348,23 @@ class InputOutputProcessor:
             return f"the KV cache holds {self._cache} tokens"
         # OpenAI's words: clients look for them.
         return f"this model's maximum context length is {self._context} tokens"
+
+
+def _core_params(prompt: CheckedPrompt, choice: int, grammar: str | None) -> SamplingParams:
+    """The parameters that the core needs for choice number `choice` of a prompt.
+
+    The front end looks for stop strings: they stay here, as they may be megabytes for each of many choices. The
+    prompt's log probabilities are computed for the first choice only.
+    """
+    params, changes = prompt.params, dict[str, Any]()
+    if prompt.max_tokens != params.max_tokens:
+        changes["max_tokens"] = prompt.max_tokens
+    if params.stop_strings is not None:
+        changes["stop_strings"] = None
+    if grammar is not None:
+        changes["grammar"] = grammar
+    if choice and params.prompt_logprobs is not None:
+        changes["prompt_logprobs"] = None
+    if choice and params.seed is not None:
+        changes["seed"] = (params.seed + choice + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(params, **changes) if changes else params

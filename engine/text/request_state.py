@@ -1,15 +1,16 @@
 """`RequestState`: one live sequence on the front end, from engine outputs to text deltas and the final result.
 
-Made by `InputOutputProcessor.start`; pushed to once an engine step by the streaming server and by `LLMEngine`.
+`InputOutputProcessor` makes one for each sequence; the server and `LLMEngine` push the sequence's outputs to it.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
 import msgspec
 
-from engine.messages import AddRequest, RequestOutput, TokenLogprobs, openai_finish_reason
+from engine.messages import RequestOutput, TokenLogprobs, openai_finish_reason
+from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ class RequestDelta(msgspec.Struct, gc=False):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One entry a token of `token_ids`, if the request asked for them."""
+    """One entry for each of `token_ids`, if the request asked for them."""
     finished: bool = False
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `error`, on the last delta only."""
@@ -28,13 +29,13 @@ class RequestDelta(msgspec.Struct, gc=False):
     """The stop string or the stop token's id that ended the sequence; None for EOS."""
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens behind the first; once, if the request asked for them."""
+    """One entry for each prompt token after the first; in one delta only, if the request asked for them."""
     merged: list[tuple[str, int]] | None = None
-    """Where this is several deltas in one: the text and the number of tokens of each."""
+    """The text and the number of tokens of each of the deltas that this one was merged from."""
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """The text and the number of tokens that each engine step brought."""
+        """The text and the number of tokens of each engine step."""
         return [(self.text, len(self.token_ids))] if self.merged is None else self.merged
 
 
@@ -45,7 +46,7 @@ class RequestResult(TypedDict):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs] | None
-    """One entry a prompt token behind the first."""
+    """One entry for each prompt token after the first."""
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
@@ -53,7 +54,7 @@ class RequestResult(TypedDict):
     num_tokens_output: int
     num_cached_tokens: int
     ttft: float
-    """From arrival to the first token; 0 if none came."""
+    """From arrival to the first token; 0 without one."""
     tpot: float
     """Mean time a token after the first; 0 with fewer than two."""
     latency: float
@@ -71,20 +72,24 @@ class RequestState:
 
     def __init__(
         self,
-        request: AddRequest,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
         tokenizer: Tokenizer,
         arrival_time: float | None = None,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`arrival_time` on `time.monotonic`'s clock; default: now."""
-        params = request.sampling_params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids, visible_token_ids)
+        """`arrival_time` on `time.monotonic`'s clock; default: now.
+
+        The text shows the special tokens `visible_token_ids` even if `params` skip special tokens.
+        """
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids, visible_token_ids)
         self._include_stop = params.include_stop_str_in_output
         self._special_ids = tokenizer.special_ids
         self._texts: list[str] = []
         self._counts: list[int] = []
-        self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.request_id = request_id
+        self.num_prompt_tokens = len(prompt_token_ids)
         self.num_cached_tokens = 0
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -93,7 +98,7 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stopped_early = False
-        """A stop string ended the sequence before the core did: whoever pushes must abort it there."""
+        """A stop string ended the sequence before the core did: the caller of `push` must abort it in the core."""
         self.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         # The core's times: when tokens were read from the device, not when this front end reads them.
         self.first_token_time = 0.0
@@ -101,11 +106,11 @@ class RequestState:
         self.queue_time: float | None = None
 
     def push(self, output: RequestOutput) -> RequestDelta:
-        """Take what a step brought. Not to be called again once a delta is `finished`."""
+        """Add the output of one step. Must not be called again after a delta that is `finished`."""
         token_ids, logprobs = output.output_tokens, output.logprobs
-        self._note(output)
+        self._record_times(output)
         detokenizer = self._detokenizer
-        shown = token_ids[:-1] if output.finished and self._ends_hidden(output) else token_ids
+        shown = token_ids[:-1] if output.finished and self._hides_last_token(output) else token_ids
         text = detokenizer.push(shown, output.finished)
         if detokenizer.stopped is not None:
             kept = detokenizer.num_tokens - len(self.token_ids)
@@ -136,7 +141,7 @@ class RequestState:
 
     @property
     def steps(self) -> Iterator[tuple[str, int]]:
-        """The text and the number of tokens that each engine step brought."""
+        """The text and the number of tokens of each engine step."""
         return zip(self._texts, self._counts, strict=True)
 
     @property
@@ -151,7 +156,7 @@ class RequestState:
         return (self.last_time - self.first_token_time) / after_first if after_first > 0 else 0.0
 
     def result(self) -> RequestResult:
-        """The sequence as it stands, normally after its last delta."""
+        """The sequence so far; the caller normally waits for the last delta."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -168,8 +173,8 @@ class RequestState:
             "latency": self.last_time - self.arrival_time,
         }
 
-    def _note(self, output: RequestOutput) -> None:
-        """Keep the times and counts that came with `output`."""
+    def _record_times(self, output: RequestOutput) -> None:
+        """Record the times and counts that `output` reports."""
         self.last_time = time.monotonic() if output.time is None else output.time
         if not self.token_ids and output.output_tokens:
             self.first_token_time = self.last_time
@@ -178,11 +183,11 @@ class RequestState:
         if output.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
 
-    def _ends_hidden(self, output: RequestOutput) -> bool:
+    def _hides_last_token(self, output: RequestOutput) -> bool:
         """Whether the last token ended the sequence and stays out of the text.
 
-        A special one is hidden or shown as `skip_special_tokens` says. Any other would leak the text that the request
-        wanted to stop at, unless it asked for that.
+        `skip_special_tokens` decides for a special token. Any other stop token is hidden, as the text of stop strings
+        is, unless the request asked to see it.
         """
         reason = output.finish_reason
         if not output.output_tokens or (reason != "eos" and _stop_token(reason) is None):

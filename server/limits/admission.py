@@ -1,6 +1,7 @@
-"""`Admission`: the bounded queue in front of the engine. One a server.
+"""`Admission`: the bounded queue before the engine, and `QueueForecast`: when a full queue will have room again.
 
-`server.streaming.generation` asks it for each request; the hub tells it what became of the sequences.
+`Generation` asks for the admission of each request; the hub reports when its sequences are queued, start and end. A
+request that is refused gets a 429 with the forecast's time.
 """
 
 import heapq
@@ -18,84 +19,81 @@ from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
 from server.metrics import Metrics
 
-# [forecast] `Forecast`: when a full queue will have room, by how fast it has been emptying. Asked by
-# `server.limits.admission`.
-
 LATEST_SECONDS = 60.0
-"""Clients of OpenAI's ignore a later time than this."""
+"""OpenAI's clients ignore a longer time."""
 
 _WINDOW_SECONDS = 10.0
-"""How far back the rate is measured: what is older than this counts for a third."""
+"""Time constant of the drain rate: a measurement of this age counts for a third."""
 
 _MARGIN = 1.2
-"""Times the computed time: a queue empties by batches, and whoever comes too early is turned away once more."""
+"""Factor on the computed time: a queue drains in batches, and a client that returns too early is refused again."""
 
 _SOONEST_SECONDS = 0.05
 
-_LEAST_KEPT = 2 / 3
-"""The share of promises that clients must come for. Where it is less, the others are not expected any more."""
+_MIN_RETURN_SHARE = 2 / 3
+"""Share of the reservations that clients must return for. Below it, the others are dropped."""
 
-_KEPT_SECONDS = 5.0
-"""That it is measured over, at least: who rounds a time up to whole seconds comes up to one late."""
+_RETURN_SECONDS = 5.0
+"""Shortest time over which that share is measured: clients that round up to seconds return up to one late."""
 
-_KEPT_SEQUENCES = 8
-"""That must have been expected in that time: a few that stay away prove nothing."""
+_RETURN_SEQUENCES = 8
+"""Fewest sequences that must have been due in that time: a few that do not return prove nothing."""
 
 
-class Forecast:
-    """Measures the drain rate, and hands out the times at which who was refused may come again.
+class QueueForecast:
+    """Measures how fast the queue drains, and gives refused clients the time at which to try again.
 
-    Only the time in which something waits counts: an idle queue tells nothing of how fast a full one empties. All
-    times are seconds on `time.monotonic`'s clock.
+    Only the time in which sequences wait counts: an idle queue does not show how fast a full one drains. All times are
+    seconds on `time.monotonic`'s clock.
     """
 
     def __init__(self) -> None:
-        # What a server is taken for that has not let anybody through: 20 requests a second of 1000 tokens each. It
-        # weighs as much as half a tenth of a second's measuring.
+        # Until it is measured, the assumed rate is 20 requests a second of 1000 tokens each, with the weight of a
+        # measurement over 0.05 s.
         self._busy_seconds, self._sequences, self._tokens = 0.05, 1.0, 1000.0
         self._busy_since: float | None = None
-        self._promised = _Promised()
+        self._reservations = _RetryReservations()
 
-    def came(self, now: float, sequences: int) -> None:
-        """A request of so many sequences was let in; `promise` tells of one that was not."""
-        self._promised.came(now, sequences)
+    def arrived(self, now: float, sequences: int) -> None:
+        """A request of so many sequences was admitted. For a refused one, call `retry_after`."""
+        self._reservations.arrived(now, sequences)
 
-    def begin(self, now: float) -> None:
-        """Something waits from now on."""
+    def start_busy(self, now: float) -> None:
+        """The queue is no longer empty."""
         self._busy_since = now
 
-    def left(self, now: float, sequences: int, tokens: int) -> None:
+    def served(self, now: float, sequences: int, tokens: int) -> None:
         """Sequences left the queue because they were served."""
         self._measure(now)
         self._sequences += sequences
         self._tokens += tokens
 
-    def end(self, now: float) -> None:
-        """Nothing waits any more."""
+    def end_busy(self, now: float) -> None:
+        """The queue is empty."""
         self._measure(now)
         self._busy_since = None
 
-    def promise(self, now: float, excess: int, sequences: int, excess_tokens: int, tokens: int) -> float:
+    def retry_after(self, now: float, excess: int, sequences: int, excess_tokens: int, tokens: int) -> float:
         """Seconds until there is room for a request that is refused now, at most `LATEST_SECONDS`.
 
-        `excess` and `excess_tokens`: what must leave the queue before. Room that was promised to others counts as
-        taken until their time has come, so that they do not all come at once; unless too few of them do come.
+        `excess` and `excess_tokens`: what must leave the queue first. The room is reserved until that time, so that
+        refused clients do not all return at once, unless too few of them return.
         """
         self._measure(now)
-        self._promised.came(now, sequences)
+        self._reservations.arrived(now, sequences)
         seconds = max(
-            self._seconds_for(excess + self._promised.sequences, self._sequences),
-            self._seconds_for(excess_tokens + self._promised.tokens, self._tokens),
+            self._seconds_for(excess + self._reservations.sequences, self._sequences),
+            self._seconds_for(excess_tokens + self._reservations.tokens, self._tokens),
             _SOONEST_SECONDS,
         )
         if seconds >= LATEST_SECONDS:
-            # No promise: what is that far away nobody can foresee.
+            # No reservation: a forecast over such a time is too uncertain.
             return LATEST_SECONDS
-        self._promised.add(now, seconds, sequences, tokens)
+        self._reservations.add(now, seconds, sequences, tokens)
         return seconds
 
     def _measure(self, now: float) -> None:
-        """Let the time since the last call count, and what was before it count less."""
+        """Add the time since the last call to the measurement, and let earlier times fade."""
         if self._busy_since is None:
             return
         passed, self._busy_since = now - self._busy_since, now
@@ -110,10 +108,10 @@ class Forecast:
         return _MARGIN * amount * self._busy_seconds / drained if drained > 1e-9 else math.inf
 
 
-class _Promised:
-    """Room that is kept for those who were told to come, until their time has come, or too few of them do.
+class _RetryReservations:
+    """Room in the queue for clients that were given a time, until that time, or until too few of them return.
 
-    Who it is that comes, nobody knows: while fewer have come than were told to, whoever does is one of those.
+    Clients cannot be told apart: every arrival counts as a return while there are fewer arrivals than were due.
     """
 
     def __init__(self) -> None:
@@ -123,42 +121,42 @@ class _Promised:
         """(time, sequences, tokens), a heap."""
         self._since = 0.0
         """When the two counts below began."""
-        self._due = 0
-        self._kept = 0
+        self._num_due = 0
+        self._num_returned = 0
 
     def add(self, now: float, seconds: float, sequences: int, tokens: int) -> None:
-        """Somebody was told to come in so many seconds."""
+        """Reserve room for a client that was given so many seconds."""
         if not self._times:
-            self._count_anew(now)
+            self._restart_counts(now)
         heapq.heappush(self._times, (now + seconds, sequences, tokens))
         self.sequences += sequences
         self.tokens += tokens
 
-    def came(self, now: float, sequences: int) -> None:
-        """Somebody came, and was let in or not."""
+    def arrived(self, now: float, sequences: int) -> None:
+        """A request arrived, whether it is admitted or refused."""
         while self._times and self._times[0][0] <= now:
             _, due, due_tokens = heapq.heappop(self._times)
             self.sequences -= due
             self.tokens -= due_tokens
-            self._due += due
-        # Before this one counts: of many that come at once each would stand for one that stayed away.
-        if now - self._since >= _KEPT_SECONDS and self._due >= _KEPT_SEQUENCES:
-            if self._kept < _LEAST_KEPT * self._due:
+            self._num_due += due
+        # Checked before this arrival counts: else each of many simultaneous arrivals would count as a return.
+        if now - self._since >= _RETURN_SECONDS and self._num_due >= _RETURN_SEQUENCES:
+            if self._num_returned < _MIN_RETURN_SHARE * self._num_due:
                 self._times.clear()
                 self.sequences = self.tokens = 0
-            self._count_anew(now)
-        self._kept = min(self._kept + sequences, self._due)
+            self._restart_counts(now)
+        self._num_returned = min(self._num_returned + sequences, self._num_due)
 
-    def _count_anew(self, now: float) -> None:
-        self._since, self._due, self._kept = now, 0, 0
+    def _restart_counts(self, now: float) -> None:
+        self._since, self._num_due, self._num_returned = now, 0, 0
 
 
 _KEY_SECONDS = 1.0
-"""When a key with all its requests running may try again: how long these run, nobody knows."""
+"""When a key whose requests are all running may try again: it is not known how long they run."""
 
 
 class Limits(NamedTuple):
-    """Bounds of the queue and of each key's part; None: no bound."""
+    """Bounds of the queue and of each key's requests; None: no bound."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -166,7 +164,7 @@ class Limits(NamedTuple):
 
 
 class Admission:
-    """Knows which sequences are queued: submitted, and without an output so far."""
+    """Tracks which sequences are queued: submitted, and without an output so far."""
 
     def __init__(self, limits: Limits, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
@@ -177,18 +175,18 @@ class Admission:
         self._queued_tokens = 0
         self._live_by_owner: dict[object, int] = {}
         """HTTP requests that were admitted and have not ended."""
-        self._forecast = Forecast()
+        self._forecast = QueueForecast()
 
     @classmethod
     def of(cls, config: Config, metrics: Metrics) -> Self:
-        """As the flags say. Until `open`, a bound by tokens that follows from the cache is not known."""
+        """With the bounds of `config`. Until `open`, a token bound that depends on the cache is not known."""
         settings = config.server_config
         running = config.max_num_seqs * config.parallel_config.data_parallel_size
         sequences = running if settings.max_queued_requests is None else settings.max_queued_requests
         return cls(Limits(sequences, settings.max_queued_tokens, settings.max_requests_per_key), metrics)
 
     def open(self, model: ModelInfo, num_replicas: int = 1) -> None:
-        """The model is loaded: unless a flag says otherwise, prompts may wait that fill its KV caches once."""
+        """Set the token bound, unless a flag does, to the prompt tokens that the loaded model's KV caches hold."""
         if self._limits.tokens is None:
             capacity = model.block_size * model.num_kvcache_blocks * num_replicas
             self._limits = self._limits._replace(tokens=capacity)
@@ -211,20 +209,20 @@ class Admission:
     # -- requests -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Around all that comes before `admit`: counts a request that is refused there, as one sequence."""
+    def counted_refusals(self) -> Iterator[None]:
+        """Surrounds all work before `admit`: counts a request that is refused there, as one sequence."""
         try:
             yield
         except (Overloaded, ClientDisconnect):
-            # The one was counted by `check`; the other never asked.
+            # `precheck` has counted the former; the latter did not ask for anything yet.
             raise
         except Exception as error:
             self._metrics.received(1)
             self._metrics.rejected(_why_refused(error), 1)
             raise
 
-    def check(self, owner: object, sequences: int) -> None:
-        """Refuse what `admit` would refuse whatever its prompts are, before work is put into them.
+    def precheck(self, owner: object, sequences: int) -> None:
+        """Refuse what `admit` would refuse with any prompts, before work is done on them.
 
         Raises `Overloaded`, and counts it.
         """
@@ -234,17 +232,17 @@ class Admission:
             self._refuse(*refused, sequences)
 
     def admit(self, owner: object, prompt_tokens: Sequence[int]) -> None:
-        """Let a request of so many sequences in, until `release`. Raises `Overloaded`.
+        """Admit a request until `release`. Raises `Overloaded`.
 
-        `owner` is whose request it is. Each number of `prompt_tokens` is what a sequence adds to the queue. A request
-        that is larger than a whole bound is let in when nothing is queued: it would never be otherwise.
+        `prompt_tokens` holds what each of its sequences adds to the queue. A request that exceeds a bound by itself is
+        admitted when nothing is queued: otherwise it never would be.
         """
         sequences = len(prompt_tokens)
         self._metrics.received(sequences)
         refused = self._refusal(owner, sequences, sum(prompt_tokens))
         if refused is not None:
             self._refuse(*refused, sequences)
-        self._forecast.came(self._clock(), sequences)
+        self._forecast.arrived(self._clock(), sequences)
         self._live_by_owner[owner] = self._live_by_owner.get(owner, 0) + 1
 
     def release(self, owner: object) -> None:
@@ -260,33 +258,33 @@ class Admission:
     def queue(self, request_id: int, prompt_tokens: int) -> None:
         """A sequence of an admitted request was submitted."""
         if not self._queued:
-            self._forecast.begin(self._clock())
+            self._forecast.start_busy(self._clock())
         self._queued[request_id] = prompt_tokens
         self._queued_tokens += prompt_tokens
 
-    def start(self, request_id: int) -> None:
-        """The first output of a sequence came."""
-        self._leave(request_id, served=True)
+    def first_output(self, request_id: int) -> None:
+        """The first output of a sequence arrived."""
+        self._dequeue(request_id, served=True)
 
-    def drop(self, request_id: int) -> None:
-        """A sequence ended, or was taken out of the core; nothing happens to one that has left the queue."""
-        self._leave(request_id, served=False)
+    def remove(self, request_id: int) -> None:
+        """A sequence ended or was suspended. No effect on one that has left the queue."""
+        self._dequeue(request_id, served=False)
 
-    def _leave(self, request_id: int, *, served: bool) -> None:
+    def _dequeue(self, request_id: int, *, served: bool) -> None:
         tokens = self._queued.pop(request_id, None)
         if tokens is None:
             return
         self._queued_tokens -= tokens
         now = self._clock()
         if served:
-            self._forecast.left(now, 1, tokens)
+            self._forecast.served(now, 1, tokens)
         if not self._queued:
-            self._forecast.end(now)
+            self._forecast.end_busy(now)
 
     # -- refusals -----------------------------------------------------------------------------------------------
 
     def _refusal(self, owner: object, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
-        """Why a request cannot be admitted now: the metrics' word for it, and the error; None if it can."""
+        """Why a request cannot be admitted now: the metrics' reason and the error; None if it can."""
         limits = self._limits
         live = self._live_by_owner.get(owner, 0)
         if limits.requests_per_key is not None and live >= limits.requests_per_key:
@@ -319,7 +317,7 @@ class Admission:
         raise error
 
     def _seconds(self, sequences: int, tokens: int) -> float:
-        """Until there is room for a request of this size, which is promised to it."""
+        """Seconds until there is room for a request of this size; the room is reserved for it."""
         excess = excess_tokens = 0
         if self._limits.sequences is not None:
             sequences = min(sequences, self._limits.sequences)
@@ -327,14 +325,14 @@ class Admission:
         if self._limits.tokens is not None:
             tokens = min(tokens, self._limits.tokens)
             excess_tokens = self._queued_tokens + tokens - self._limits.tokens
-        return self._forecast.promise(self._clock(), excess, sequences, excess_tokens, tokens)
+        return self._forecast.retry_after(self._clock(), excess, sequences, excess_tokens, tokens)
 
 
 def _why_refused(error: Exception) -> str:
-    """The metrics' word for a request that was refused before it asked for admission."""
+    """The metrics' reason for a request that was refused before `admit`."""
     if isinstance(error, ShuttingDown):
         return "draining"
     if isinstance(error, NotReady):
         return "not_ready"
-    is_clients = isinstance(error, InvalidRequest) or (isinstance(error, ApiError) and error.status < 500)
-    return "invalid" if is_clients else "error"
+    is_clients_fault = isinstance(error, InvalidRequest) or (isinstance(error, ApiError) and error.status < 500)
+    return "invalid" if is_clients_fault else "error"

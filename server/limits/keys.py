@@ -1,4 +1,4 @@
-"""`KeyRing`: the API keys, kept as digests. Made by `server.process`, asked by `server.middleware`."""
+"""`ApiKeys`: the API keys that the server accepts, kept as digests."""
 
 import hashlib
 import hmac
@@ -10,16 +10,16 @@ from engine.config.config import ServerConfig
 from engine.config.paths import why_unreadable
 
 
-class KeyRing:
-    """Digests of the keys that open this server. An empty one opens it to everybody."""
+class ApiKeys:
+    """Digests of the accepted keys. Without any key, the server accepts every request."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        """Raises `ValueError`, which shows no key, for one that could not be sent in a header."""
+        """Raises `ValueError`, without showing the key, for one that cannot be sent in a header."""
         self._digests = [_digest(_checked(key).encode()) for key in keys]
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """The keys of `api_key` and `api_key_file`. Raises `ValueError`, a sentence, when there is something wrong."""
+        """The keys of `api_key` and `api_key_file`. Raises `ValueError` with a sentence for the user."""
         keys = [key.get_secret_value() for key in config.api_key]
         if config.api_key_file is not None:
             keys += _read_keys(Path(config.api_key_file))
@@ -29,9 +29,9 @@ class KeyRing:
         return bool(self._digests)
 
     def owner(self, key: bytes) -> str | None:
-        """A name for whoever holds `key`, which tells nothing of it; None when no key of the ring is like it.
+        """A name for the holder of `key`, which does not reveal the key; None if the key is not accepted.
 
-        Takes as long for a wrong key as for a right one.
+        Takes equally long for a wrong and a right key.
         """
         digest = _digest(key)
         known = False

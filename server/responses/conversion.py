@@ -1,4 +1,8 @@
-"""From a responses request, and the items before it, to the chat that the model answers. Called by the route."""
+"""From a responses request and its conversation to the chat that the model answers.
+
+`prepare` converts the items and prepares the chat; with `truncation`, it drops the oldest items until the chat fits.
+Errors of the chat are reported with the names that the fields have in a response.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,7 +11,7 @@ from typing import Any, TypeAlias
 from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.request_builder import PreparedChat, check_limits, prepare_chat
+from server.request_builder import PreparedChat, check_request_limits, prepare_chat
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.generation import SamplingFields
@@ -30,15 +34,15 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
 }
-"""Fields that a chat names differently."""
+"""Names of fields: in a chat, in a response."""
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
-"""What a chat puts around a tool's own fields."""
+"""A tool's fields are one level deeper in a chat."""
 _LIMIT = re.compile(r"\bmax_tokens\b")
-"""An older name, which no response has."""
+"""An older name in chats, which responses do not have."""
 
 
 async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Frontend) -> PreparedChat:
-    """What runs in the engine for `request`, whose conversation is `items`. Raises `BadRequest`."""
+    """The chat for `request`, whose conversation is `items`. Raises `BadRequest`."""
     messages = to_messages(items)
     instructions: list[Message] = []
     if request.instructions is not None:
@@ -47,14 +51,14 @@ async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Fr
         return await _prepare(request, instructions + messages, frontend)
     except BadRequest as error:
         if request.truncation == "disabled" or not isinstance(error.__cause__, DoesNotFit):
-            raise in_responses_terms(error) from error
+            raise with_responses_field_names(error) from error
         reason = error
     return await _prepare_truncated(request, instructions, messages, frontend, reason)
 
 
 async def _prepare(request: ResponsesRequest, messages: list[Message], frontend: Frontend) -> PreparedChat:
     chat = to_chat(request, messages)
-    check_limits(chat, 1, frontend)
+    check_request_limits(chat, 1, frontend)
     return await prepare_chat(chat, frontend)
 
 
@@ -65,8 +69,9 @@ async def _prepare_truncated(
     frontend: Frontend,
     reason: BadRequest,
 ) -> PreparedChat:
-    """The chat with as few as possible of its oldest messages left out, found by bisection; `reason` is why."""
-    starts = _starts(messages, (frontend.max_model_len or 0) * frontend.processor.tokenizer.longest_token)
+    """The longest end of the chat that fits, found by bisection. `reason`: why the whole chat does not fit."""
+    model = frontend.loaded
+    starts = _starts(messages, model.max_model_len * model.processor.tokenizer.longest_token)
     fitting: PreparedChat | None = None
     low, high = 0, len(starts)
     while low < high:
@@ -76,17 +81,17 @@ async def _prepare_truncated(
             high = middle
         except BadRequest as error:
             if not isinstance(error.__cause__, DoesNotFit):
-                raise in_responses_terms(error) from error
+                raise with_responses_field_names(error) from error
             reason, low = error, middle + 1
     if fitting is None:
-        raise in_responses_terms(reason) from reason
+        raise with_responses_field_names(reason) from reason
     return fitting
 
 
 def _starts(messages: list[Message], most_characters: int) -> list[int]:
-    """Where a truncated chat may begin: nowhere before a call's output, and where no more characters follow than fit.
+    """Indices where a truncated chat may begin: not at a call's output, nor where too many characters follow to fit.
 
-    The last such place is there in any case.
+    The last candidate is included in any case.
     """
     starts: list[int] = []
     characters = 0
@@ -142,7 +147,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     }
 
 
-def in_responses_terms(error: BadRequest) -> BadRequest:
+def with_responses_field_names(error: BadRequest) -> BadRequest:
     """`error` of a chat request with the names that its fields have in this endpoint."""
     text = str(error).replace("messages are not accepted: their", "input is not accepted: its")
     text = _LIMIT.sub("max_output_tokens", _FUNCTION.sub(r"\1", text))
@@ -159,7 +164,7 @@ def in_responses_terms(error: BadRequest) -> BadRequest:
 def to_messages(items: Iterable[Item]) -> list[Message]:
     """The conversation as a chat. Reasoning, text and calls of one turn become one assistant's message.
 
-    Raises `BadRequest` for the output of a call that nobody made.
+    Raises `BadRequest` for the output of a call that is not in the conversation.
     """
     messages: list[Message] = []
     turn: Message | None = None
@@ -167,9 +172,9 @@ def to_messages(items: Iterable[Item]) -> list[Message]:
     for item in items:
         if isinstance(item, FunctionCallOutputItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
             turn = None
-            messages.append(_heard(item, names))
+            messages.append(_input_message(item, names))
             continue
-        if turn is None or _begins_anew(item, turn):
+        if turn is None or _starts_new_turn(item, turn):
             turn = {"role": "assistant", "content": None}
             messages.append(turn)
         if isinstance(item, ReasoningItem):
@@ -187,15 +192,15 @@ def to_messages(items: Iterable[Item]) -> list[Message]:
     return messages
 
 
-def _begins_anew(item: Item, turn: Message) -> bool:
-    """Whether `item` cannot be a part of `turn`, whose order is reasoning, text, calls."""
+def _starts_new_turn(item: Item, turn: Message) -> bool:
+    """Whether `item` cannot follow in `turn`, whose order is reasoning, text, calls."""
     if isinstance(item, ReasoningItem):
         return turn["content"] is not None or "tool_calls" in turn
     return isinstance(item, MessageItem) and (turn["content"] is not None or "tool_calls" in turn)
 
 
-def _heard(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]) -> Message:
-    """The message of anybody but the model."""
+def _input_message(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]) -> Message:
+    """A message that is not the model's."""
     if isinstance(item, MessageItem):
         return {"role": item.role, "content": item.text}
     if item.call_id not in names:

@@ -39,7 +39,6 @@ from server.schemas.responses import (
     ResponseUsage,
     ResponseUsageInput,
     ResponseUsageOutput,
-    new_response,
 )
 from server.streaming.logprobs import chat_logprobs
 from server.streaming.sse import Renderer, encode
@@ -314,7 +313,7 @@ class ResponsesRenderer(Renderer):
         parser: AnswerParser | None,
         on_end: Callable[[ResponseObject], None],
     ) -> None:
-        self._response = new_response(request, params, new_id("resp"), int(time.time()))
+        self._response = _new_response(request, params, new_id("resp"), int(time.time()))
         self.head = AnswerHead(self._response.id, self._response.created_at, request.model, fingerprint)
         self._tokenizer = tokenizer
         self._tokens_as_ids = request.return_tokens_as_token_ids
@@ -411,3 +410,47 @@ class ResponsesRenderer(Renderer):
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         return chat_logprobs(self._tokenizer, positions, as_ids=self._tokens_as_ids).content
+
+
+def _new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:
+    """A response that has not begun, with the settings of `request` and the defaults that `params` has added."""
+    tools = [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": bool(tool.strict),
+        }
+        for tool in request.tools
+    ]
+    choice = request.tool_choice
+    form = request.text.format
+    return ResponseObject(
+        id=id,
+        created_at=created_at,
+        status="queued" if request.background else "in_progress",
+        background=request.background,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata,
+        model=request.model,
+        parallel_tool_calls=request.parallel_tool_calls,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning={"effort": request.reasoning.effort, "summary": None},
+        safety_identifier=request.safety_identifier,
+        store=request.store,
+        temperature=params.temperature,
+        text={
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True),
+            "verbosity": "medium",
+        },
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        tools=tools,
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p if request.top_p is None else request.top_p,
+        truncation=request.truncation,
+        user=request.user,
+    )

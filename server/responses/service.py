@@ -1,11 +1,12 @@
-"""`ResponsesService`: keeps responses, and runs those of the background. One a server; used by the route."""
+"""`ResponsesService`: stores responses, and runs background responses. `server.app` makes one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 
 from engine.config.config import ServerConfig
 from server.responses.rendering import ResponsesRenderer
@@ -13,7 +14,7 @@ from server.responses.store import EventLog, ResponseStore, StoredResponse, Stor
 from server.schemas.responses import ResponseObject
 
 _CLOSE_SECONDS = 1.0
-"""How long background responses may take to write down that the server ends."""
+"""How long background responses may take to record that the server ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,21 @@ class ResponsesService:
         self.store = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self._runs: dict[str, _Run] = {}
 
+    @classmethod
+    def of(cls, http: HTTPConnection) -> Self:
+        """The service of the application that received `http`."""
+        service: Self = http.app.state.responses
+        return service
+
     def keep(self, response: ResponseObject, owner: object, turn: Turn) -> None:
-        """Store a response that has ended: the answer to `turn`. A background one has its place already."""
+        """Store a response that has ended: the answer to `turn`. A background one is in the store already."""
         body = msgspec.json.encode(response)
         turn = turn.answered(response.output)
         run = self._runs.get(response.id)
         if run is None:
             self.store.put(StoredResponse(response.id, owner, turn, lambda: body, size=len(body)))
         else:
-            # The last event, which is yet to come, repeats the response.
+            # The last event, which is added later, repeats the response.
             logged = 0 if run.stored.events is None else run.stored.events.num_bytes + len(body)
             self.store.finish(run.stored, turn, body, len(body) + logged)
 
@@ -54,9 +61,9 @@ class ResponsesService:
         turn: Turn,
         log: EventLog | None,
     ) -> None:
-        """Run a response in the background; `log` is for those who follow it. Raises `StoreFull`.
+        """Run a response in the background; clients follow it through `log`. Raises `StoreFull`.
 
-        `on_end` is called when it has ended, also where it never begins.
+        `on_end` is called when the response has ended, even if it never begins.
         """
         id = renderer.head.id
         stored = StoredResponse(id, owner, turn, renderer.snapshot, events=log, is_background=True, running=True)
@@ -70,7 +77,7 @@ class ResponsesService:
         task.add_done_callback(lambda _: self._ended(id))
 
     def cancel(self, stored: StoredResponse) -> None:
-        """End a background response; nothing happens to one that has ended."""
+        """End a background response; no effect on one that has ended."""
         run = self._runs.get(stored.id)
         if run is None or not stored.running:
             return
@@ -80,7 +87,7 @@ class ResponsesService:
         run.task.cancel()
 
     async def close(self) -> None:
-        """End what still runs. The front end has failed it all, which its events are about to tell."""
+        """End what still runs. The front end has failed it all, which the last events are about to report."""
         runs = list(self._runs.values())
         if runs:
             await asyncio.wait([run.task for run in runs], timeout=_CLOSE_SECONDS)
@@ -91,16 +98,10 @@ class ResponsesService:
         run = self._runs[id]
         self.cancel(run.stored)
         del self._runs[id]
-        # Where the task was cancelled before its first step, the events have not ended by themselves.
+        # If the task was cancelled before its first step, the generator of events has not run its own end.
         run.on_end()
         if run.stored.events is not None:
             run.stored.events.close()
-
-
-def of(request: Request) -> ResponsesService:
-    """The service of the server that `request` came to."""
-    service: ResponsesService = request.app.state.responses
-    return service
 
 
 async def _consume(events: AsyncIterator[bytes], log: EventLog | None) -> None:

@@ -104,13 +104,13 @@ class StoreFull(ApiError):
 class Turn:
     """The items that one response added to its conversation, and the turns before them."""
 
-    __slots__ = ("holders", "input", "output", "previous", "size")
+    __slots__ = ("input", "num_references", "output", "previous", "size")
 
     def __init__(self, previous: "Turn | None", input: Sequence[Item]) -> None:
         self.previous = previous
         self.input = tuple(input)
         self.output: tuple[Item, ...] = ()
-        self.holders = 0
+        self.num_references = 0
         self.size = _size(self.input)
         """Bytes of its own items."""
 
@@ -285,8 +285,8 @@ class ResponseStore:
 
     def _hold(self, turn: Turn | None, owner: object) -> None:
         while turn is not None:
-            turn.holders += 1
-            if turn.holders > 1:
+            turn.num_references += 1
+            if turn.num_references > 1:
                 return
             self.num_bytes += turn.size
             for item in (*turn.input, *turn.output):
@@ -295,8 +295,8 @@ class ResponseStore:
 
     def _release(self, turn: Turn | None, owner: object) -> None:
         while turn is not None:
-            turn.holders -= 1
-            if turn.holders:
+            turn.num_references -= 1
+            if turn.num_references:
                 return
             self.num_bytes -= turn.size
             for item in (*turn.input, *turn.output):
@@ -323,7 +323,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def kept_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
+def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
     """The items of a request. `stored` finds what a reference means. Raises `BadRequest` where it finds nothing."""
     items: list[Item] = []
     for index, each in enumerate(given):

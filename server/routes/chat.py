@@ -1,17 +1,15 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: the route, the renderer of its answers, and the writer of their streamed chunks."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
-from server import frontend as frontends
-from server.middleware import owner_of
-from server.openapi import generates
+from server.endpoints import ENDPOINTS, EndpointFamily
 from server.parsing.parser import (
     AnswerInParts,
     AnswerParser,
@@ -21,22 +19,18 @@ from server.parsing.parser import (
     TextPart,
     ToolCallPart,
 )
-from server.request_builder import check_limits, prepare_chat
-from server.schemas.body import read_request
+from server.request_builder import accept, check_request_limits, new_sequences, prepare_chat
 from server.schemas.chat import AssistantMessage, ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs
 from server.schemas.generation import CompletionTokensDetails, PromptLogprobs, Usage
 from server.streaming.generation import Generation
 from server.streaming.logprobs import chat_logprobs, prompt_logprobs
-from server.streaming.sse import PreparedFrames, Renderer, answer_head, encode, ending
-
-# [chat_frames] `ChatFrames`: chunks of a streamed chat answer, rendered from prepared bytes. Hot: one call a
-# streamed chunk.
+from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
 
 
-class ChatFrames(PreparedFrames):
-    """Chunks of `/v1/chat/completions`: a choice's first one names its role, its last one is empty but for the end.
+class ChatChunkWriter(ChunkWriter):
+    """A choice's first chunk holds its role, its last one only the finish reason.
 
-    Where each chunk tells the usage so far, the end goes with the last text.
+    If each chunk reports the usage so far, the finish reason is in the chunk of the last text.
     """
 
     object = "chat.completion.chunk"
@@ -51,28 +45,28 @@ class ChatFrames(PreparedFrames):
         members: bytes = b"",
         stop_reason: int | str | None = None,
     ) -> bytes:
-        """The events that tell what choice `index` gained, if all that it writes is its content.
+        """The events for more output of choice `index`, all of which is content.
 
-        `members` are further ones of the choice, each with a comma in front.
+        `members` are further members of the choice, each with a comma before it.
         """
         opening = self._open.get(index)
         if opening is not None and logprobs is None and finish_reason is None and not members:
             return b"".join((opening, b'"content":', encode(text), self._plain_end))
         events = [] if opening is not None else [self.begin(index, b'""')]
-        gained = bool(text) or logprobs is not None or bool(members)
-        if gained and finish_reason is not None and self._prompt_tokens is not None:
+        has_output = bool(text) or logprobs is not None or bool(members)
+        if has_output and finish_reason is not None and self._prompt_tokens is not None:
             stopped = members + _stopped(stop_reason)
             return b"".join(
                 (*events, self._event(index, b'"content":' + encode(text), logprobs, stopped, finish_reason))
             )
-        if gained:
+        if has_output:
             events.append(self._event(index, b'"content":' + encode(text), logprobs, members))
         if finish_reason is not None:
             events.append(self.end(index, finish_reason, stop_reason))
         return b"".join(events)
 
     def parts(self, index: int, parts: Iterable[Part], logprobs: msgspec.Struct | None, members: bytes = b"") -> bytes:
-        """The events that tell the parts that choice `index` gained; `logprobs` and `members` go with the first."""
+        """The events for further parts of choice `index`; the first one carries `logprobs` and `members`."""
         events = []
         for part in parts:
             if index not in self._open:
@@ -86,7 +80,7 @@ class ChatFrames(PreparedFrames):
         return b"".join(events)
 
     def begin(self, index: int, content: bytes) -> bytes:
-        """A choice's first event. `content` is `""`, or `null` where something else comes before any."""
+        """A choice's first event. `content` is `""`, or `null` if the choice begins with something else."""
         self._open[index] = opening = self._head + b'{"index":%d,"delta":{' % index
         return b"".join((opening, b'"role":"assistant","content":', content, b',"refusal":null', self._plain_before))
 
@@ -98,7 +92,7 @@ class ChatFrames(PreparedFrames):
         )
 
     def of_prompt(self, members: bytes) -> bytes:
-        """An event without choices, whose `members` tell of the prompt."""
+        """An event without choices, whose `members` describe the prompt."""
         return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
 
     def _event(
@@ -119,7 +113,7 @@ def _stopped(stop_reason: int | str | None) -> bytes:
 
 
 def _member(part: Part) -> bytes:
-    """The part as the member of a delta that tells it."""
+    """The part as a member of a delta."""
     match part:
         case TextPart():
             return b'"content":' + encode(part.text)
@@ -133,11 +127,11 @@ def _member(part: Part) -> bytes:
             return b'"tool_calls":[%b]' % encode({"index": part.index, "function": {"arguments": part.json}})
 
 
-# [chat] Answers of `/v1/chat/completions`. Made by its route.
-
-
 class ChatRenderer(Renderer):
-    """One chat's choices. `new_parser` makes a choice's parser, or None where all that the model writes is content."""
+    """The choices of one chat.
+
+    `new_parser` makes the parser of one choice; it returns None if all that the model writes is content.
+    """
 
     def __init__(
         self,
@@ -152,7 +146,7 @@ class ChatRenderer(Renderer):
         self._request = request
         self._prompt_token_ids = list(prompt_token_ids)
         counted_from = len(prompt_token_ids) if request.continuous_usage else None
-        self._frames = ChatFrames(self.head, include_usage=request.include_usage, counted_from=counted_from)
+        self._frames = ChatChunkWriter(self.head, include_usage=request.include_usage, counted_from=counted_from)
         self._echo = (request.messages[-1].text or "") if request.echo else ""
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
         self._called_by_name = not isinstance(request.tool_choice, str)
@@ -212,7 +206,7 @@ class ChatRenderer(Renderer):
         return choice
 
     def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
-        """OpenAI says `stop`, not `tool_calls`, of a call that the request asked for by name."""
+        """`reason`, or `tool_calls` where OpenAI reports that: not for a call that the request asked for by name."""
         if reason == "stop" and answer.calls and not self._called_by_name:
             return "tool_calls"
         return reason
@@ -226,7 +220,7 @@ class ChatRenderer(Renderer):
         return chat_logprobs(self._tokenizer, positions, as_ids=self._request.return_tokens_as_token_ids)
 
     def _with_reasoning(self, usage: Usage) -> Usage:
-        """`usage`, which also counts the reasoning's tokens where the answers are taken apart."""
+        """`usage` with the number of reasoning tokens, if the answers are parsed."""
         answers = [answer for answer in self._answers if answer is not None]
         if not answers:
             return usage
@@ -238,30 +232,27 @@ def _answer(parser: AnswerParser | None) -> AnswerInParts | None:
     return None if parser is None else AnswerInParts(parser)
 
 
-router = APIRouter()
+endpoints = ENDPOINTS.register("chat")(EndpointFamily())
+
+_EXAMPLE = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "max_completion_tokens": 32,
+}
 
 
-@router.post("/v1/chat/completions", **generates(ChatCompletionRequest, ChatCompletion))
+@endpoints.post("/v1/chat/completions", ChatCompletion, request=ChatCompletionRequest, example=_EXAMPLE, streams=True)
 async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
-    frontend, owner = frontends.of(http), owner_of(http)
-    with frontend.admission.arriving():
-        request = await read_request(http, ChatCompletionRequest, frontend.config.server_config)
-        processor = frontend.processor
-        frontend.check_model(request.model)
-        check_limits(request, 1, frontend)
-        frontend.admission.check(owner, request.n)
+    async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
+        check_request_limits(request, 1, frontend)
+        frontend.admission.precheck(owner, request.n)
         chat = await prepare_chat(request, frontend)
-        prompt = chat.request.prompt_token_ids
-        renderer = ChatRenderer(request, processor.tokenizer, frontend.fingerprint, chat.new_parser, prompt)
+        sequences = new_sequences(request, chat.prompt, chat.grammar, frontend, arrival_time, chat.visible_token_ids)
+        tokenizer = frontend.loaded.processor.tokenizer
+        renderer = ChatRenderer(request, tokenizer, frontend.fingerprint, chat.new_parser, chat.prompt.token_ids)
         generation = Generation(
-            frontend,
-            [chat.request],
-            request.n,
-            arrival_time,
-            chat.visible_token_ids,
-            owner=owner,
-            timeout=request.timeout,
+            frontend.hub, frontend.config, sequences, request.n, owner=owner, timeout=request.timeout
         )
     return await generation.respond(http, renderer, stream=request.stream)

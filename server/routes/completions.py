@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`: the route, the preparation of its prompts, the renderer of its answers and their chunks."""
 
 import asyncio
 import time
@@ -6,30 +6,29 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
-from engine.messages import AddRequest, TokenLogprobs
-from engine.sampling_params import SamplingParams
-from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.messages import TokenLogprobs
+from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
-from server import frontend as frontends
-from server.frontend import Frontend
-from server.middleware import owner_of
-from server.openapi import generates
-from server.request_builder import check_limits, grammar_of
-from server.schemas.body import read_request
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.request_builder import (
+    accept,
+    check_request_limits,
+    compile_response_grammar,
+    new_sequences,
+    num_kept_tokens,
+    sampling_params,
+)
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Prompt
 from server.schemas.generation import PromptLogprobs, Usage
 from server.streaming.generation import Generation
 from server.streaming.logprobs import CompletionLogprobsWriter, prompt_logprobs
-from server.streaming.sse import PreparedFrames, Renderer, answer_head, encode, ending
-
-# [completion_frames] `CompletionFrames`: chunks of a streamed completion, from prepared bytes. Hot: one call a
-# streamed chunk.
+from server.streaming.sse import ChunkWriter, Renderer, answer_head, encode, ending
 
 
-class CompletionFrames(PreparedFrames):
+class CompletionChunkWriter(ChunkWriter):
     """Chunks of `/v1/completions`."""
 
     object = "text_completion"
@@ -43,7 +42,7 @@ class CompletionFrames(PreparedFrames):
         finish_reason: str | None,
         members: bytes = b"",
     ) -> bytes:
-        """The event of what choice `index` gained; `members` are further ones, each with a comma in front."""
+        """The event for more output of choice `index`. `members` are further members, each with a comma before it."""
         opening = self._open.get(index)
         if opening is None:
             opening = self._open[index] = self._head + b'{"index":%d,"text":' % index
@@ -52,22 +51,19 @@ class CompletionFrames(PreparedFrames):
         return b"".join((opening, encode(text), members, ending(logprobs, finish_reason), self._close))
 
 
-# [completions] Answers of `/v1/completions`. Made by its route.
-
-
-class ShownPrompt(NamedTuple):
+class PromptEcho(NamedTuple):
     """What the choices of a prompt may show of it."""
 
     token_ids: list[int]
     echo: str
-    """What their texts begin with."""
+    """Text at the beginning of each choice."""
 
 
 class CompletionRenderer(Renderer):
-    """`/v1/completions`: `request.n` choices of each of `prompts`."""
+    """`request.n` choices of each of `prompts`."""
 
     def __init__(
-        self, request: CompletionRequest, tokenizer: Tokenizer, fingerprint: str, prompts: Sequence[ShownPrompt]
+        self, request: CompletionRequest, tokenizer: Tokenizer, fingerprint: str, prompts: Sequence[PromptEcho]
     ) -> None:
         self.head = answer_head("cmpl", request.model, fingerprint)
         self._request = request
@@ -78,10 +74,10 @@ class CompletionRenderer(Renderer):
             for _ in range(len(prompts) * request.n)
         ]
         counted_from = sum(len(prompt.token_ids) for prompt in prompts) if request.continuous_usage else None
-        self._frames = CompletionFrames(self.head, include_usage=request.include_usage, counted_from=counted_from)
+        self._frames = CompletionChunkWriter(self.head, include_usage=request.include_usage, counted_from=counted_from)
         self._text_only = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
         self._held: dict[int, list[tuple[int, RequestDelta]]] = {}
-        """By prompt, chunks of the choices that came before the prompt's log probabilities, which go first."""
+        """By prompt, deltas of its choices that wait for the prompt's log probabilities, which must go first."""
         if request.prompt_alternatives is not None:
             self._text_only = False
             self._held = {number: [] for number in range(len(prompts))}
@@ -112,7 +108,7 @@ class CompletionRenderer(Renderer):
         return Completion(**self.head._asdict(), choices=choices, usage=usage)
 
     def _open_choices(self, number: int, positions: list[TokenLogprobs]) -> bytes:
-        """The events that tell of a prompt, one for each of its choices; none where nothing of it is to be told."""
+        """The events that describe a prompt, one for each of its choices; none if nothing of it is requested."""
         request, prompt = self._request, self._prompts[number]
         members = b""
         if request.prompt_logprobs is not None:
@@ -130,8 +126,9 @@ class CompletionRenderer(Renderer):
     def _full_chunk(self, index: int, delta: RequestDelta) -> bytes:
         request = self._request
         self._frames.count(len(delta.token_ids))
-        asked = request.logprobs is not None and delta.logprobs
-        logprobs = self._logprobs[index].write(delta.logprobs or ()) if asked else None
+        logprobs = None
+        if request.logprobs is not None and delta.logprobs:
+            logprobs = self._logprobs[index].write(delta.logprobs)
         members = b',"token_ids":' + encode(delta.token_ids) if request.return_token_ids else b""
         if delta.stop_reason is not None:
             members += b',"stop_reason":' + encode(delta.stop_reason)
@@ -153,7 +150,7 @@ class CompletionRenderer(Renderer):
         return choice
 
     def _echoed(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs | None:
-        """Log probabilities of the prompt, where the request wants them before the generated tokens' own."""
+        """Log probabilities of the prompt, if the request wants them before those of the generated tokens."""
         request, prompt = self._request, self._prompts[index // self._request.n]
         if not request.echo or request.logprobs is None:
             return None
@@ -171,67 +168,45 @@ def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs) -> Com
     )
 
 
-# [completion_preparation] `prepare_completion`: from a validated completion request to the engine's, one a prompt.
-# Called by its route.
-
 _LONG_CHARACTERS = 4096
-"""Text above this is tokenised in a thread, so that the streams of others go on meanwhile."""
+"""Longer texts are tokenised in a thread, so that other streams go on meanwhile."""
 
 
-class PreparedPrompt(NamedTuple):
-    """A prompt that can run."""
-
-    request: AddRequest
-    shown: ShownPrompt
-
-
-async def prepare_completion(request: CompletionRequest, frontend: Frontend) -> list[PreparedPrompt]:
+async def prepare_prompts(
+    request: CompletionRequest, processor: InputOutputProcessor
+) -> list[tuple[CheckedPrompt, PromptEcho]]:
     """Tokenise and check the prompts. Raises `InvalidRequest` and `BadRequest`."""
-    processor = frontend.processor
-    grammar = await grammar_of(request, frontend)
-    characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
-    adapter = frontend.adapter_of(request.model)
-    if characters > _LONG_CHARACTERS:
-        return await asyncio.to_thread(_prepare, request, grammar, processor, adapter)
-    return _prepare(request, grammar, processor, adapter)
+    num_characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
+    if num_characters > _LONG_CHARACTERS:
+        return await asyncio.to_thread(_check_prompts, request, processor)
+    return _check_prompts(request, processor)
 
 
-def _prepare(
-    request: CompletionRequest, grammar: str | None, processor: InputOutputProcessor, adapter: int
-) -> list[PreparedPrompt]:
-    says_length = "max_tokens" in request.model_fields_set
+def _check_prompts(
+    request: CompletionRequest, processor: InputOutputProcessor
+) -> list[tuple[CheckedPrompt, PromptEcho]]:
+    sets_length = "max_tokens" in request.model_fields_set
     max_tokens = request.max_tokens
-    if not says_length and processor.defaults.max_new_tokens is not None:
+    if not sets_length and processor.defaults.max_new_tokens is not None:
         max_tokens = min(max_tokens, processor.defaults.max_new_tokens)
-    params = request.sampling_params(max_tokens, request.alternatives, processor)
-    if grammar is not None:
-        params = msgspec.structs.replace(params, grammar=grammar)
-    if request.suffix:
-        params = _with_ends_of_fill_in(params, processor)
-    keep_last = request.keep_last(processor, max_tokens)
-    prepared = []
+    fill_in_ends = None
+    if request.suffix and processor.fill_in is not None and not request.ignore_eos:
+        fill_in_ends = processor.fill_in.end_token_ids
+    params = sampling_params(request, max_tokens, request.alternatives, processor, fill_in_ends)
+    keep_last = num_kept_tokens(request, max_tokens, processor)
+    prompts = []
     for prompt in request.prompt:
         token_ids = _token_ids(prompt, request, processor, keep_last)
-        add_request = processor.preprocess(
-            token_ids,
-            params,
-            request_id=0,
-            cache_salt=request.salt_key,
-            clip_max_tokens=not says_length,
-            priority=request.priority,
-            adapter=adapter,
-        )
+        checked = processor.check(token_ids, params, clip_max_tokens=not sets_length)
         cut = keep_last is not None and len(token_ids) >= keep_last
-        prepared.append(
-            PreparedPrompt(add_request, ShownPrompt(token_ids, _echo(prompt, token_ids, request, processor, cut)))
-        )
-    return prepared
+        prompts.append((checked, PromptEcho(token_ids, _echo(prompt, token_ids, request, processor, cut))))
+    return prompts
 
 
 def _token_ids(
     prompt: Prompt, request: CompletionRequest, processor: InputOutputProcessor, keep_last: int | None
 ) -> list[int]:
-    """What the model reads."""
+    """The prompt that the model computes."""
     if request.suffix:
         return _fill_in(prompt, request.suffix, request.add_special_tokens, processor)
     if not isinstance(prompt, str):
@@ -256,22 +231,14 @@ def _fill_in(prompt: Prompt, suffix: str, add_special_tokens: bool, processor: I
             "suffix",
         )
     prefix = processor.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
-    behind = processor.tokenize(suffix, add_special_tokens=False)
-    return processor.fill_in.prompt(prefix, behind, add_special_tokens)
-
-
-def _with_ends_of_fill_in(params: SamplingParams, processor: InputOutputProcessor) -> SamplingParams:
-    """`params` that also stop where the model says that the gap is filled."""
-    if processor.fill_in is None or not processor.fill_in.end_token_ids or params.ignore_eos:
-        return params
-    ends = [*(params.stop_token_ids or ()), *processor.fill_in.end_token_ids]
-    return msgspec.structs.replace(params, stop_token_ids=ends)
+    suffix_ids = processor.tokenize(suffix, add_special_tokens=False)
+    return processor.fill_in.prompt(prefix, suffix_ids, add_special_tokens)
 
 
 def _echo(
     prompt: Prompt, token_ids: list[int], request: CompletionRequest, processor: InputOutputProcessor, cut: bool
 ) -> str:
-    """What the text of a completion of `prompt` begins with."""
+    """The text that the choices of `prompt` begin with."""
     if not request.echo:
         return ""
     if isinstance(prompt, str) and not cut:
@@ -280,28 +247,33 @@ def _echo(
     return processor.tokenizer.decode(shown, request.skip_special_tokens)
 
 
-router = APIRouter()
+endpoints = ENDPOINTS.register("completions")(EndpointFamily())
+
+_EXAMPLE = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
 
 
-@router.post("/v1/completions", **generates(CompletionRequest, Completion))
+@endpoints.post("/v1/completions", Completion, request=CompletionRequest, example=_EXAMPLE, streams=True)
 async def create_completion(http: Request) -> Response:
     """Continue one or several prompts."""
     arrival_time = time.monotonic()
-    frontend, owner = frontends.of(http), owner_of(http)
-    with frontend.admission.arriving():
-        request = await read_request(http, CompletionRequest, frontend.config.server_config)
-        processor = frontend.processor
-        frontend.check_model(request.model)
-        check_limits(request, len(request.prompt), frontend)
-        frontend.admission.check(owner, len(request.prompt) * request.sequences_per_prompt)
-        prepared = await prepare_completion(request, frontend)
-        shown = [prompt.shown for prompt in prepared]
-        renderer = CompletionRenderer(request, processor.tokenizer, frontend.fingerprint, shown)
+    async with accept(http, CompletionRequest) as (request, frontend, owner):
+        check_request_limits(request, len(request.prompt), frontend)
+        frontend.admission.precheck(owner, len(request.prompt) * request.sequences_per_prompt)
+        model = frontend.loaded
+        grammar = await compile_response_grammar(request, model)
+        prompts = await prepare_prompts(request, model.processor)
+        sequences = [
+            sequence
+            for prompt, _ in prompts
+            for sequence in new_sequences(request, prompt, grammar, frontend, arrival_time)
+        ]
+        echoes = [echo for _, echo in prompts]
+        renderer = CompletionRenderer(request, model.processor.tokenizer, frontend.fingerprint, echoes)
         generation = Generation(
-            frontend,
-            [prompt.request for prompt in prepared],
+            frontend.hub,
+            frontend.config,
+            sequences,
             request.n,
-            arrival_time,
             best_of=request.best_of,
             owner=owner,
             timeout=request.timeout,

@@ -1,29 +1,26 @@
 """`GET /v1/models` and `GET /v1/models/{id}`."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
-from server import frontend as frontends
+from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import Frontend
-from server.openapi import answers
 from server.schemas.body import as_json
 from server.schemas.models import Model, ModelList
 
-router = APIRouter()
+endpoints = ENDPOINTS.register("models")(EndpointFamily())
 
 
-@router.head("/v1/models", include_in_schema=False)
-@router.get("/v1/models", **answers(ModelList))
+@endpoints.get("/v1/models", ModelList)
 async def list_models(http: Request) -> Response:
     """The names under which the model is served."""
-    frontend = frontends.of(http)
+    frontend = Frontend.of(http)
     return as_json(ModelList(data=[_model(name, frontend) for name in frontend.model_names]))
 
 
-@router.head("/v1/models/{model:path}", include_in_schema=False)
-@router.get("/v1/models/{model:path}", **answers(Model))
+@endpoints.get("/v1/models/{model:path}", Model)
 async def retrieve_model(http: Request, model: str) -> Response:
     """One of these names."""
-    frontend = frontends.of(http)
+    frontend = Frontend.of(http)
     frontend.check_model(model)
     return as_json(_model(model, frontend))
 

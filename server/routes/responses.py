@@ -1,22 +1,19 @@
-"""`/v1/responses`: create, retrieve, delete, cancel, and list the input items."""
+"""`/v1/responses`: create, retrieve, delete and cancel responses, list their input items, count input tokens."""
 
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
-from server import frontend as frontends
+from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
-from server.frontend import Frontend
-from server.middleware import owner_of
-from server.openapi import answers, generates, reads
-from server.request_builder import PreparedChat
-from server.responses import service as services
+from server.frontend import Frontend, owner_of
+from server.request_builder import PreparedChat, accept, new_sequences
 from server.responses.conversion import prepare
 from server.responses.rendering import ResponsesRenderer
 from server.responses.service import ResponsesService
-from server.responses.store import EventLog, StoredResponse, Turn, kept_items
-from server.schemas.body import as_json, read_request
+from server.responses.store import EventLog, StoredResponse, Turn, stored_items
+from server.schemas.body import as_json, json_response, read_request
 from server.schemas.responses import (
     DeletedResponse,
     InputTokens,
@@ -28,107 +25,97 @@ from server.schemas.responses import (
 from server.streaming.generation import Generation
 from server.streaming.sse import EventStream
 
-router = APIRouter()
+endpoints = ENDPOINTS.register("responses")(EndpointFamily())
 
-_DEFAULT_PAGE, _LARGEST_PAGE = 20, 100
-_LARGEST_NUMBER = 2**31 - 1
+_DEFAULT_PAGE, _MAX_PAGE = 20, 100
+_MAX_NUMBER = 2**31 - 1
 
 
 def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
-    """A parameter as the API's description shows it."""
+    """A parameter of the query, in OpenAPI's form."""
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
-_RETRIEVED_HOW = {
-    "parameters": [
-        _query("stream", "Answer with the events of a background response that is streamed.", type="boolean"),
-        _query(
-            "starting_after",
-            "With `stream`: begin behind the event of this sequence number.",
-            type="integer",
-            minimum=0,
-            maximum=_LARGEST_NUMBER,
-        ),
-    ]
-}
-_LISTED_HOW = {
-    "parameters": [
-        _query(
-            "limit", "Most items to list.", type="integer", minimum=1, maximum=_LARGEST_PAGE, default=_DEFAULT_PAGE
-        ),
-        _query("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc"),
-        _query("after", "Id of the item to go on behind.", type="string"),
-    ]
-}
+_RETRIEVE_PARAMETERS = [
+    _query("stream", "Answer with the events of a background response that is streamed.", type="boolean"),
+    _query(
+        "starting_after",
+        "With `stream`: begin after the event of this sequence number.",
+        type="integer",
+        minimum=0,
+        maximum=_MAX_NUMBER,
+    ),
+]
+_LIST_PARAMETERS = [
+    _query("limit", "Most items to list.", type="integer", minimum=1, maximum=_MAX_PAGE, default=_DEFAULT_PAGE),
+    _query("order", "Oldest first, or newest first.", type="string", enum=["asc", "desc"], default="desc"),
+    _query("after", "Id of the item after which the list begins.", type="string"),
+]
+_EXAMPLE = {"input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 32}
 
 
-@router.post("/v1/responses", **generates(ResponsesRequest, ResponseObject))
+@endpoints.post("/v1/responses", ResponseObject, request=ResponsesRequest, example=_EXAMPLE, streams=True)
 async def create_response(http: Request) -> Response:
     """Answer the next turn of a conversation."""
     arrival_time = time.monotonic()
-    frontend, service, owner = frontends.of(http), services.of(http), owner_of(http)
-    with frontend.admission.arriving():
-        request = await read_request(http, ResponsesRequest, frontend.config.server_config)
-        _ = frontend.processor
-        frontend.admission.check(owner, 1)
-        turn, chat = await _prepared(request, frontend, service, owner)
+    service = ResponsesService.of(http)
+    async with accept(http, ResponsesRequest) as (request, frontend, owner):
+        frontend.admission.precheck(owner, 1)
+        turn, chat = await _prepare(request, frontend, service, owner)
 
         def keep(response: ResponseObject) -> None:
             if request.store:
                 service.keep(response, owner, turn)
 
-        params, tokenizer = chat.request.sampling_params, frontend.processor.tokenizer
+        sequences = new_sequences(request, chat.prompt, chat.grammar, frontend, arrival_time, chat.visible_token_ids)
+        params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
         renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, chat.new_parser(), keep)
-        generation = Generation(
-            frontend,
-            [chat.request],
-            1,
-            arrival_time,
-            chat.visible_token_ids,
-            owner=owner,
-            timeout=request.timeout,
-        )
+        generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
     if not request.background:
         return await generation.respond(http, renderer, stream=request.stream)
     log = EventLog() if request.stream else None
     service.start(renderer, generation.events(renderer), generation.end, owner, turn, log)
-    return _json(renderer.snapshot()) if log is None else EventStream(log.follow(0))
+    return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
 
 
-@router.post("/v1/responses/input_tokens", **answers(InputTokens), **reads(InputTokensRequest))
+@endpoints.post(
+    "/v1/responses/input_tokens",
+    InputTokens,
+    request=InputTokensRequest,
+    example={"input": "What is the capital of France?"},
+)
 async def count_input_tokens(http: Request) -> Response:
-    """What the prompt of a response would cost."""
-    frontend = frontends.of(http)
+    """How many tokens the prompt of a response has."""
+    frontend = Frontend.of(http)
     request = await read_request(http, InputTokensRequest, frontend.config.server_config)
+    frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
-    _, chat = await _prepared(request, frontend, services.of(http), owner_of(http))
-    return as_json(InputTokens(len(chat.request.prompt_token_ids)))
+    frontend.check_model(request.model)
+    _, chat = await _prepare(request, frontend, ResponsesService.of(http), owner_of(http))
+    return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
-async def _prepared(
+async def _prepare(
     request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: object
 ) -> tuple[Turn, PreparedChat]:
-    """The turn of a conversation that `request` asks for, and what runs for it. Raises `BadRequest`."""
-    _ = frontend.processor
-    frontend.check_model(request.model)
+    """The turn that `request` adds to its conversation, and the chat that answers it. Raises `BadRequest`."""
     store, id = service.store, request.previous_response_id
     previous = None if id is None else store.previous_turn(id, owner)
-    turn = Turn(previous, kept_items(request.input, lambda id: store.item(id, owner)))
+    turn = Turn(previous, stored_items(request.input, lambda id: store.item(id, owner)))
     return turn, await prepare(request, turn.context(), frontend)
 
 
-@router.head("/v1/responses/{response_id}", include_in_schema=False)
-@router.get("/v1/responses/{response_id}", **answers(ResponseObject), openapi_extra=_RETRIEVED_HOW)
+@endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)
 async def retrieve_response(http: Request, response_id: str) -> Response:
-    """A stored response as it stands."""
+    """A stored response in its present state."""
     stored = _stored(http, response_id)
     start = 0
     if "starting_after" in http.query_params:
-        start = _integer(http, "starting_after", 0, low=0, high=_LARGEST_NUMBER) + 1
+        start = _integer(http, "starting_after", 0, low=0, high=_MAX_NUMBER) + 1
     if not _boolean(http, "stream"):
         if start:
             raise BadRequest("starting_after is set; it needs stream to be true", param="starting_after")
-        return _json(stored.body())
+        return json_response(stored.body())
     if stored.events is None:
         raise BadRequest(
             f"stream is true, but response {response_id[:80]!r} has no events to stream; only those of background "
@@ -138,31 +125,31 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
     return EventStream(stored.events.follow(start))
 
 
-@router.delete("/v1/responses/{response_id}", **answers(DeletedResponse))
+@endpoints.delete("/v1/responses/{response_id}", DeletedResponse)
 async def delete_response(http: Request, response_id: str) -> Response:
-    """Forget a stored response; one that is running ends. What went on from it stays as it is."""
+    """Delete a stored response; one that is running ends. Responses that continue it stay as they are."""
     service = _serving(http)
     service.cancel(service.store.delete(response_id, owner_of(http)))
     return as_json(DeletedResponse(response_id))
 
 
-@router.post("/v1/responses/{response_id}/cancel", **answers(ResponseObject))
+@endpoints.post("/v1/responses/{response_id}/cancel", ResponseObject)
 async def cancel_response(http: Request, response_id: str) -> Response:
-    """End a background response; one that has ended is answered as it is."""
+    """End a background response. One that has ended is returned unchanged."""
     stored = _stored(http, response_id)
     if not stored.is_background:
         raise BadRequest(
             f"response {response_id[:80]!r} was not created with background true; only one that was can be cancelled"
         )
-    services.of(http).cancel(stored)
-    return _json(stored.body())
+    ResponsesService.of(http).cancel(stored)
+    return json_response(stored.body())
 
 
-@router.get("/v1/responses/{response_id}/input_items", **answers(ItemList), openapi_extra=_LISTED_HOW)
+@endpoints.get("/v1/responses/{response_id}/input_items", ItemList, parameters=_LIST_PARAMETERS)
 async def list_input_items(http: Request, response_id: str) -> Response:
-    """What a stored response answers: its input, behind that and the output of the turns before it."""
+    """What a stored response answers: its own input, and input and output of the turns before it."""
     stored = _stored(http, response_id)
-    limit = _integer(http, "limit", _DEFAULT_PAGE, low=1, high=_LARGEST_PAGE)
+    limit = _integer(http, "limit", _DEFAULT_PAGE, low=1, high=_MAX_PAGE)
     order = http.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest(f"order is {order[:60]!r}; it must be 'asc' or 'desc'", param="order")
@@ -170,10 +157,10 @@ async def list_input_items(http: Request, response_id: str) -> Response:
     if order == "desc":
         items.reverse()
     if (after := http.query_params.get("after")) is not None:
-        place = next((index for index, item in enumerate(items) if item.id == after), None)
-        if place is None:
+        position = next((index for index, item in enumerate(items) if item.id == after), None)
+        if position is None:
             raise BadRequest(f"after is {after[:60]!r}, which is no item of this response", param="after")
-        items = items[place + 1 :]
+        items = items[position + 1 :]
     page = items[:limit]
     ends = (page[0].id, page[-1].id) if page else (None, None)
     listed = ItemList(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit)
@@ -186,9 +173,8 @@ def _stored(http: Request, id: str) -> StoredResponse:
 
 def _serving(http: Request) -> ResponsesService:
     """The service. Raises `NotReady` unless requests can be served."""
-    frontend: Frontend = frontends.of(http)
-    _ = frontend.processor
-    return services.of(http)
+    Frontend.of(http).check_loaded()
+    return ResponsesService.of(http)
 
 
 def _integer(http: Request, name: str, default: int, *, low: int, high: int) -> int:
@@ -205,7 +191,3 @@ def _boolean(http: Request, name: str) -> bool:
     if text not in ("true", "false", "1", "0"):
         raise BadRequest(f"{name} is {text[:60]!r}; it must be true or false", param=name)
     return text in ("true", "1")
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -1,56 +1,60 @@
-"""`POST /tokenize` and `POST /detokenize`: what a prompt costs, before it is sent."""
+"""`POST /tokenize` and `POST /detokenize`: the tokens of a prompt, without generating."""
 
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from engine.text.io_processor import InvalidRequest
-from server import frontend as frontends
+from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import refusal
 from server.frontend import Frontend
-from server.openapi import answers, reads
 from server.request_builder import in_thread, render_prompt
 from server.schemas.body import as_json, read_request, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 
-router = APIRouter()
+endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 
 
-@router.post("/tokenize", **answers(TokenizeAnswer), **reads(TokenizeRequest))
+@endpoints.post(
+    "/tokenize",
+    TokenizeAnswer,
+    request=TokenizeRequest,
+    example={"prompt": "Hello, world!", "return_token_strs": True},
+)
 async def tokenize(http: Request) -> Response:
     """The token ids of a text or a chat."""
-    frontend = frontends.of(http)
+    frontend = Frontend.of(http)
     request = await read_request(http, TokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
     return as_json(await in_thread(request.chat_template, lambda: _tokenize(request, frontend)))
 
 
-@router.post("/detokenize", **answers(DetokenizeAnswer), **reads(DetokenizeRequest))
+@endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
 async def detokenize(http: Request) -> Response:
     """The text of token ids."""
-    frontend = frontends.of(http)
+    frontend = Frontend.of(http)
     request = await read_request(http, DetokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
-    text = await asyncio.to_thread(frontend.processor.detokenize, request.tokens)
+    text = await asyncio.to_thread(frontend.loaded.processor.detokenize, request.tokens)
     return as_json(DetokenizeAnswer(text))
 
 
 def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:
-    processor = frontend.processor
+    model = frontend.loaded
+    processor = model.processor
     is_chat = request.messages is not None
-    text = render_prompt(_as_chat(request, frontend), frontend) if is_chat else request.prompt or ""
+    text = render_prompt(_as_chat(request, frontend), model, frontend) if is_chat else request.prompt or ""
     special = not is_chat if request.add_special_tokens is None else request.add_special_tokens
     try:
         tokens = processor.tokenize(text, special)
     except InvalidRequest as error:
         raise refusal(error, param="messages" if is_chat else "prompt") from error
     spelled = [processor.tokenizer.token(token) or "" for token in tokens] if request.return_token_strs else None
-    assert frontend.max_model_len is not None
-    return TokenizeAnswer(len(tokens), frontend.max_model_len, tokens, spelled)
+    return TokenizeAnswer(len(tokens), model.max_model_len, tokens, spelled)
 
 
 def _as_chat(request: TokenizeRequest, frontend: Frontend) -> ChatCompletionRequest:

@@ -334,10 +334,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-# [json_answer] `as_json`: an answer's struct as the response that carries it. Called by the routes that answer at
-# once.
-
-
 def as_json(answer: msgspec.Struct) -> Response:
     """200 with `answer` as the body."""
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(msgspec.json.encode(answer))
+
+
+def json_response(body: bytes) -> Response:
+    """200 with JSON text as the body."""
+    return Response(body, media_type="application/json")

@@ -1,14 +1,15 @@
-"""Fields that give the answer a form: `response_format`, `structured_outputs` and its older, flat names."""
+"""What the requests and answers of all generating endpoints share.
 
-import hashlib
+Forms of the answer (`response_format`, `structured_outputs`), the sampling fields of a request, and of an answer its
+head, its usage and the log probabilities of the prompt.
+"""
+
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from engine.text.io_processor import InputOutputProcessor
-from server.errors import BadRequest
+from engine.sampling_params import MAX_LOGPROBS
 from server.schemas.body import Between, FewFields, Ignored, Items, RequestModel, StringOrStrings, rule, sentence
 
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -42,7 +43,7 @@ class JsonSchema(RequestModel):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     """Default: any object."""
     strict: bool | None = None
-    """Accepted; the answer is held to the schema either way."""
+    """Accepted; the answer follows the schema either way."""
 
 
 class JsonSchemaFormat(RequestModel):
@@ -78,7 +79,7 @@ class StructuredOutputs(RequestModel):
 
     @property
     def forms(self) -> dict[str, Any]:
-        """What is set, by name."""
+        """The forms that are set, by name."""
         forms = {
             "json": self.json_,
             "regex": self.regex,
@@ -89,15 +90,13 @@ class StructuredOutputs(RequestModel):
         return {name: form for name, form in forms.items() if form is not None}
 
 
-# [common] What completions and chat share: the sampling fields of a request, and the usage of an answer.
-
 INT31 = 2**31 - 1
 """Largest count a request may ask for."""
 _INT63 = 2**63
 _MAX_TIMEOUT = 86400
 _MAX_BAD_WORD_CHARACTERS = 256
 _MAX_BAD_WORDS_CHARACTERS = 4096
-"""All words together: they go to the engine's core as tokens, with each of a request's sequences."""
+"""All words together: each sequence of a request sends them to the engine's core as tokens."""
 
 Logprobs = Annotated[int, Between(0, MAX_LOGPROBS)]
 """How many alternatives' log probabilities a request asks for."""
@@ -130,7 +129,7 @@ class StreamOptions(RequestModel):
     """End the stream with a chunk that has no choices and the request's usage."""
 
     continuous_usage_stats: bool = False
-    """With `include_usage`: tell in each chunk what the request has used so far."""
+    """With `include_usage`: report in each chunk what the request has used so far."""
 
     include_obfuscation: bool = False
     """Accepted; changes nothing here."""
@@ -151,20 +150,22 @@ class SamplingFields(RequestModel):
     """Choices generated for each prompt."""
 
     temperature: Annotated[float, Between(0, 2)] | None = None
-    """0 takes the likeliest token; higher is more random. Default: the checkpoint's generation config, or else 1."""
+    """0 takes the most probable token; higher is more random.
+
+    Default: the checkpoint's generation config, or else 1."""
 
     top_p: Annotated[float, Between(0, 1)] | None = None
-    """Sample from the likeliest tokens that together have this probability; 0 takes the likeliest one.
+    """Sample from the most probable tokens that together have this probability; 0 takes the most probable one.
 
     Default: the checkpoint's generation config, or else 1."""
 
     top_k: Annotated[int, Between(-1, INT31)] | None = None
-    """Sample from this many likeliest tokens; 0 or -1 takes all.
+    """Sample from this many of the most probable tokens; 0 or -1 takes all.
 
     Default: the checkpoint's generation config, or else 0."""
 
     min_p: Annotated[float, Between(0, 1)] | None = None
-    """Leave out tokens less likely than this share of the likeliest.
+    """Exclude tokens less probable than this share of the most probable one.
 
     Default: the checkpoint's generation config, or else 0."""
 
@@ -201,10 +202,10 @@ class SamplingFields(RequestModel):
     """Sample these tokens only."""
 
     bad_words: Annotated[Items[str], AfterValidator(_short_words)] = []  # noqa: RUF012
-    """Texts that must not be written, at the beginning of a word or as one."""
+    """Texts that must not be written as a word or at the beginning of one."""
 
     structured_outputs: StructuredOutputs | None = None
-    """Hold the answer to a JSON schema, a regular expression, a choice of texts or a grammar."""
+    """Constrain the answer to a JSON schema, a regular expression, a choice of texts or a grammar."""
 
     guided_json: dict[str, Any] | str | None = None
     """Older name of `structured_outputs.json`."""
@@ -219,10 +220,10 @@ class SamplingFields(RequestModel):
     """Older name of `structured_outputs.grammar`."""
 
     prompt_logprobs: Logprobs | None = None
-    """Report the log probability of each prompt token and of this many likeliest alternatives."""
+    """Report the log probability of each prompt token and of this many of the most probable alternatives."""
 
     truncate_prompt_tokens: Annotated[int, Between(-1, INT31), AfterValidator(_not_zero)] | None = None
-    """Keep this many tokens of the prompt, its last ones; -1: as many as fit."""
+    """Keep only this many of the prompt's last tokens; -1: as many as fit."""
 
     return_token_ids: bool = False
     """Report the token ids of prompt and answer too."""
@@ -237,7 +238,7 @@ class SamplingFields(RequestModel):
     """Seconds that the answer may take, waiting included; a request that is not done by then is ended with a 408."""
 
     cache_salt: str | None = None
-    """Share cached prompts only with requests of the same salt."""
+    """Share cached prefixes only with requests of the same salt."""
 
     stream: bool = False
     """Answer with server-sent events, a chunk a step."""
@@ -256,83 +257,17 @@ class SamplingFields(RequestModel):
 
     @property
     def sequences_per_prompt(self) -> int:
-        """How many times each prompt is run."""
+        """Sequences that run for each prompt."""
         return self.n
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """Alternatives to compute of each prompt token; None: no log probabilities."""
+        """Alternatives to compute for each prompt token; None: no log probabilities."""
         return self.prompt_logprobs
-
-    def keep_last(self, processor: InputOutputProcessor, max_tokens: int) -> int | None:
-        """Tokens to keep of a prompt that so many further ones must fit behind; None: all."""
-        if self.truncate_prompt_tokens == -1:
-            return processor.longest_prompt(max_tokens)
-        return self.truncate_prompt_tokens
-
-    def sampling_params(
-        self, max_tokens: int, logprobs: int | None, processor: InputOutputProcessor
-    ) -> SamplingParams:
-        """The engine's parameters. Raises `BadRequest` for what only shows in combination.
-
-        The processor's defaults stand in for what the request leaves out. It also tokenises `bad_words`.
-        """
-        defaults = processor.defaults
-        temperature = defaults.temperature if self.temperature is None else self.temperature
-        top_p = defaults.top_p if self.top_p is None else self.top_p
-        top_k = defaults.top_k if self.top_k is None else self.top_k
-        repetition_penalty = self.repetition_penalty or defaults.repetition_penalty
-        if self.min_tokens > max_tokens:
-            raise BadRequest(
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {max_tokens}", param="min_tokens"
-            )
-        return SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            ignore_eos=self.ignore_eos,
-            stop_strings=self.stop or None,
-            top_p=top_p or 1.0,
-            top_k=top_k if top_p else 1,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            logit_bias={_token_id(key): bias for key, bias in self.logit_bias.items()} or None,
-            seed=self.seed,
-            logprobs=logprobs,
-            prompt_logprobs=self.prompt_alternatives,
-            min_tokens=self.min_tokens,
-            stop_token_ids=self.stop_token_ids or None,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=processor.tokenize_words(self.bad_words) or None,
-        )
-
-    @property
-    def salt_key(self) -> int | None:
-        """`cache_salt` as the 64-bit start of the prefix-hash chain."""
-        if self.cache_salt is None:
-            return None
-        return int.from_bytes(hashlib.blake2b(self.cache_salt.encode(), digest_size=8).digest())
-
-
-def seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """`params` for choice number `choice` of a prompt: with a seed, the seed plus `choice`, wrapped to 64 bits."""
-    if params.seed is None or choice == 0:
-        return params
-    seed = (params.seed + choice + _INT63) % (2 * _INT63) - _INT63
-    return msgspec.structs.replace(params, seed=seed)
-
-
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise BadRequest(f"logit_bias has the key {key[:40]!r}; keys must be token ids in decimal", param="logit_bias")
-    return int(key)
 
 
 class AnswerHead(NamedTuple):
-    """What every answer, and every chunk of one, begins with."""
+    """The first fields of every answer and of every chunk."""
 
     id: str
     created: int
@@ -342,16 +277,16 @@ class AnswerHead(NamedTuple):
 
 
 class PromptTokenLogprob(msgspec.Struct):
-    """One candidate for a place in the prompt."""
+    """One candidate for a position in the prompt."""
 
     logprob: float
     rank: int
-    """Place among all tokens by likelihood, from 1."""
+    """Rank among all tokens by probability, from 1."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptTokenLogprob] | None]
-"""By place in the prompt and token id: the prompt's own token, then the likeliest ones. Null for the first place."""
+"""By position and token id: the prompt's own token, then the most probable ones. Null for the first position."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -361,15 +296,15 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
-    """Tokens of what the model thought before it answered."""
+    """Tokens of the model's reasoning."""
 
 
 class Usage(msgspec.Struct):
-    """Tokens that a request read and wrote, all its choices together."""
+    """Tokens of a request's prompts and of all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
-    """Where the model's reasoning is told apart from its answer."""
+    """Present if the model's reasoning is separated from its answer."""

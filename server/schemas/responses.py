@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampling_params import MAX_LOGPROBS
 from engine.text.structured.spec import is_deeper
 from server.schemas.body import (
     NO_CHANGE,
@@ -568,47 +568,3 @@ class DeletedResponse(msgspec.Struct):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
-
-
-def new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:
-    """A response that has not begun: what `request` asked for, and what `params` made of it."""
-    tools = [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": bool(tool.strict),
-        }
-        for tool in request.tools
-    ]
-    choice = request.tool_choice
-    form = request.text.format
-    return ResponseObject(
-        id=id,
-        created_at=created_at,
-        status="queued" if request.background else "in_progress",
-        background=request.background,
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
-        max_tool_calls=request.max_tool_calls,
-        metadata=request.metadata,
-        model=request.model,
-        parallel_tool_calls=request.parallel_tool_calls,
-        previous_response_id=request.previous_response_id,
-        prompt_cache_key=request.prompt_cache_key,
-        reasoning={"effort": request.reasoning.effort, "summary": None},
-        safety_identifier=request.safety_identifier,
-        store=request.store,
-        temperature=params.temperature,
-        text={
-            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True),
-            "verbosity": "medium",
-        },
-        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=tools,
-        top_logprobs=request.top_logprobs or 0,
-        top_p=params.top_p if request.top_p is None else request.top_p,
-        truncation=request.truncation,
-        user=request.user,
-    )

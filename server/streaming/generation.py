@@ -1,6 +1,6 @@
-"""One HTTP request as sequences: fans prompts and choices out, runs them, and answers streamed or whole.
+"""`Generation`: the sequences of one HTTP request, from admission to the last event or the whole answer.
 
-Called by the completions and chat routes with prompts that are validated and tokenised.
+The route that made the sequences calls `respond`; a background response takes `events` itself.
 """
 
 import asyncio
@@ -13,22 +13,22 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from engine.config.config import Config
 from engine.messages import AddRequest
-from engine.sampling_params import SamplingParams
+from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
-from server.frontend import Frontend
-from server.schemas.generation import PromptTokensDetails, Usage, seeded
-from server.streaming.hub import Consumer, DeltaStream, Results
+from server.schemas.generation import PromptTokensDetails, Usage
+from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.sse import EventStream, Renderer
 
 _log = logging.getLogger(__name__)
 
 MAX_PROMPT_LOGPROBS = 2**22
-"""Most log probabilities of prompts that one request is told: some hundred megabytes of text."""
+"""Most log probabilities of prompts that one answer holds: some hundred megabytes of text."""
 
 _MANY_LOGPROBS = 4096
-"""Log probabilities above this are written in a thread, so that the streams of others go on meanwhile."""
+"""An answer with more log probabilities is rendered in a thread, so that other streams go on meanwhile."""
 
 
 class Generation:
@@ -36,72 +36,61 @@ class Generation:
 
     def __init__(
         self,
-        frontend: Frontend,
-        prompts: Sequence[AddRequest],
+        hub: Hub,
+        config: Config,
+        sequences: Sequence[NewSequence],
         n: int,
-        arrival_time: float,
-        visible_token_ids: frozenset[int] = frozenset(),
-        best_of: int | None = None,
         *,
+        best_of: int | None = None,
         owner: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        """`prompts` are requests for one sequence each; every one is run `n` times.
+        """`sequences` holds the choices of each prompt in turn: `best_of` if it is given, else `n`.
 
-        The texts show `visible_token_ids` even where they skip special tokens. With `best_of`, it is run so many
-        times, and answered with the `n` choices of the highest mean log probability; the parameters must ask for it.
-        `owner` is whose request it is, and `timeout` the seconds that it may take.
+        With `best_of`, the answer has the `n` choices of the highest mean log probability, which the parameters must
+        request. `timeout` is the request's own limit in seconds. Raises `BadRequest`.
         """
-        told = n * sum(_num_prompt_logprobs(prompt) for prompt in prompts)
-        if told > MAX_PROMPT_LOGPROBS:
+        self._num_choices = best_of or n
+        self._num_answered = n
+        num_logprobs = n * sum(_num_prompt_logprobs(first.request) for first in sequences[:: self._num_choices])
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
             raise BadRequest(
-                f"the prompts have {told} log probabilities to be told, of each token and its alternatives for each "
-                f"choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
+                f"the prompts have {num_logprobs} log probabilities to report, of each token and its alternatives for "
+                f"each choice; a request may ask for at most {MAX_PROMPT_LOGPROBS}",
                 param="logprobs",
             )
-        self._writes_much = told > _MANY_LOGPROBS
-        ids = frontend.hub.new_ids()
-        self._hub = frontend.hub
-        self._kept = n
-        self._n = n = best_of or n
-        self._arrival_time = arrival_time
+        self._renders_in_thread = num_logprobs > _MANY_LOGPROBS
+        self._hub = hub
+        self._settings = config.server_config
+        self._sequences = sequences
+        self._states = [sequence.state for sequence in sequences]
+        self._queued_tokens = [
+            # The choices of a prompt share its blocks in the prefix cache: it is computed once.
+            0 if index % self._num_choices and config.enable_prefix_caching else state.num_prompt_tokens
+            for index, state in enumerate(self._states)
+        ]
+        self._arrival_time = self._states[0].arrival_time
         self._owner = owner
-        self._settings = frontend.config.server_config
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
         self._id: str | None = None
-        """The answer's, once the sequences are submitted and until they are ended."""
-        self._requests: list[AddRequest] = []
-        self._prompt_tokens: list[int] = []
-        """What each sequence adds to the queue. Choices of a prompt share its blocks, so it is computed once."""
-        self._states: list[RequestState] = []
-        for prompt in prompts:
-            params = _for_core(prompt.sampling_params)
-            for choice, id in zip(range(n), ids, strict=False):
-                request = msgspec.structs.replace(prompt, request_id=id)
-                state = frontend.processor.start(request, arrival_time, visible_token_ids)
-                self._states.append(state)
-                shares = choice and frontend.config.enable_prefix_caching
-                self._prompt_tokens.append(0 if shares else len(prompt.prompt_token_ids))
-                self._requests.append(
-                    msgspec.structs.replace(prompt, request_id=id, sampling_params=_for_choice(params, choice))
-                )
+        """The answer's id, from the submission of the sequences to their end."""
 
     async def respond(self, http: Request, renderer: Renderer, *, stream: bool) -> Response:
-        """The response, which runs the sequences. They are aborted as soon as the client is gone.
+        """Run the sequences and answer. They are aborted as soon as the client disconnects.
 
-        Raises `Overloaded` and other `ApiError`s, a stream only before it begins.
+        Raises `Overloaded` and other `ApiError`s; if the answer is a stream, only before it begins.
         """
         if stream:
             return EventStream(self.events(renderer), self.end)
-        results = Results(len(self._states))
+        results = WholeResult(len(self._states))
         self._begin(renderer, results)
         try:
             await _unless_disconnected(http, results)
         finally:
             self.end()
-        if self._writes_much:
+        if self._renders_in_thread:
             content = await asyncio.to_thread(self._whole, renderer)
         else:
             content = self._whole(renderer)
@@ -111,12 +100,12 @@ class Generation:
         return msgspec.json.encode(renderer.whole(self._answered(), self._usage()))
 
     def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
-        """Submit the sequences, and tell of them: the stream's events, as many as have arrived at a time.
+        """Submit the sequences; the stream's events, all that have arrived at a time.
 
-        Raises `Overloaded` and other `ApiError`s; what fails later becomes the last event. Who calls this calls `end`
-        as well, whether or not it takes any event.
+        Raises `Overloaded` and other `ApiError`s; a later failure becomes the last event. The caller must call `end`,
+        whether or not it takes any event.
         """
-        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_room)
+        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_drained)
         self._begin(renderer, stream)
         return self._events(renderer, stream)
 
@@ -127,39 +116,39 @@ class Generation:
             remaining = len(self._states)
             while True:
                 deltas = await stream.take()
-                if self._writes_much:
+                if self._renders_in_thread:
                     events = await asyncio.to_thread(_chunks, renderer, deltas)
                 else:
                     events = _chunks(renderer, deltas)
                 remaining -= sum(delta.finished for delta in deltas.values())
                 if not remaining:
                     break
-                if told := b"".join(events):
-                    yield told
+                if joined := b"".join(events):
+                    yield joined
             yield b"".join((*events, renderer.closing(self._usage())))
         except ApiError as error:
             yield renderer.failure(error)
-        except Exception as error:  # noqa: BLE001 - told to the client, who waits for it
+        except Exception as error:  # noqa: BLE001 - reported to the client, which waits for it
             _log.exception("stream %s failed", renderer.head.id)
             yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
             self.end()
 
     def _answered(self) -> list[RequestState]:
-        """The choices to answer with; each knows its prompt's log probabilities, which only the first asked for."""
+        """The choices to answer with. Each gets its prompt's log probabilities, computed for the first one only."""
         answered: list[RequestState] = []
-        for first in range(0, len(self._states), self._n):
-            choices = self._states[first : first + self._n]
+        for first in range(0, len(self._states), self._num_choices):
+            choices = self._states[first : first + self._num_choices]
             for state in choices:
                 state.prompt_logprobs = choices[0].prompt_logprobs
-            if self._kept < self._n:
-                choices = sorted(choices, key=_mean_logprob, reverse=True)[: self._kept]
+            if self._num_answered < self._num_choices:
+                choices = sorted(choices, key=_mean_logprob, reverse=True)[: self._num_answered]
             answered += choices
         return answered
 
     def _usage(self) -> Usage:
-        """A prompt counts once, however many choices it has."""
-        firsts = self._states[:: self._n]
+        """The tokens of all choices. A prompt counts once, however many choices it has."""
+        firsts = self._states[:: self._num_choices]
         prompt_tokens = sum(state.num_prompt_tokens for state in firsts)
         completion_tokens = sum(len(state.token_ids) for state in self._states)
         cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
@@ -168,16 +157,16 @@ class Generation:
     # -- begin and end ------------------------------------------------------------------------------------------
 
     def _begin(self, renderer: Renderer, consumer: Consumer) -> None:
-        """Submit the sequences, if they are admitted. Raises `ApiError`, and then leaves nothing behind."""
+        """Submit the sequences, if they are admitted. An `ApiError` that this raises leaves no state behind."""
         hub, count = self._hub, len(self._states)
         seconds = math.inf if self._timeout is None else self._arrival_time + self._timeout - time.monotonic()
         if seconds <= 0:
             hub.metrics.received(count)
             hub.metrics.rejected("timeout", count)
-            raise self._too_late()
-        hub.admission.admit(self._owner, self._prompt_tokens)
+            raise self._timeout_error()
+        hub.admission.admit(self._owner, self._queued_tokens)
         try:
-            hub.submit(self._requests, self._states, consumer, self._prompt_tokens)
+            hub.submit(self._sequences, self._queued_tokens, consumer)
         except BaseException:
             hub.admission.release(self._owner)
             raise
@@ -186,17 +175,17 @@ class Generation:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._on_deadline, consumer)
 
     def _on_deadline(self, consumer: Consumer) -> None:
-        """End what still runs. Where nothing does, the answer waits for a slow reader, and is not late."""
+        """End what still runs. If nothing does, the answer waits for a slow reader and is not late."""
         if self._hub.cancel(self._states, "timeout"):
-            consumer.fail(self._too_late())
+            consumer.fail(self._timeout_error())
 
-    def _too_late(self) -> RequestTimeout:
+    def _timeout_error(self) -> RequestTimeout:
         return RequestTimeout(
             f"the request was not done within {self._timeout:g} s, its timeout; ask for less, or for more time"
         )
 
     def _on_full(self, stream: Consumer) -> None:
-        """The reader of `stream` is slow."""
+        """Pause or end the sequences, because the client reads `stream` too slowly."""
         action = self._settings.slow_readers
         self._hub.metrics.slow_reader(action)
         if action == "pause":
@@ -209,12 +198,12 @@ class Generation:
                 )
             )
 
-    def _on_room(self) -> None:
-        """The reader has caught up: what was paused goes on."""
+    def _on_drained(self) -> None:
+        """Resume the sequences, because the client has read everything."""
         self._hub.resume(self._states)
 
     def end(self) -> None:
-        """Abort what still runs, and log the request; the second time, nothing."""
+        """Abort what still runs and log the request. A second call has no effect."""
         if self._id is None:
             return
         id, self._id = self._id, None
@@ -236,22 +225,10 @@ def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[byte
     return [renderer.chunk(index, delta) for index, delta in deltas.items()]
 
 
-def _num_prompt_logprobs(prompt: AddRequest) -> int:
-    """Log probabilities to tell of a prompt: its tokens' and their alternatives'."""
-    alternatives = prompt.sampling_params.prompt_logprobs
-    return 0 if alternatives is None else len(prompt.prompt_token_ids) * (1 + alternatives)
-
-
-def _for_core(params: SamplingParams) -> SamplingParams:
-    """`params` without stop strings: they are the front end's, and may be megabytes for each of many choices."""
-    return msgspec.structs.replace(params, stop_strings=None) if params.stop_strings else params
-
-
-def _for_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """`params` for choice number `choice` of a prompt, which is read for its log probabilities once."""
-    if choice and params.prompt_logprobs is not None:
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
-    return seeded(params, choice)
+def _num_prompt_logprobs(request: AddRequest) -> int:
+    """Log probabilities of a prompt: those of its tokens and of their alternatives."""
+    alternatives = request.sampling_params.prompt_logprobs
+    return 0 if alternatives is None else len(request.prompt_token_ids) * (1 + alternatives)
 
 
 def _mean_logprob(state: RequestState) -> float:
@@ -259,8 +236,8 @@ def _mean_logprob(state: RequestState) -> float:
     return sum(token.logprob for token in logprobs) / max(1, len(logprobs))
 
 
-async def _unless_disconnected(http: Request, results: Results) -> None:
-    """Wait for `results`. Raises `ClientDisconnect` if the client leaves first."""
+async def _unless_disconnected(http: Request, results: WholeResult) -> None:
+    """Wait for `results`. Raises `ClientDisconnect` if the client disconnects first."""
     answered = asyncio.ensure_future(results.wait())
     gone = asyncio.ensure_future(_disconnected(http))
     try:

@@ -1,62 +1,51 @@
-"""`Hub`: from the engine's steps to whoever waits for a request, which is a `server.streaming.hub`.
+"""`Hub`: the live sequences of the server, and the consumers that their outputs go to.
 
-One hub a server. `server.streaming.generation` submits sequences to it; `CoreManager` calls `receive` once a step.
+`Generation` submits sequences with a consumer: a `DeltaStream` if the client streams, else a `WholeResult`.
+`CoreManager` calls `Hub.receive` once a step.
 """
 
 import asyncio
-import itertools
 import logging
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from engine.client.core_manager import EngineDeadError
-from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.messages import RequestOutput, StepOutputs
+from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, PoisonousRequest
-from server.limits.admission import Admission, Limits
+from server.limits.admission import Admission
 from server.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
 
-class Core(Protocol):
-    """What the hub needs of `CoreManager`."""
-
-    def add_requests(self, requests: Sequence[AddRequest]) -> None: ...
-
-    def abort(self, request_ids: Sequence[int]) -> None: ...
-
-    def pause(self, request_ids: Sequence[int]) -> None: ...
-
-    def resume(self, request_ids: Sequence[int]) -> None: ...
-
-
 class Consumer(Protocol):
-    """One HTTP request's side of its sequences, which it knows by their index."""
+    """Takes the outputs of one HTTP request's sequences, by their index."""
 
     def put(self, index: int, delta: RequestDelta) -> None: ...
 
     def fail(self, error: ApiError) -> None: ...
 
 
-class _Live(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Live:
     state: RequestState
     consumer: Consumer
-    place: int
+    index: int
 
 
 class Hub:
     """Owns every live sequence of the server, from `submit` to its last output or `cancel`."""
 
-    def __init__(self, core: Core, metrics: Metrics, admission: Admission | None = None) -> None:
-        """`admission` is told of the sequences; default: one that knows no bounds."""
-        self.admission = Admission(Limits(), metrics) if admission is None else admission
+    def __init__(self, core: CoreManager, metrics: Metrics, admission: Admission) -> None:
+        self.admission = admission
         self.metrics = metrics
         self._core = core
         self._live: dict[int, _Live] = {}
-        self._ids = itertools.count()
+        self._next_id = 0
         metrics.show_live(self._live.__len__)
 
     @property
@@ -64,58 +53,52 @@ class Hub:
         """Sequences that have not ended."""
         return len(self._live)
 
-    def new_ids(self) -> Iterator[int]:
-        """Request ids, each given once."""
-        return self._ids
+    def new_ids(self, count: int) -> range:
+        """Ids for new sequences."""
+        first = self._next_id
+        self._next_id += count
+        return range(first, self._next_id)
 
-    def submit(
-        self,
-        requests: Sequence[AddRequest],
-        states: Sequence[RequestState],
-        consumer: Consumer,
-        prompt_tokens: Sequence[int] | None = None,
-    ) -> None:
-        """Run sequences in the engine; what becomes of them goes to `consumer`, by their place in `requests`.
+    def submit(self, sequences: Sequence[NewSequence], queued_tokens: Sequence[int], consumer: Consumer) -> None:
+        """Run sequences in the engine; their outputs go to `consumer`, by their index in `sequences`.
 
-        `prompt_tokens`: what each adds to the queue; default: its whole prompt. Raises `EngineError` where there is
-        no engine.
+        `queued_tokens`: what each adds to the queue. Raises `EngineError` if there is no engine.
         """
         try:
-            self._core.add_requests(requests)
+            self._core.add_requests([sequence.request for sequence in sequences])
         except EngineDeadError as error:
-            self.metrics.rejected("engine", len(requests))
+            self.metrics.rejected("engine", len(sequences))
             raise EngineError(str(error)) from error
-        for place, state in enumerate(states):
-            self._live[state.request_id] = _Live(state, consumer, place)
-            tokens = state.num_prompt_tokens if prompt_tokens is None else prompt_tokens[place]
+        for index, ((_, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
+            self._live[state.request_id] = _Live(state, consumer, index)
             self.admission.queue(state.request_id, tokens)
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:
-        """Stop what still runs of `states`, for one of the metrics' reasons; whether anything did.
+        """Abort those of `states` that are live, for one of the metrics' reasons; whether any was.
 
-        Nobody is told of it.
+        The consumers are not notified.
         """
         ids = self._live_ids(states)
         for id in ids:
             self.metrics.finished(self._live.pop(id).state, reason)
-            self.admission.drop(id)
+            self.admission.remove(id)
         if ids:
             self._core.abort(ids)
         return bool(ids)
 
     def pause(self, states: Sequence[RequestState]) -> None:
-        """Take out of the core what still runs of `states`, until `resume` or `cancel`. Outputs may still come.
+        """Suspend those of `states` that are live, until `resume` or `cancel`. Outputs may still arrive.
 
-        What of it was queued is in nobody's way any more.
+        They leave the admission queue.
         """
         ids = self._live_ids(states)
         for id in ids:
-            self.admission.drop(id)
+            self.admission.remove(id)
         if ids:
             self._core.pause(ids)
 
     def resume(self, states: Sequence[RequestState]) -> None:
-        """Go on with what `pause` stopped."""
+        """Continue what `pause` suspended."""
         if ids := self._live_ids(states):
             self._core.resume(ids)
 
@@ -127,8 +110,8 @@ class Hub:
             each.consumer.fail(error)
 
     def receive(self, step: StepOutputs) -> None:
-        """Hand a step's outputs to those who wait for them, and end in the core what reached a stop string."""
-        ended_early: list[int] = []
+        """Pass a step's outputs to their consumers, and abort in the core what reached a stop string."""
+        stopped_early: list[int] = []
         generated_tokens = 0
         for output in step.outputs:
             generated_tokens += len(output.output_tokens)
@@ -136,34 +119,34 @@ class Hub:
             if live is None:
                 continue
             try:
-                self._advance(live, output, ended_early)
-            except Exception as error:  # noqa: BLE001 - told to the client, who waits for it
+                self._advance(live, output, stopped_early)
+            except Exception as error:  # noqa: BLE001 - reported to the client, which waits for it
                 _log.exception("request %d cannot be answered", output.request_id)
                 self.cancel([live.state], "error")
                 live.consumer.fail(EngineError(f"the output cannot be read: {error}"))
-        if ended_early:
-            self._core.abort(ended_early)
+        if stopped_early:
+            self._core.abort(stopped_early)
         if step.stats is not None:
             self.metrics.step(step.stats, generated_tokens, step.replica)
 
-    def _advance(self, live: _Live, output: RequestOutput, ended_early: list[int]) -> None:
+    def _advance(self, live: _Live, output: RequestOutput, stopped_early: list[int]) -> None:
         state = live.state
         had_tokens = bool(state.token_ids)
         delta = state.push(output)
         if not had_tokens and state.token_ids:
             self.metrics.first_token(state)
-            self.admission.start(state.request_id)
+            self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
             self.metrics.finished(state, delta.finish_reason or "error")
             if not had_tokens:
-                self.admission.drop(state.request_id)
+                self.admission.remove(state.request_id)
             if state.stopped_early:
-                ended_early.append(state.request_id)
+                stopped_early.append(state.request_id)
             if delta.finish_reason in ("abort", "error"):
                 live.consumer.fail(_why_failed(output))
                 return
-        live.consumer.put(live.place, delta)
+        live.consumer.put(live.index, delta)
 
     def _live_ids(self, states: Sequence[RequestState]) -> list[int]:
         return [state.request_id for state in states if state.request_id in self._live]
@@ -177,92 +160,83 @@ def _why_failed(output: RequestOutput) -> ApiError:
     return EngineError(output.error or "the engine aborted this request")
 
 
-# [consumers] What waits for a request's sequences: `DeltaStream` for a stream, `Results` for an answer at once.
-#
-# Made by `server.streaming.generation`, filled by the hub.
-
 _DELTA_BYTES = 256
-"""Of a delta's objects without its text: the delta, its list and its token."""
+"""Memory of a delta without its text: the delta, its list and its token."""
 
 _LOGPROB_BYTES = 256
-"""Of one token's log probability."""
+"""Memory of one token's log probability."""
 
 _ALTERNATIVE_BYTES = 80
-"""Of each alternative beside it."""
+"""Memory of each of its alternatives."""
 
-_FEWEST_STEPS = 8
-"""A client that is so few steps behind is not slow, however much a step brings."""
+_MIN_BACKLOG = 8
+"""A client that is fewer steps late is not slow, however long the text of a step."""
 
 
 class DeltaStream:
-    """Deltas on the way to a streaming client, at most one a sequence: while the client lags, they merge.
+    """Deltas on their way to a streaming client, at most one a sequence: while the client lags, they merge.
 
-    What it leaves lying is counted. Past a bound `on_full` is called, and `on_room` once all of it was taken and has
-    gone out; in between, whoever fills the stream should stop.
+    The bytes of the backlog are counted. Beyond a bound, `on_full` is called, and the sequences should pause; once
+    the client has taken everything and it has been sent, `on_drained` is called.
     """
 
     def __init__(
-        self,
-        max_bytes: int | None = None,
-        on_full: Callable[["DeltaStream"], object] | None = None,
-        on_room: Callable[[], object] | None = None,
+        self, max_bytes: float, on_full: Callable[["DeltaStream"], object], on_drained: Callable[[], object]
     ) -> None:
-        """`max_bytes`: about so many may lie here besides the first delta of each sequence."""
+        """`max_bytes`: approximate bound of the backlog, which is all but the first delta of each sequence."""
         self._pending: dict[int, RequestDelta] = {}
-        self._behind: dict[int, list[RequestDelta]] = {}
-        """What came behind a pending delta; merged only when it is taken, as each merging copies all."""
-        self._silent: dict[int, list[RequestDelta]] = {}
-        """Deltas without text: they go with the sequence's next one."""
+        self._backlog: dict[int, list[RequestDelta]] = {}
+        """Deltas after a pending one. They are merged when they are taken: each merging copies all of them."""
+        self._textless: dict[int, list[RequestDelta]] = {}
+        """Deltas without text, which are merged into the sequence's next one."""
         self._error: ApiError | None = None
         self._arrived = asyncio.Event()
         self._num_bytes = 0
-        self._max_bytes = math.inf if max_bytes is None else max_bytes
+        self._max_bytes = max_bytes
         self._on_full = on_full
-        self._on_room = on_room
+        self._on_drained = on_drained
         self._is_full = False
 
     def put(self, index: int, delta: RequestDelta) -> None:
-        """Add a delta; one that has nothing to tell wakes nobody."""
+        """Add a delta. One without text, log probabilities or end does not wake the client."""
         if index in self._pending:
-            self._put_behind(index, delta)
+            self._queue_delta(index, delta)
         elif delta.text or delta.finished or delta.logprobs or delta.prompt_logprobs is not None:
-            if self._silent and (silent := self._silent.pop(index, None)) is not None:
-                delta = _merged([*silent, delta])
+            if self._textless and (textless := self._textless.pop(index, None)) is not None:
+                delta = _merged([*textless, delta])
             self._pending[index] = delta
             self._arrived.set()
         elif delta.token_ids:
-            self._silent.setdefault(index, []).append(delta)
+            self._textless.setdefault(index, []).append(delta)
 
-    def _put_behind(self, index: int, delta: RequestDelta) -> None:
-        behind = self._behind.setdefault(index, [])
-        behind.append(delta)
+    def _queue_delta(self, index: int, delta: RequestDelta) -> None:
+        backlog = self._backlog.setdefault(index, [])
+        backlog.append(delta)
         self._num_bytes += _size(delta)
-        if self._num_bytes > self._max_bytes and len(behind) >= _FEWEST_STEPS and not self._is_full:
+        if self._num_bytes > self._max_bytes and len(backlog) >= _MIN_BACKLOG and not self._is_full:
             self._is_full = True
-            if self._on_full is not None:
-                self._on_full(self)
+            self._on_full(self)
 
     def fail(self, error: ApiError) -> None:
-        """Have `take` raise `error` once what came before it is taken."""
+        """Make `take` raise `error` after the deltas that arrived before it."""
         self._error = error
         self._arrived.set()
 
     async def take(self) -> dict[int, RequestDelta]:
-        """What arrived since the last call, by sequence; waits for something. Raises what `fail` was given.
+        """The deltas since the last call, by sequence; waits for one. Raises the error that `fail` was given.
 
-        The call says that what was taken before has gone out.
+        A call means that the deltas taken before have been sent.
         """
         if self._is_full and not self._pending and self._error is None:
             self._is_full = False
-            if self._on_room is not None:
-                self._on_room()
+            self._on_drained()
         await self._arrived.wait()
         self._arrived.clear()
         taken, self._pending = self._pending, {}
-        if self._behind:
-            for index, behind in self._behind.items():
-                taken[index] = _merged([taken[index], *behind])
-            self._behind = {}
+        if self._backlog:
+            for index, backlog in self._backlog.items():
+                taken[index] = _merged([taken[index], *backlog])
+            self._backlog = {}
             self._num_bytes = 0
         if self._error is not None:
             self._arrived.set()
@@ -272,7 +246,7 @@ class DeltaStream:
 
 
 def _size(delta: RequestDelta) -> int:
-    """Bytes that a delta takes, about. Those of a prompt's log probabilities, which come once, do not count."""
+    """Approximate memory of a delta in bytes, without a prompt's log probabilities, which come only once."""
     size = _DELTA_BYTES + sys.getsizeof(delta.text)
     if delta.logprobs:
         size += len(delta.logprobs) * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(delta.logprobs[0].top_ids))
@@ -294,24 +268,24 @@ def _merged(deltas: Sequence[RequestDelta]) -> RequestDelta:
     )
 
 
-class Results:
-    """Waits until all of a request's sequences have ended; their states then hold the answer."""
+class WholeResult:
+    """Waits until all of a request's sequences have ended; their states then hold the results."""
 
     def __init__(self, count: int) -> None:
         self._remaining = count
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, index: int, delta: RequestDelta) -> None:
-        """Count the sequence's end."""
+        """Note whether the sequence has ended."""
         self._remaining -= delta.finished
         if not self._remaining and not self._done.done():
             self._done.set_result(None)
 
     def fail(self, error: ApiError) -> None:
-        """Have `wait` raise `error`."""
+        """Make `wait` raise `error`."""
         if not self._done.done():
             self._done.set_exception(error)
 
     async def wait(self) -> None:
-        """Until the last sequence ended. Raises what `fail` was given."""
+        """Wait for the end of the last sequence. Raises the error that `fail` was given."""
         await self._done

@@ -1,6 +1,7 @@
-"""Server-sent events, rendered from prepared bytes. Hot: one call a streamed chunk.
+"""Server-sent events: the response that sends them, and what renderers of answers have in common.
 
-All of a chunk that does not change within a stream is JSON already; a chunk adds its text, and rarely more.
+Events are joined from prepared bytes, since this code runs once a streamed chunk: the parts of a chunk that do not
+change within a stream are encoded once; a chunk adds its text, and rarely more.
 """
 
 import time
@@ -24,20 +25,20 @@ encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
 class EventStream(EventSourceResponse):
-    """sse-starlette's response over frames that are bytes already.
+    """sse-starlette's response for events that are encoded already.
 
-    Events are sent as they are, and without a time limit: a cancel scope costs half of what a chunk costs here,
-    and a client that does not read only lets its own deltas merge.
+    Events are sent without a time limit: a cancel scope would cost half as much as a chunk, and for a client that
+    does not read, deltas merge.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], object] | None = None) -> None:
-        """`on_end` is called when the response has ended, also where the client left before its first event."""
+        """`on_end` is called when the response has ended, even if the client left before its first event."""
         super().__init__(events, headers={"Cache-Control": "no-cache"}, sep="\n")
         self._events = events
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A generator that was never begun runs no `finally` of its own.
+        # A generator that was never started does not run its own `finally`.
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -54,18 +55,18 @@ class EventStream(EventSourceResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class PreparedFrames:
-    """What every chunk of a stream repeats, and the stream's end."""
+class ChunkWriter:
+    """Writes the chunks of a stream: holds what every chunk repeats, and writes the stream's end."""
 
     object: str
     plain: bytes
-    """The end of a choice that has nothing but its text."""
+    """The end of a choice that has only text."""
 
     def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        """With `counted_from`, the prompts' tokens, each chunk tells the usage so far, which `count` keeps.
+        """With `counted_from`, the number of prompt tokens, each chunk reports the usage so far, kept by `count`.
 
-        Of chunks with choices, each then tells more tokens than the one before, wherever the choice's text allows it:
-        clients take the difference for the chunk's own.
+        Each chunk with choices then reports more tokens than the one before, where the choice's text allows it:
+        clients take the difference as the chunk's own tokens.
         """
         self._head = b"data: " + encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
         self._include_usage = include_usage
@@ -75,22 +76,22 @@ class PreparedFrames:
         self.count(0)
         self._plain_before = self._plain_end
         self._open: dict[int, bytes] = {}
-        """Each begun choice's chunk up to what it gained."""
+        """For each choice that has begun, the beginning of its chunks, up to their text."""
 
     def count(self, completion_tokens: int) -> None:
-        """The chunks to come tell of so many more tokens, where they tell the usage."""
+        """Count tokens of the completion, for the usage in later chunks."""
         if self._prompt_tokens is not None:
             self._plain_before = self._plain_end
             self._completion_tokens += completion_tokens
-            told = (self._prompt_tokens, self._completion_tokens, self._prompt_tokens + self._completion_tokens)
-            self._close_with(b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % told)
+            usage = (self._prompt_tokens, self._completion_tokens, self._prompt_tokens + self._completion_tokens)
+            self._close_with(b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % usage)
 
     def _close_with(self, members: bytes) -> None:
         self._close = members + _END
         self._plain_end = self.plain + self._close
 
     def closing(self, usage: Usage) -> bytes:
-        """The end of the stream; before it, if it was asked for, the event without choices that tells the usage."""
+        """The end of the stream, after the event with the usage if the request asked for one."""
         if not self._include_usage:
             return DONE
         return b"".join((self._head, b'],"usage":', encode(usage), _END, DONE))
@@ -102,15 +103,12 @@ def error_event(body: bytes) -> bytes:
 
 
 def ending(logprobs: msgspec.Struct | None, finish_reason: str | None) -> bytes:
-    """The members of a choice behind its text or delta, and its end."""
+    """The members of a choice after its text or delta, and its end."""
     return b',"logprobs":%b,"finish_reason":%b}' % (encode(logprobs), encode(finish_reason))
 
 
-# [base] `Renderer`: what `server.streaming.generation` needs of an endpoint's answer.
-
-
 class Renderer(Protocol):
-    """One request's answer in its endpoint's form. Choices are known by their index."""
+    """One request's answer in its endpoint's form, as `Generation` needs it. Choices are identified by their index."""
 
     head: AnswerHead
 
@@ -118,17 +116,17 @@ class Renderer(Protocol):
         """Events before the first token."""
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
-        """Events for what choice `index` gained."""
+        """Events for more output of choice `index`."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Events behind the last choice's end, the stream's own end included."""
+        """Events after the last choice's end, the stream's own end included."""
 
     def failure(self, error: ApiError) -> bytes:
         """The last events of a stream that `error` ends."""
         return error_event(error.body())
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> msgspec.Struct:
-        """The answer at once, a choice a state."""
+        """The whole answer, with one choice for each state."""
 
 
 def answer_head(prefix: str, model: str, fingerprint: str) -> AnswerHead:

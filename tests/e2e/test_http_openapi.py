@@ -11,7 +11,7 @@ import pytest
 
 from engine.config.config import Config
 from server.app import create_app
-from server.limits.keys import KeyRing
+from server.limits.keys import ApiKeys
 from tests.e2e.kaon_server import MODEL, KaonServer
 
 GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
@@ -144,7 +144,7 @@ def test_a_kept_response_is_as_described_all_its_life(http: httpx.Client, docume
 
 
 def test_keys_are_described_where_there_are_some() -> None:
-    document = create_app(Config(), None, keys=KeyRing(["sk-one"])).openapi()  # type: ignore[arg-type]
+    document = create_app(Config(), None, keys=ApiKeys(["sk-one"])).openapi()  # type: ignore[arg-type]
     assert document["security"] == [{"key": []}]
     assert document["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     assert document["paths"]["/livez"]["get"]["security"] == []

@@ -1,20 +1,18 @@
 """What the tests of admission, deadlines and slow readers share: a front end over a core that does as it is told."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
-from engine.client.core_manager import EngineDeadError
+from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config, ServerConfig
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InputOutputProcessor
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.frontend import Frontend
 from server.limits.admission import Admission
 from server.metrics import Metrics
-from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.completions import CompletionRequest
 from server.streaming.generation import Generation
 from server.streaming.hub import Hub
@@ -69,20 +67,19 @@ class FrontEnd:
     """What of the front end a `Generation` needs, over a `ToldCore`."""
 
     def __init__(self, **settings: Any) -> None:
-        config = Config(server_config=ServerConfig(**settings))
+        self._config = config = Config(server_config=ServerConfig(**settings))
         self.core = ToldCore()
         self.metrics = Metrics("1")
         self.admission = Admission.of(config, self.metrics)
         self.admission.open(_INFO)
-        self.hub = self.core.hub = Hub(self.core, self.metrics, self.admission)
-        processor = InputOutputProcessor(TOKENIZER, None, _INFO)
-        self._frontend = cast(
-            Frontend, SimpleNamespace(hub=self.hub, processor=processor, config=config, admission=self.admission)
-        )
+        self.hub = self.core.hub = Hub(cast(CoreManager, self.core), self.metrics, self.admission)
+        self._processor = InputOutputProcessor(TOKENIZER, None, _INFO)
 
     def generation(self, arrival_time: float, n: int = 1, **keywords: Any) -> Generation:
         """A request of `n` choices of one prompt."""
-        return Generation(self._frontend, [AddRequest(0, PROMPT, SamplingParams())], n, arrival_time, **keywords)
+        prompt = self._processor.check(PROMPT, SamplingParams())
+        sequences = self._processor.new_sequences(prompt, self.hub.new_ids(n), arrival_time=arrival_time)
+        return Generation(self.hub, self._config, sequences, n, **keywords)
 
     def count(self, name: str) -> float:
         """Of a counter of requests, all its reasons together."""
@@ -92,4 +89,4 @@ class FrontEnd:
 
 def renderer(n: int = 1) -> CompletionRenderer:
     request = CompletionRequest(model="m", prompt=["x"], n=n, stream=True)
-    return CompletionRenderer(request, TOKENIZER, "f", [ShownPrompt(PROMPT, "")])
+    return CompletionRenderer(request, TOKENIZER, "f", [PromptEcho(PROMPT, "")])

@@ -81,7 +81,7 @@ def test_both_headers_and_the_sentence_tell_the_same_time() -> None:
     assert str(error).endswith(f"please try again in {milliseconds / 1000:g}s")
 
 
-@pytest.mark.parametrize("how", ["start", "drop"])
+@pytest.mark.parametrize("how", ["first_output", "remove"])
 def test_a_sequence_leaves_the_queue_with_its_first_output_and_with_its_end(how: str) -> None:
     door = Door(sequences=1, tokens=10)
     (id,) = door.enter(10)
@@ -97,7 +97,7 @@ def test_a_request_larger_than_a_whole_bound_gets_in_when_nothing_waits(prompt_t
     door = Door(sequences=2, tokens=20)
     (id,) = door.enter(1)
     door.refused(*prompt_tokens)
-    door.admission.start(id)
+    door.admission.first_output(id)
     door.enter(*prompt_tokens)
     door.refused(1)
 
@@ -111,7 +111,7 @@ def test_clients_that_come_when_they_were_told_get_in_one_after_the_other() -> N
     while due:
         door.clock.now = round(door.clock.now + 0.5, 3)
         if queue:
-            door.admission.start(queue.pop(0))
+            door.admission.first_output(queue.pop(0))
         for _ in [each for each in due if each <= door.clock.now]:
             due.pop(0)
             attempts += 1
@@ -130,14 +130,14 @@ def test_after_an_overload_whose_clients_stay_away_times_are_short_again() -> No
     queue = door.enter(5) + door.enter(5) + door.enter(5) + door.enter(5)
     for _ in range(100):
         door.clock.now += 0.1
-        door.admission.start(queue.pop(0))
+        door.admission.first_output(queue.pop(0))
         queue += door.enter(5)
         for _ in range(6):
             last = seconds(door.refused(5))
     assert last > 30
     for id in queue:
         door.clock.now += 0.1
-        door.admission.start(id)
+        door.admission.first_output(id)
     door.clock.now += 6
     for _ in range(4):
         door.enter(5)
@@ -150,7 +150,7 @@ def test_those_who_were_told_to_come_and_do_keep_their_places_before_later_ones(
     queue = [id for _ in range(4) for id in door.enter(5)]
     for _ in range(100):
         door.clock.now += 0.1
-        door.admission.start(queue.pop(0))
+        door.admission.first_output(queue.pop(0))
         queue += door.enter(5)
     due = sorted(door.clock.now + seconds(door.refused(5)) for _ in range(200))
     turned_away, served_at = 0, door.clock.now
@@ -158,7 +158,7 @@ def test_those_who_were_told_to_come_and_do_keep_their_places_before_later_ones(
         door.clock.now = due.pop(0)
         while queue and served_at + 0.1 <= door.clock.now:
             served_at += 0.1
-            door.admission.start(queue.pop(0))
+            door.admission.first_output(queue.pop(0))
         served_at = served_at if queue else door.clock.now
         try:
             queue += door.enter(5)
@@ -183,7 +183,7 @@ def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
     assert "2 requests of this key are running, and this server runs at most 2 at a time" in str(error)
     door.enter(5, owner="b")
     for id in first:
-        door.admission.start(id)
+        door.admission.first_output(id)
     door.refused(5, owner="a")
     door.admission.release("a")
     door.enter(5, owner="a")
@@ -193,13 +193,13 @@ def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
 def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() -> None:
     door = Door(sequences=2, tokens=20, requests_per_key=9)
     door.enter(5)
-    door.admission.check(None, 1)
+    door.admission.precheck(None, 1)
     with pytest.raises(Overloaded):
-        door.admission.check(None, 2)
+        door.admission.precheck(None, 2)
     assert (door.count("received_total"), door.count('rejected_total{reason="queue_requests"}')) == (3, 2)
     door.enter(15)
-    with pytest.raises(Overloaded), door.admission.arriving():
-        door.admission.check(None, 1)
+    with pytest.raises(Overloaded), door.admission.counted_refusals():
+        door.admission.precheck(None, 1)
     assert door.count("received_total") == 5
 
 
@@ -215,14 +215,14 @@ def test_the_early_check_refuses_by_requests_and_keys_before_prompts_are_read() 
 )
 def test_what_is_refused_before_admission_is_counted_once(error: Exception, reason: str) -> None:
     door = Door()
-    with pytest.raises(type(error)), door.admission.arriving():
+    with pytest.raises(type(error)), door.admission.counted_refusals():
         raise error
     assert door.count(f'rejected_total{{reason="{reason}"}}') == door.count("received_total") == 1
 
 
 def test_a_client_that_leaves_before_it_has_asked_is_not_counted() -> None:
     door = Door()
-    with pytest.raises(ClientDisconnect), door.admission.arriving():
+    with pytest.raises(ClientDisconnect), door.admission.counted_refusals():
         raise ClientDisconnect
     assert door.count("received_total") == 0
 

@@ -9,11 +9,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from engine.messages import ModelInfo
 from engine.text.checkpoint_settings import GenerationDefaults
-from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest
 from engine.text.tokenizer import Tokenizer
-from server.frontend import Frontend
-from server.routes import completions as completion_preparation
-from server.routes.completions import PreparedPrompt, prepare_completion
+from server.routes.completions import PromptEcho, prepare_prompts
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
 
@@ -33,44 +31,41 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend, {"bos_token": "<s>"})
 
 
-async def prepare(tokenizer: Tokenizer, defaults: GenerationDefaults, **fields: Any) -> list[PreparedPrompt]:
+async def prepared(
+    tokenizer: Tokenizer, defaults: GenerationDefaults | None = None, **fields: Any
+) -> tuple[CheckedPrompt, PromptEcho]:
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
-    processor = InputOutputProcessor(tokenizer, None, info, defaults)
+    processor = InputOutputProcessor(tokenizer, None, info, defaults or GenerationDefaults())
     request = validate({"model": "m", **fields}, CompletionRequest, allow_unknown=False)
-    frontend = SimpleNamespace(processor=processor, adapter_of={"m": 0, "adapted": 2}.__getitem__)
-    return await prepare_completion(request, cast(Frontend, frontend))
-
-
-async def prepared(tokenizer: Tokenizer, **fields: Any) -> PreparedPrompt:
-    (only,) = await prepare(tokenizer, GenerationDefaults(), **fields)
+    (only,) = await prepare_prompts(request, processor)
     return only
 
 
 async def test_prompt_and_suffix_become_a_fill_in_prompt_that_ends_where_the_gap_does(tokenizer: Tokenizer) -> None:
     request, shown = await prepared(tokenizer, prompt="def add(", suffix="return a", echo=True)
-    text = tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+    text = tokenizer.decode(request.token_ids, skip_special_tokens=False)
     assert text == "<|fim_prefix|>def add(<|fim_suffix|>return a<|fim_middle|>"
-    assert request.sampling_params.stop_token_ids == [tokenizer.token_id("<|file_sep|>")]
+    assert request.params.stop_token_ids == [tokenizer.token_id("<|file_sep|>")]
     assert shown.echo == "def add("
 
 
 async def test_a_prompt_of_token_ids_can_have_a_suffix_and_is_echoed_without_marks(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("def add(")
     request, shown = await prepared(tokenizer, prompt=ids, suffix="return a", echo=True, stop_token_ids=[3])
-    assert request.prompt_token_ids[1 : 1 + len(ids)] == ids
-    assert request.sampling_params.stop_token_ids == [3, tokenizer.token_id("<|file_sep|>")]
+    assert request.token_ids[1 : 1 + len(ids)] == ids
+    assert request.params.stop_token_ids == [3, tokenizer.token_id("<|file_sep|>")]
     assert shown.echo == "def add("
 
 
 async def test_an_empty_suffix_is_none(tokenizer: Tokenizer) -> None:
     request, _ = await prepared(tokenizer, prompt="def", suffix="")
-    assert request.prompt_token_ids == tokenizer.encode("def")
+    assert request.token_ids == tokenizer.encode("def")
 
 
 @pytest.mark.parametrize("prompt", [{"prompt": ""}, {}, {"prompt": None}])
 async def test_an_empty_prompt_is_the_bos_token(tokenizer: Tokenizer, prompt: dict[str, Any]) -> None:
     request, shown = await prepared(tokenizer, echo=True, **prompt)
-    assert request.prompt_token_ids == [tokenizer.bos_token_id]
+    assert request.token_ids == [tokenizer.bos_token_id]
     assert shown.echo == ""
 
 
@@ -83,9 +78,9 @@ async def test_an_empty_prompt_is_refused_where_there_is_no_bos(tokenizer: Token
 
 async def test_a_cut_prompt_is_echoed_as_it_is_read(tokenizer: Tokenizer) -> None:
     request, shown = await prepared(tokenizer, prompt="def add(a, b):", truncate_prompt_tokens=2, echo=True)
-    assert len(request.prompt_token_ids) == 2
+    assert len(request.token_ids) == 2
     assert "def add(a, b):".endswith(shown.echo)
-    assert shown.echo == tokenizer.decode(request.prompt_token_ids)
+    assert shown.echo == tokenizer.decode(request.token_ids)
 
 
 @pytest.mark.parametrize(("fields", "kept"), [({}, 48), ({"max_tokens": 10}, 54), ({"max_tokens": 0}, 64)])
@@ -93,39 +88,18 @@ async def test_as_many_tokens_as_fit_leave_room_for_the_answer(
     tokenizer: Tokenizer, fields: dict[str, Any], kept: int
 ) -> None:
     request, _ = await prepared(tokenizer, prompt=[5] * 100, truncate_prompt_tokens=-1, **fields)
-    assert len(request.prompt_token_ids) == kept
-    assert request.sampling_params.max_tokens == 64 - kept
+    assert len(request.token_ids) == kept
+    assert request.max_tokens == 64 - kept
 
 
 @pytest.mark.parametrize(("fields", "max_tokens"), [({}, 6), ({"max_tokens": 9}, 9)])
 async def test_the_checkpoints_max_new_tokens_bounds_what_nobody_asked_for(
     tokenizer: Tokenizer, fields: dict[str, Any], max_tokens: int
 ) -> None:
-    ((request, _),) = await prepare(tokenizer, GenerationDefaults(max_new_tokens=6), prompt="def", **fields)
-    assert request.sampling_params.max_tokens == max_tokens
-
-
-async def test_priority_and_salt_go_to_the_engine(tokenizer: Tokenizer) -> None:
-    request, _ = await prepared(tokenizer, prompt="def", priority=-3, cache_salt="x")
-    assert request.priority == -3
-    assert request.cache_salt is not None
-
-
-async def test_the_models_name_chooses_the_adapter(tokenizer: Tokenizer) -> None:
-    assert (await prepared(tokenizer, prompt="def")).request.adapter == 0
-    assert (await prepared(tokenizer, prompt="def", model="adapted")).request.adapter == 2
+    request, _ = await prepared(tokenizer, GenerationDefaults(max_new_tokens=6), prompt="def", **fields)
+    assert request.max_tokens == max_tokens
 
 
 async def test_long_prompts_are_prepared_alike(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="prompt has at least"):
         await prepared(tokenizer, prompt="def add" * 2000)
-
-
-async def test_a_forced_form_goes_to_the_engine(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def grammar_of(request: CompletionRequest, _: Frontend) -> str:
-        assert request.structured_outputs is not None
-        return "start: /a/"
-
-    monkeypatch.setattr(completion_preparation, "grammar_of", grammar_of)
-    request, _ = await prepared(tokenizer, prompt="def", structured_outputs={"regex": "a"})
-    assert request.sampling_params.grammar == "start: /a/"

@@ -9,7 +9,7 @@ from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import PromptTokensDetails, Usage
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 
 
-def renderer(tokenizer: Tokenizer, prompts: list[ShownPrompt], **fields: Any) -> CompletionRenderer:
+def renderer(tokenizer: Tokenizer, prompts: list[PromptEcho], **fields: Any) -> CompletionRenderer:
     request = validate({"model": "m", "prompt": "x", "stream": True, **fields}, CompletionRequest, allow_unknown=False)
     return CompletionRenderer(request, tokenizer, "f", prompts)
 
@@ -37,20 +37,20 @@ def positions(token_ids: list[int]) -> list[TokenLogprobs]:
 
 
 def test_a_plain_chunk_holds_openais_members_and_no_other(tokenizer: Tokenizer) -> None:
-    plain = renderer(tokenizer, [ShownPrompt([5], "")])
+    plain = renderer(tokenizer, [PromptEcho([5], "")])
     assert plain.opening() == b""
     (choice,) = choices(plain.chunk(0, RequestDelta("a", [5], positions([5]))))
     assert choice == {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
 
 
 def test_an_echo_without_log_probabilities_does_not_wait(tokenizer: Tokenizer) -> None:
-    echoing = renderer(tokenizer, [ShownPrompt([5], "ab"), ShownPrompt([6], "cd")], echo=True, n=2)
+    echoing = renderer(tokenizer, [PromptEcho([5], "ab"), PromptEcho([6], "cd")], echo=True, n=2)
     assert [choice["text"] for choice in choices(echoing.opening())] == ["ab", "ab", "cd", "cd"]
 
 
 def test_choices_wait_for_their_prompts_log_probabilities_and_no_others(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("One two")
-    prompts = [ShownPrompt(ids, "One two"), ShownPrompt(ids, "One two")]
+    prompts = [PromptEcho(ids, "One two"), PromptEcho(ids, "One two")]
     waiting = renderer(tokenizer, prompts, echo=True, logprobs=1, n=2)
     assert waiting.opening() == b""
     assert waiting.chunk(1, RequestDelta("b", [8], positions([8]))) == b""
@@ -71,7 +71,7 @@ def test_choices_wait_for_their_prompts_log_probabilities_and_no_others(tokenize
 
 def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("One two")
-    both = renderer(tokenizer, [ShownPrompt(ids, "One two")], echo=True, logprobs=0, prompt_logprobs=2)
+    both = renderer(tokenizer, [PromptEcho(ids, "One two")], echo=True, logprobs=0, prompt_logprobs=2)
     (opening, _) = choices(both.chunk(0, RequestDelta("a", [9], positions([9]), prompt_logprobs=positions(ids[1:]))))
     assert [len(top) for top in opening["logprobs"]["top_logprobs"][1:]] == [1] * (len(ids) - 1)
     assert opening["prompt_logprobs"][0] is None
@@ -83,14 +83,14 @@ def test_echoed_log_probabilities_show_as_many_alternatives_as_logprobs_says(tok
 
 def test_minus_infinity_is_told_as_a_number(tokenizer: Tokenizer) -> None:
     infinite = [TokenLogprobs(5, float("-inf"), [6], [float("-inf")], 9)]
-    asking = renderer(tokenizer, [ShownPrompt([4, 5], "")], prompt_logprobs=1)
+    asking = renderer(tokenizer, [PromptEcho([4, 5], "")], prompt_logprobs=1)
     (opening, _) = choices(asking.chunk(0, RequestDelta("a", [9], prompt_logprobs=infinite)))
     assert [entry["logprob"] for entry in opening["prompt_logprobs"][1].values()] == [-9999.0, -9999.0]
 
 
 def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokenizer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    counting = renderer(tokenizer, [ShownPrompt([5, 6], ""), ShownPrompt([7], "")], stream_options=options)
+    counting = renderer(tokenizer, [PromptEcho([5, 6], ""), PromptEcho([7], "")], stream_options=options)
     raw = counting.chunk(0, RequestDelta("a", [1, 2])) + counting.chunk(1, RequestDelta("b", [1], None, True, "stop"))
     told = [json.loads(block.removeprefix("data: "))["usage"] for block in raw.decode().split("\n\n")[:-1]]
     assert told == [
@@ -100,12 +100,12 @@ def test_usage_of_a_stream_counts_on_where_each_chunk_tells_it(tokenizer: Tokeni
 
 
 def test_usage_in_each_chunk_needs_usage_at_the_end(tokenizer: Tokenizer) -> None:
-    plain = renderer(tokenizer, [ShownPrompt([5], "")], stream_options={"continuous_usage_stats": True})
+    plain = renderer(tokenizer, [PromptEcho([5], "")], stream_options={"continuous_usage_stats": True})
     assert b"usage" not in plain.chunk(0, RequestDelta("a", [1])) + plain.closing(USAGE)
 
 
 def test_tokens_can_be_spelled_by_their_ids(tokenizer: Tokenizer) -> None:
-    asking = renderer(tokenizer, [ShownPrompt([5], "")], logprobs=2, return_tokens_as_token_ids=True)
+    asking = renderer(tokenizer, [PromptEcho([5], "")], logprobs=2, return_tokens_as_token_ids=True)
     (choice,) = choices(asking.chunk(0, RequestDelta("a", [9], positions([9]))))
     assert choice["logprobs"]["tokens"] == ["token_id:9"]
     assert choice["logprobs"]["top_logprobs"] == [{"token_id:9": -0.5, "token_id:7": -1.5}]

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from engine.config.config import Config, ServerConfig
 from server.access_log import AccessLog
 from server.app import create_app
-from server.limits.keys import KeyRing
-from server.middleware import Entrance, owner_of
+from server.frontend import owner_of
+from server.limits.keys import ApiKeys
+from server.middleware import RequestIdMiddleware
 
 KEY = {"Authorization": "Bearer sk-one"}
 
@@ -111,18 +112,18 @@ def test_a_key_file_that_opens_nothing_is_refused_with_a_sentence(tmp_path: Any,
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError, match=said):
-        KeyRing.of(ServerConfig(api_key_file=str(file)))
+        ApiKeys.of(ServerConfig(api_key_file=str(file)))
 
 
 @pytest.mark.parametrize("key", ["", "a b", "schlüssel", "a\n"])
 def test_a_key_that_no_header_carries_is_refused_without_showing_it(key: str) -> None:
     with pytest.raises(ValueError, match="no client could send it") as told:
-        KeyRing([key])
+        ApiKeys([key])
     assert not key or key not in str(told.value)
 
 
 def test_a_ring_keeps_no_key_and_names_owners_apart() -> None:
-    ring = KeyRing(["sk-one", "sk-two"])
+    ring = ApiKeys(["sk-one", "sk-two"])
     assert "sk-one" not in str(vars(ring))
     one, two = ring.owner(b"sk-one"), ring.owner(b"sk-two")
     assert one != two
@@ -251,15 +252,30 @@ async def test_a_json_line_has_every_part(capfd: pytest.CaptureFixture[str]) -> 
     assert entry["seconds"] >= 0
 
 
-async def test_probes_are_logged_at_debug_only_and_nothing_with_none(caplog: pytest.LogCaptureFixture) -> None:
+PROBES = {"/livez": 200, "/metrics": 200, "/readyz": 503, "/health": 503, "/ping": 503}
+
+
+@pytest.mark.parametrize(("path", "status"), PROBES.items())
+async def test_probes_and_scrapes_are_logged_at_debug_only_also_while_the_model_loads(
+    path: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "server.access_log")
     async with client() as http:
-        await http.get("/livez")
-        await http.get("/metrics")
+        assert (await http.get(path)).status_code == (await http.head(path)).status_code == status
         assert caplog.records == []
-        await http.get("/readyz")
-        assert "/readyz 503" in caplog.text
-    caplog.clear()
+        caplog.set_level(logging.DEBUG, "server.access_log")
+        await http.get(path)
+    assert f"{path} {status}" in caplog.text
+
+
+async def test_a_probe_that_fails_for_another_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
+    await client(api_key=["sk-one"]).get("/metrics")
+    assert "/metrics 401" in caplog.text
+
+
+async def test_no_access_log_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
     await client(access_log="none").get("/v1/models")
     assert caplog.records == []
 
@@ -273,7 +289,7 @@ async def test_a_client_that_leaves_is_logged_as_499(caplog: pytest.LogCaptureFi
 
     caplog.set_level(logging.INFO)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    await Entrance(breaks_off, AccessLog(json=False))(scope, None, send)  # type: ignore[arg-type]
+    await RequestIdMiddleware(breaks_off, AccessLog(json=False))(scope, None, send)  # type: ignore[arg-type]
     assert "/v1/completions 499 4 B" in caplog.text
 
 

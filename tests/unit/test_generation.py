@@ -3,26 +3,29 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
 
+from engine.client.core_manager import CoreManager
 from engine.config.config import Config
 from engine.messages import AddRequest, ModelInfo, RequestOutput, StepOutputs, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.text.io_processor import InputOutputProcessor
+from engine.text.io_processor import InputOutputProcessor, NewSequence
+from engine.text.request_state import RequestState
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
-from server.frontend import Frontend
+from server.limits.admission import Admission, Limits
 from server.metrics import Metrics
-from server.routes.completions import CompletionRenderer, ShownPrompt
+from server.routes.completions import CompletionRenderer, PromptEcho
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import StreamOptions
 from server.streaming.generation import Generation
 from server.streaming.hub import Hub
+
+TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 
 
 class Core:
@@ -50,23 +53,33 @@ class Core:
         self.hub.receive(StepOutputs(outputs))
 
 
+def generation_of(
+    core: Core, params: SamplingParams, n: int, best_of: int | None = None, prompts: int = 1
+) -> Generation:
+    """A request of `n` choices of each of some prompts of two tokens."""
+    metrics = Metrics("1")
+    hub = core.hub = Hub(cast(CoreManager, core), metrics, Admission(Limits(), metrics))
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 2000, [], 16, 1000)
+    processor = InputOutputProcessor(TOKENIZER, None, info)
+    sequences = [
+        sequence
+        for _ in range(prompts)
+        for sequence in processor.new_sequences(processor.check([5, 6], params), hub.new_ids(best_of or n))
+    ]
+    return Generation(hub, Config(), sequences, n, best_of=best_of)
+
+
 @pytest.mark.parametrize("seed", [None, 7])
 async def test_stop_strings_cut_every_choice_and_stay_in_the_front_end(seed: int | None) -> None:
-    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
-    core = Core(tokenizer.encode("Hello there", add_special_tokens=False))
-    hub = core.hub = Hub(core, Metrics("1"))
-    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    processor = InputOutputProcessor(tokenizer, None, info)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
-    params = SamplingParams(stop_strings=[" there"], seed=seed)
-    generation = Generation(frontend, [AddRequest(0, [5], params)], 3, 0.0)
+    core = Core(TOKENIZER.encode("Hello there", add_special_tokens=False))
+    generation = generation_of(core, SamplingParams(stop_strings=[" there"], seed=seed), 3)
 
     async def receive() -> Any:
         core.answer()
         await asyncio.Event().wait()
 
     renderer = CompletionRenderer(
-        CompletionRequest(model="m", prompt="x", n=3), tokenizer, "f", [ShownPrompt([5], "")]
+        CompletionRequest(model="m", prompt="x", n=3), TOKENIZER, "f", [PromptEcho([5, 6], "")]
     )
     response = await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)
     assert bytes(response.body).count(b'"text":"Hello"') == 3
@@ -89,21 +102,15 @@ class UnequalCore(Core):
 
 
 async def test_the_best_choices_are_answered_and_all_are_counted() -> None:
-    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
-    core = UnequalCore(tokenizer.encode("Hello", add_special_tokens=False))
-    hub = core.hub = Hub(core, Metrics("1"))
-    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    processor = InputOutputProcessor(tokenizer, None, info)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
-    params = SamplingParams(logprobs=0, prompt_logprobs=1)
-    generation = Generation(frontend, [AddRequest(0, [5], params)], 2, 0.0, best_of=4)
+    core = UnequalCore(TOKENIZER.encode("Hello", add_special_tokens=False))
+    generation = generation_of(core, SamplingParams(logprobs=0, prompt_logprobs=1), 2, best_of=4)
 
     async def receive() -> Any:
         core.answer()
         await asyncio.Event().wait()
 
     request = CompletionRequest(model="m", prompt="x", n=2, best_of=4, logprobs=0, prompt_logprobs=1)
-    renderer = CompletionRenderer(request, tokenizer, "f", [ShownPrompt([5], "")])
+    renderer = CompletionRenderer(request, TOKENIZER, "f", [PromptEcho([5, 6], "")])
     response = await generation.respond(Request({"type": "http"}, receive), renderer, stream=False)
     answer = json.loads(bytes(response.body))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
@@ -114,26 +121,21 @@ async def test_the_best_choices_are_answered_and_all_are_counted() -> None:
 
 
 def test_very_many_log_probabilities_of_prompts_are_refused() -> None:
-    frontend = cast(Frontend, SimpleNamespace(hub=None))
-    prompts = [AddRequest(0, [5] * 1000, SamplingParams(prompt_logprobs=20))] * 100
-    with pytest.raises(BadRequest, match="4200000 log probabilities to be told"):
-        Generation(frontend, prompts, 2, 0.0)
+    prompt = AddRequest(0, [5] * 1000, SamplingParams(prompt_logprobs=20))
+    choice = NewSequence(prompt, RequestState(0, [5], SamplingParams(), TOKENIZER))
+    with pytest.raises(BadRequest, match="4200000 log probabilities to report"):
+        Generation(cast(Hub, None), Config(), [choice] * 200, 2)
 
 
 def several(core: Core, prompts: int, **fields: Any) -> tuple[Generation, CompletionRenderer]:
     """A stream of two choices of each prompt."""
-    tokenizer = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
-    hub = core.hub = Hub(core, Metrics("1"))
-    info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 100, [], 16, 10)
-    processor = InputOutputProcessor(tokenizer, None, info)
-    frontend = cast(Frontend, SimpleNamespace(hub=hub, processor=processor, config=Config()))
-    generation = Generation(frontend, [AddRequest(0, [5, 6], SamplingParams())] * prompts, 2, 0.0)
+    generation = generation_of(core, SamplingParams(), 2, prompts=prompts)
     request = CompletionRequest(model="m", prompt=["x"] * prompts, n=2, stream=True, **fields)
-    return generation, CompletionRenderer(request, tokenizer, "f", [ShownPrompt([5, 6], "")] * prompts)
+    return generation, CompletionRenderer(request, TOKENIZER, "f", [PromptEcho([5, 6], "")] * prompts)
 
 
 async def test_a_stream_of_several_prompts_ends_with_the_usage_of_all() -> None:
-    core = Core(Tokenizer.from_checkpoint(CHECKPOINT_DIR).encode("Hello", add_special_tokens=False))
+    core = Core(TOKENIZER.encode("Hello", add_special_tokens=False))
     generation, renderer = several(core, 3, stream_options=StreamOptions(include_usage=True))
     events = generation.events(renderer)
     taken = asyncio.ensure_future(anext(events))
@@ -150,7 +152,7 @@ async def test_a_stream_of_several_prompts_ends_with_the_usage_of_all() -> None:
 
 
 async def test_a_choice_that_fails_ends_the_stream_with_an_error_and_aborts_the_others() -> None:
-    core = Core(Tokenizer.from_checkpoint(CHECKPOINT_DIR).encode("Hello", add_special_tokens=False))
+    core = Core(TOKENIZER.encode("Hello", add_special_tokens=False))
     aborted: list[int] = []
     core.abort = aborted.extend
     generation, renderer = several(core, 2)

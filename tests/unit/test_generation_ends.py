@@ -306,7 +306,7 @@ async def test_a_paused_request_that_is_late_ends() -> None:
 async def test_log_probabilities_count_as_bytes() -> None:
     def steps_until_full(alternatives: int) -> int:
         full: list[object] = []
-        stream = DeltaStream(100_000, full.append)
+        stream = DeltaStream(100_000, full.append, lambda: None)
         logprobs = [TokenLogprobs(5, -1.0, [5] * alternatives, [-1.0] * alternatives)]
         for step in range(10_000):
             stream.put(0, RequestDelta("a", [5], logprobs))
@@ -319,7 +319,7 @@ async def test_log_probabilities_count_as_bytes() -> None:
 
 async def test_silent_tokens_are_no_readers_fault() -> None:
     full: list[object] = []
-    stream = DeltaStream(1024, full.append)
+    stream = DeltaStream(1024, full.append, lambda: None)
     for _ in range(1000):
         stream.put(0, RequestDelta("", [5]))
     assert not full

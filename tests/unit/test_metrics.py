@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.messages import AddRequest, RequestOutput, SchedulerStats
+from engine.messages import RequestOutput, SchedulerStats
 from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestState
 from engine.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def stats(**fields: int | float | str) -> SchedulerStats:
 
 
 def finished_state(tokenizer: Tokenizer, tokens: int) -> RequestState:
-    state = RequestState(AddRequest(1, [5] * 7, SamplingParams()), tokenizer)
+    state = RequestState(1, [5] * 7, SamplingParams(), tokenizer)
     for step in range(tokens):
         state.push(RequestOutput(1, [300], finished=step == tokens - 1, finish_reason="max_tokens", queue_time=0.25))
     return state
@@ -167,7 +167,7 @@ def test_a_request_is_counted_with_its_times(tokenizer: Tokenizer) -> None:
 
 def test_a_prompt_behind_which_nothing_is_generated_is_counted(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
-    state = RequestState(AddRequest(1, [5] * 7, SamplingParams(max_tokens=0)), tokenizer)
+    state = RequestState(1, [5] * 7, SamplingParams(max_tokens=0), tokenizer)
     state.push(RequestOutput(1, [], finished=True, finish_reason="max_tokens"))
     metrics.finished(state, "length")
     assert value(metrics, "kaon_prompt_tokens_total") == 7

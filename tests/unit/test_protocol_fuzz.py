@@ -12,6 +12,7 @@ from engine.text.io_processor import InputOutputProcessor
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import BadRequest
+from server.request_builder import sampling_params
 from server.schemas.body import parse_object, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
@@ -53,7 +54,7 @@ def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
 def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, CompletionRequest, allow_unknown=allow_unknown)
-        request.sampling_params(request.max_tokens, request.alternatives, PROCESSOR)
+        sampling_params(request, request.max_tokens, request.alternatives, PROCESSOR)
 
     refused_at_worst(read)
 
@@ -62,7 +63,7 @@ def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, 
 def test_any_chat_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, ChatCompletionRequest, allow_unknown=allow_unknown)
-        request.sampling_params(request.token_limit or 100, request.alternatives, PROCESSOR)
+        sampling_params(request, request.token_limit or 100, request.alternatives, PROCESSOR)
         json.dumps([message.for_template() for message in request.messages])
 
     refused_at_worst(read)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from server.errors import BadRequest
-from server.responses.conversion import _starts, in_responses_terms, to_chat, to_messages
-from server.responses.store import kept_items
+from server.responses.conversion import _starts, to_chat, to_messages, with_responses_field_names
+from server.responses.store import stored_items
 from server.schemas.chat import AllowedToolsChoice, NamedTool
 from server.schemas.responses import Item
 from tests.unit.responses_support import request_of
@@ -19,7 +19,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def items_of(*given: dict[str, Any]) -> list[Item]:
-    return kept_items(request_of(input=list(given)).input, lambda id: None)
+    return stored_items(request_of(input=list(given)).input, lambda id: None)
 
 
 def chat_of(**fields: Any) -> Any:
@@ -79,9 +79,9 @@ def test_the_output_of_a_call_that_nobody_made_is_refused() -> None:
 def test_a_reference_is_the_stored_item() -> None:
     (call,) = items_of({**CALL, "id": "fc_1"})
     given = request_of(input=[{"type": "item_reference", "id": "fc_1"}, OUTPUT]).input
-    assert kept_items(given, {"fc_1": call}.get)[0] is call
+    assert stored_items(given, {"fc_1": call}.get)[0] is call
     with pytest.raises(BadRequest, match="no stored response has an item") as refused:
-        kept_items(given, lambda id: None)
+        stored_items(given, lambda id: None)
     assert refused.value.param == "input[0].id"
 
 
@@ -141,19 +141,20 @@ def test_a_text_format_means_the_same_to_a_chat() -> None:
 
 def test_errors_of_the_chat_speak_of_the_fields_that_were_sent() -> None:
     error = BadRequest("messages are not accepted: their prompt has 9 tokens", param="messages")
-    renamed = in_responses_terms(error)
+    renamed = with_responses_field_names(error)
     assert (str(renamed), renamed.param) == ("input is not accepted: its prompt has 9 tokens", "input")
     error = BadRequest("max_completion_tokens is 9, but …", param="max_completion_tokens")
-    assert in_responses_terms(error).param == "max_output_tokens"
-    assert str(in_responses_terms(error)).startswith("max_output_tokens is 9")
+    assert with_responses_field_names(error).param == "max_output_tokens"
+    assert str(with_responses_field_names(error)).startswith("max_output_tokens is 9")
     assert (
-        in_responses_terms(BadRequest("x", param="response_format.json_schema.schema")).param == "text.format.schema"
+        with_responses_field_names(BadRequest("x", param="response_format.json_schema.schema")).param
+        == "text.format.schema"
     )
     error = BadRequest("min_tokens is 9; it must be at most max_tokens, 4", param="min_tokens")
-    assert str(in_responses_terms(error)).endswith("at most max_output_tokens, 4")
+    assert str(with_responses_field_names(error)).endswith("at most max_output_tokens, 4")
     with pytest.raises(BadRequest) as refused:
         chat_of(tools=[{"type": "function", "name": "f", "parameters": {"type": "string"}}])
-    renamed = in_responses_terms(refused.value)
+    renamed = with_responses_field_names(refused.value)
     assert renamed.param == "tools[0].parameters"
     assert str(renamed).startswith("tools[0].parameters is no schema of an object")
 

@@ -12,9 +12,10 @@ from pydantic import TypeAdapter
 from engine.sampling_params import SamplingParams
 from server.errors import BadRequest
 from server.responses.conversion import to_chat, to_messages
-from server.responses.store import Turn, kept_items
+from server.responses.rendering import _new_response
+from server.responses.store import Turn, stored_items
 from server.schemas.body import validate
-from server.schemas.responses import ResponsesRequest, new_response
+from server.schemas.responses import ResponsesRequest
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -49,12 +50,12 @@ FIELDS = st.dictionaries(st.sampled_from(sorted(ResponsesRequest.model_fields)) 
 def test_any_fields_become_a_chat_and_an_answer_or_are_refused(input: Any, fields: Any, allow_unknown: bool) -> None:
     try:
         request = validate({"model": "m", "input": input, **fields}, ResponsesRequest, allow_unknown=allow_unknown)
-        turn = Turn(None, kept_items(request.input, lambda id: None))
+        turn = Turn(None, stored_items(request.input, lambda id: None))
         to_chat(request, to_messages(turn.context()))
     except BadRequest as error:
         json.loads(error.body())
     else:
-        new_response(request, SamplingParams(), "resp_1", 0)
+        _new_response(request, SamplingParams(), "resp_1", 0)
         assert len(turn.input) == len(request.input)
 
 
@@ -62,7 +63,7 @@ def test_any_fields_become_a_chat_and_an_answer_or_are_refused(input: Any, field
 def test_any_items_that_are_read_are_listed_in_the_clients_types(given_items: list[Any]) -> None:
     try:
         request = validate({"model": "m", "input": given_items}, ResponsesRequest, allow_unknown=False)
-        items = kept_items(request.input, lambda id: None)
+        items = stored_items(request.input, lambda id: None)
     except BadRequest:
         return
     LISTED.validate_json(msgspec.json.encode(items))

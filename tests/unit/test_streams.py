@@ -1,19 +1,23 @@
 """The hub: every sequence's outputs reach who waits for them, merged while that one lags, and end exactly once."""
 
 import asyncio
+import math
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
-from engine.client.core_manager import EngineDeadError
+from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
+from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.errors import EngineError, NotReady
+from server.limits.admission import Admission, Limits
 from server.metrics import Metrics
-from server.streaming.hub import DeltaStream, Hub, Results
+from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 
 
 class FakeCore:
@@ -53,15 +57,24 @@ def core() -> FakeCore:
 
 @pytest.fixture
 def hub(core: FakeCore) -> Hub:
-    return Hub(core, Metrics("1"))
+    metrics = Metrics("1")
+    return Hub(cast(CoreManager, core), metrics, Admission(Limits(), metrics))
 
 
-def sequences(
-    hub: Hub, tokenizer: Tokenizer, count: int, stop: str | None = None
-) -> tuple[list[AddRequest], list[RequestState]]:
+def delta_stream() -> DeltaStream:
+    """One whose client may lag as far as it likes."""
+    return DeltaStream(math.inf, lambda _: None, lambda: None)
+
+
+def submit(hub: Hub, sequences: list[NewSequence], consumer: Consumer) -> None:
+    hub.submit(sequences, [1] * len(sequences), consumer)
+
+
+def sequences(hub: Hub, tokenizer: Tokenizer, count: int, stop: str | None = None) -> list[NewSequence]:
     params = SamplingParams(stop_strings=[stop] if stop else None)
-    requests = [AddRequest(next(hub.new_ids()), [5], params) for _ in range(count)]
-    return requests, [RequestState(request, tokenizer) for request in requests]
+    return [
+        NewSequence(AddRequest(id, [5], params), RequestState(id, [5], params, tokenizer)) for id in hub.new_ids(count)
+    ]
 
 
 def tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -73,9 +86,9 @@ def step(hub: Hub, *outputs: RequestOutput) -> None:
 
 
 async def test_deltas_arrive_by_choice(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 2)
+    stream = delta_stream()
+    submit(hub, live, stream)
     assert core.added == [0, 1]
     step(hub, RequestOutput(1, tokens("one", tokenizer)), RequestOutput(0, tokens("zero", tokenizer)))
     taken = await stream.take()
@@ -83,21 +96,21 @@ async def test_deltas_arrive_by_choice(hub: Hub, core: FakeCore, tokenizer: Toke
 
 
 async def test_deltas_of_a_lagging_client_merge_into_one(hub: Hub, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 1)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 1)
+    stream = delta_stream()
+    submit(hub, live, stream)
     for word in ("a", "b"):
         step(hub, RequestOutput(0, tokens(word, tokenizer)))
     step(hub, RequestOutput(0, tokens("c", tokenizer), finished=True, finish_reason="max_tokens"))
     (delta,) = (await stream.take()).values()
     assert (delta.text, delta.finished, delta.finish_reason) == ("abc", True, "length")
-    assert delta.token_ids == states[0].token_ids
+    assert delta.token_ids == live[0].state.token_ids
 
 
 async def test_text_held_back_for_a_stop_string_wakes_nobody(hub: Hub, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 1, stop="xyz")
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 1, stop="xyz")
+    stream = delta_stream()
+    submit(hub, live, stream)
     step(hub, RequestOutput(0, tokens("xy", tokenizer)))
     waiting = asyncio.ensure_future(stream.take())
     await asyncio.sleep(0)
@@ -107,35 +120,35 @@ async def test_text_held_back_for_a_stop_string_wakes_nobody(hub: Hub, tokenizer
 
 
 async def test_a_stop_string_ends_the_sequence_in_the_core(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 1, stop="b")
-    results = Results(1)
-    hub.submit(requests, states, results)
+    live = sequences(hub, tokenizer, 1, stop="b")
+    results = WholeResult(1)
+    submit(hub, live, results)
     step(hub, RequestOutput(0, tokens("ab", tokenizer)))
     await results.wait()
     assert core.aborted == [0]
-    assert (states[0].text, states[0].finish_reason) == ("a", "stop")
+    assert (live[0].state.text, live[0].state.finish_reason) == ("a", "stop")
     step(hub, RequestOutput(0, [], finished=True, finish_reason="abort"))
-    assert states[0].finish_reason == "stop"
+    assert live[0].state.finish_reason == "stop"
 
 
 async def test_results_wait_for_the_last_sequence(hub: Hub, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    results = Results(2)
-    hub.submit(requests, states, results)
+    live = sequences(hub, tokenizer, 2)
+    results = WholeResult(2)
+    submit(hub, live, results)
     waiting = asyncio.ensure_future(results.wait())
     step(hub, RequestOutput(0, tokens("a", tokenizer), finished=True, finish_reason="eos"))
     await asyncio.sleep(0)
     assert not waiting.done()
     step(hub, RequestOutput(1, tokens("b", tokenizer), finished=True, finish_reason="max_tokens"))
     await waiting
-    assert [state.finish_reason for state in states] == ["stop", "length"]
+    assert [each.state.finish_reason for each in live] == ["stop", "length"]
 
 
 async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    guilty, other = Results(1), DeltaStream()
-    hub.submit(requests[:1], states[:1], guilty)
-    hub.submit(requests[1:], states[1:], other)
+    live = sequences(hub, tokenizer, 2)
+    guilty, other = WholeResult(1), delta_stream()
+    submit(hub, live[:1], guilty)
+    submit(hub, live[1:], other)
     failed = RequestOutput(0, [], finished=True, finish_reason="error", error="the step failed")
     step(hub, failed, RequestOutput(1, tokens("fine", tokenizer)))
     with pytest.raises(EngineError, match="the step failed"):
@@ -147,9 +160,9 @@ async def test_an_engine_error_reaches_the_one_who_waits_and_no_other(hub: Hub, 
 async def test_who_broke_the_engine_is_told_not_to_come_again(
     hub: Hub, tokenizer: Tokenizer, is_poison: bool, headers: dict[str, str]
 ) -> None:
-    requests, states = sequences(hub, tokenizer, 1)
-    results = Results(1)
-    hub.submit(requests, states, results)
+    live = sequences(hub, tokenizer, 1)
+    results = WholeResult(1)
+    submit(hub, live, results)
     step(hub, RequestOutput(0, [], finished=True, finish_reason="error", error="it died", is_poison=is_poison))
     with pytest.raises(EngineError, match="it died") as raised:
         await results.wait()
@@ -157,9 +170,9 @@ async def test_who_broke_the_engine_is_told_not_to_come_again(
 
 
 async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer: Tokenizer) -> None:
-    requests, states = sequences(hub, tokenizer, 1)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 1)
+    stream = delta_stream()
+    submit(hub, live, stream)
     step(hub, RequestOutput(0, tokens("a", tokenizer)))
     hub.fail_all(NotReady("the server is shutting down"))
     assert (await stream.take())[0].text == "a"
@@ -170,9 +183,9 @@ async def test_what_came_before_an_error_is_taken_before_it(hub: Hub, tokenizer:
 async def test_tokens_that_show_nothing_yet_wake_nobody_and_come_with_the_next_text(
     hub: Hub, tokenizer: Tokenizer
 ) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 2)
+    stream = delta_stream()
+    submit(hub, live, stream)
     first, second, other = tokens("a", tokenizer)[0], tokens("b", tokenizer)[0], tokens("c", tokenizer)[0]
     stream.put(0, RequestDelta("", [first]))
     waiting = asyncio.ensure_future(stream.take())
@@ -187,9 +200,9 @@ async def test_tokens_that_show_nothing_yet_wake_nobody_and_come_with_the_next_t
 async def test_log_probabilities_of_a_prompt_wake_the_reader_and_survive_merging(
     hub: Hub, tokenizer: Tokenizer
 ) -> None:
-    requests, states = sequences(hub, tokenizer, 1)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 1)
+    stream = delta_stream()
+    submit(hub, live, stream)
     step(hub, RequestOutput(0, [], prompt_logprobs=[]))
     step(hub, RequestOutput(0, tokens("a", tokenizer)))
     delta = (await stream.take())[0]
@@ -199,12 +212,12 @@ async def test_log_probabilities_of_a_prompt_wake_the_reader_and_survive_merging
 async def test_a_cancelled_request_is_aborted_once_and_its_late_outputs_are_dropped(
     hub: Hub, core: FakeCore, tokenizer: Tokenizer
 ) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    stream = DeltaStream()
-    hub.submit(requests, states, stream)
+    live = sequences(hub, tokenizer, 2)
+    stream = delta_stream()
+    submit(hub, live, stream)
     step(hub, RequestOutput(0, tokens("a", tokenizer), finished=True, finish_reason="eos"))
-    hub.cancel(states)
-    hub.cancel(states)
+    hub.cancel([each.state for each in live])
+    hub.cancel([each.state for each in live])
     assert core.aborted == [1]
     step(hub, RequestOutput(1, tokens("late", tokenizer)))
     assert list(await stream.take()) == [0]
@@ -213,10 +226,10 @@ async def test_a_cancelled_request_is_aborted_once_and_its_late_outputs_are_drop
 async def test_an_output_that_cannot_be_read_fails_its_request_alone(
     hub: Hub, core: FakeCore, tokenizer: Tokenizer
 ) -> None:
-    requests, states = sequences(hub, tokenizer, 2)
-    broken, fine = DeltaStream(), DeltaStream()
-    hub.submit(requests[:1], states[:1], broken)
-    hub.submit(requests[1:], states[1:], fine)
+    live = sequences(hub, tokenizer, 2)
+    broken, fine = delta_stream(), delta_stream()
+    submit(hub, live[:1], broken)
+    submit(hub, live[1:], fine)
     step(hub, RequestOutput(0, ["no id"]), RequestOutput(1, tokens("fine", tokenizer)))  # type: ignore[list-item]
     with pytest.raises(EngineError, match="cannot be read"):
         await broken.take()
@@ -226,6 +239,6 @@ async def test_an_output_that_cannot_be_read_fails_its_request_alone(
 
 def test_a_dead_core_is_told_at_submission(hub: Hub, core: FakeCore, tokenizer: Tokenizer) -> None:
     core.dead = True
-    requests, states = sequences(hub, tokenizer, 1)
+    live = sequences(hub, tokenizer, 1)
     with pytest.raises(EngineError, match="has stopped"):
-        hub.submit(requests, states, DeltaStream())
+        submit(hub, live, delta_stream())

@@ -30,15 +30,16 @@ def refusal(processor: InputOutputProcessor, prompt: Any, **params: Any) -> tupl
 
 def test_text_is_tokenised_into_a_message_for_the_core(processor: InputOutputProcessor, byte_level: Tokenizer) -> None:
     params = SamplingParams(max_tokens=4)
-    request = processor.preprocess("the fox", params, request_id=7, cache_salt=3)
-    assert request.request_id == 7
+    (sequence,) = processor.new_sequences(processor.check(processor.tokenize("the fox"), params), [7], cache_salt=3)
+    request = sequence.request
+    assert request.request_id == sequence.state.request_id == 7
     assert request.prompt_token_ids == byte_level.encode("the fox")
     assert request.sampling_params == params
     assert request.cache_salt == 3
 
 
 def test_token_ids_are_taken_as_they_are(processor: InputOutputProcessor) -> None:
-    assert processor.preprocess([5, 6], SamplingParams(max_tokens=4), request_id=1).prompt_token_ids == [5, 6]
+    assert processor.preprocess([5, 6], SamplingParams(max_tokens=4), request_id=1).request.prompt_token_ids == [5, 6]
 
 
 @pytest.mark.parametrize("prompt", ["", []])
@@ -135,7 +136,7 @@ def test_more_max_tokens_than_the_context_leaves_are_refused(processor: InputOut
 
 def test_max_tokens_that_nobody_asked_for_are_cut_to_the_rest(processor: InputOutputProcessor) -> None:
     params = SamplingParams(max_tokens=2**31 - 1, temperature=0.5)
-    request = processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True)
+    request = processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True).request
     assert request.sampling_params == SamplingParams(max_tokens=54, temperature=0.5)
 
 
@@ -243,7 +244,7 @@ def test_results_of_completed_sequences_are_given_by_request_id(
 ) -> None:
     states = []
     for request_id, text in ((3, "fox"), (4, "dog")):
-        state = processor.start(processor.preprocess("the", SamplingParams(max_tokens=9), request_id=request_id))
+        state = processor.preprocess("the", SamplingParams(max_tokens=9), request_id=request_id).state
         state.push(RequestOutput(request_id, byte_level.encode(text), finished=True, finish_reason="max_tokens"))
         states.append(state)
     results = processor.postprocess(states)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.messages import AddRequest, RequestOutput, TokenLogprobs
+from engine.messages import RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestState
 from engine.text.tokenizer import Tokenizer
@@ -22,8 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def start(tokenizer: Tokenizer, **params: object) -> RequestState:
     """A sequence behind the prompt "the"."""
-    request = AddRequest(1, tokenizer.encode("the"), SamplingParams(**params))  # type: ignore[arg-type]
-    return RequestState(request, tokenizer)
+    return RequestState(1, tokenizer.encode("the"), SamplingParams(**params), tokenizer)  # type: ignore[arg-type]
 
 
 def outputs(ids: list[int], finish_reason: str) -> Iterator[RequestOutput]:

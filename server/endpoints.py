@@ -1,0 +1,142 @@
+"""`ENDPOINTS`: the registry of endpoint families, and what each endpoint declares of itself.
+
+A family is one module in `server.routes` and one line here. `server.app` serves what the registry holds;
+`server.openapi`, `tools.api_docs` and the access log read the declarations.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from models.registry import Registry
+from server.errors import ErrorBody
+from server.schemas.body import RequestModel
+
+SCHEMA_REF = "#/components/schemas/{name}"
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
+
+Answer: TypeAlias = type[msgspec.Struct] | str
+"""What an endpoint answers with: a struct as JSON, or text of a media type."""
+
+_EVENT = {
+    "title": "Server-sent event",
+    "type": "object",
+    "properties": {
+        "event": {"type": "string", "description": "The event's type, where events have types."},
+        "data": {"type": "string", "description": "JSON text of a chunk or event, or [DONE] after the last chunk."},
+    },
+    "required": ["data"],
+}
+"""What a stream is made of: before OpenAPI 3.2, the schema of `text/event-stream` describes each event."""
+
+
+class Endpoint(NamedTuple):
+    """What one endpoint reads and answers."""
+
+    path: str
+    answer: Answer
+    request: type[RequestModel] | None = None
+    example: Mapping[str, Any] | None = None
+    """A body that works, but for the name of the model."""
+    is_probe: bool = False
+    """Whether probes or scrapers request it every few seconds."""
+
+
+class EndpointFamily:
+    """The endpoints of one module. `get`, `post` and `delete` decorate their handlers."""
+
+    def __init__(self) -> None:
+        self.router = APIRouter()
+        self.endpoints: list[Endpoint] = []
+
+    def get(
+        self,
+        path: str,
+        answer: Answer,
+        *,
+        parameters: Sequence[Mapping[str, Any]] = (),
+        is_probe: bool = False,
+        in_schema: bool = True,
+    ) -> Callable[[Handler], Handler]:
+        """An endpoint that answers GET and HEAD. `parameters` describes those of the query, in OpenAPI's form."""
+        self.endpoints.append(Endpoint(path, answer, is_probe=is_probe))
+        keywords = _keywords(answer)
+        if parameters:
+            keywords["openapi_extra"] = {"parameters": list(parameters)}
+
+        def add(handler: Handler) -> Handler:
+            self.router.add_api_route(path, handler, methods=["GET"], include_in_schema=in_schema, **keywords)
+            self.router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False, response_model=None)
+            return handler
+
+        return add
+
+    def post(
+        self,
+        path: str,
+        answer: Answer,
+        *,
+        request: type[RequestModel] | None = None,
+        example: Mapping[str, Any] | None = None,
+        streams: bool = False,
+    ) -> Callable[[Handler], Handler]:
+        """An endpoint that reads `request` as its body. `streams`: whether it also answers with server-sent events."""
+        self.endpoints.append(Endpoint(path, answer, request, example))
+        keywords = _keywords(answer)
+        if streams:
+            keywords["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
+        if request is not None:
+            keywords["openapi_extra"] = {"requestBody": {"required": True, "content": _json(request)}}
+        return self._add("POST", path, keywords)
+
+    def delete(self, path: str, answer: Answer) -> Callable[[Handler], Handler]:
+        """An endpoint that answers DELETE."""
+        self.endpoints.append(Endpoint(path, answer))
+        return self._add("DELETE", path, _keywords(answer))
+
+    def _add(self, method: str, path: str, keywords: Mapping[str, Any]) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            self.router.add_api_route(path, handler, methods=[method], **keywords)
+            return handler
+
+        return add
+
+
+ENDPOINTS: Registry[EndpointFamily] = Registry(
+    "endpoint",
+    {
+        "completions": "server.routes.completions",
+        "chat": "server.routes.chat",
+        "responses": "server.routes.responses",
+        "models": "server.routes.models",
+        "tokenize": "server.routes.tokenize",
+        "health": "server.routes.health",
+        "docs": "server.routes.docs",
+    },
+)
+"""Endpoint families by name."""
+
+
+def all_endpoints() -> list[Endpoint]:
+    """The endpoints of every family."""
+    return [endpoint for name in ENDPOINTS for endpoint in ENDPOINTS[name].endpoints]
+
+
+def _keywords(answer: Answer) -> dict[str, Any]:
+    """What FastAPI's decorators take to describe an endpoint that answers with `answer` or an error object."""
+    content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
+    return {
+        "response_model": None,
+        "responses": {
+            200: {"description": "Success.", "content": content},
+            "4XX": {"description": "The request is at fault.", "content": _json(ErrorBody)},
+            "5XX": {"description": "The server is at fault, or not ready.", "content": _json(ErrorBody)},
+        },
+    }
+
+
+def _json(model: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": SCHEMA_REF.format(name=model.__name__)}}}

@@ -1,0 +1,67 @@
+"""From a checked prompt to the messages for the core: ids, seeds, adapter, priority, salt and grammar."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engine.messages import ModelInfo
+from engine.sampling_params import SamplingParams
+from engine.text.io_processor import InputOutputProcessor, NewSequence
+from engine.text.tokenizer import Tokenizer
+from models.demo import CHECKPOINT_DIR
+from server.frontend import Frontend
+from server.request_builder import new_sequences
+from server.schemas.body import validate
+from server.schemas.completions import CompletionRequest
+
+TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
+
+
+def sequences(grammar: str | None = None, params: dict[str, Any] | None = None, **fields: Any) -> list[NewSequence]:
+    """Those of a request for completions of a prompt of three tokens."""
+    info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
+    processor = InputOutputProcessor(TOKENIZER, None, info)
+    frontend = SimpleNamespace(
+        loaded=SimpleNamespace(processor=processor),
+        hub=SimpleNamespace(new_ids=lambda count: range(7, 7 + count)),
+        adapter_of={"m": 0, "adapted": 2}.__getitem__,
+    )
+    request = validate({"model": "m", "prompt": "def", **fields}, CompletionRequest, allow_unknown=False)
+    prompt = processor.check([5, 6, 7], SamplingParams(**params or {}), clip_max_tokens=True)
+    return new_sequences(request, prompt, grammar, cast(Frontend, frontend), 3.0)
+
+
+def test_each_choice_has_an_id_and_the_arrival_time_and_all_share_the_prompt() -> None:
+    choices = sequences(n=2, best_of=3)
+    assert [each.request.request_id for each in choices] == [7, 8, 9]
+    assert [each.state.request_id for each in choices] == [7, 8, 9]
+    assert {each.state.arrival_time for each in choices} == {3.0}
+    assert len({id(each.request.prompt_token_ids) for each in choices}) == 1
+
+
+def test_priority_and_salt_go_to_the_engine() -> None:
+    (choice,) = sequences(priority=-3, cache_salt="x")
+    assert choice.request.priority == -3
+    assert choice.request.cache_salt is not None
+    assert sequences()[0].request.cache_salt is None
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("m", 0), ("adapted", 2)])
+def test_the_models_name_chooses_the_adapter(model: str, adapter: int) -> None:
+    assert sequences(model=model)[0].request.adapter == adapter
+
+
+def test_the_core_gets_the_grammar_and_the_clipped_length_and_no_stop_strings() -> None:
+    (choice,) = sequences("start: /a/", {"max_tokens": 1000, "stop_strings": ["x"], "temperature": 0.5})
+    assert choice.request.sampling_params == SamplingParams(max_tokens=61, temperature=0.5, grammar="start: /a/")
+
+
+def test_parameters_that_need_no_change_are_not_copied() -> None:
+    choices = sequences(n=2, params={"max_tokens": 9})
+    assert choices[0].request.sampling_params is choices[1].request.sampling_params
+
+
+def test_choices_have_seeds_of_their_own_that_wrap_around() -> None:
+    choices = sequences(n=3, params={"seed": 2**63 - 2})
+    assert [each.request.sampling_params.seed for each in choices] == [2**63 - 2, 2**63 - 1, -(2**63)]
