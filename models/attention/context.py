@@ -121,9 +121,15 @@ def forward_context(
     dp_metadata: DPMetadata | None = None,
     spec_decode_metadata: SpecDecodeMetadata | None = None,
     lora: tuple[LoRATokens, ...] | LoRARows | None = None,
+    kv_cache_data: dict[str, LayerCache] | None = None,
 ) -> Iterator[None]:
-    """A step: the context is set inside, and reset afterwards also when an exception leaves."""
+    """A step: the context is set inside, and reset afterwards also when an exception leaves.
+
+    `kv_cache_data` replaces the caches that `set_kv_cache_data` set.
+    """
     set_forward_context(attn_metadata, context, dp_metadata, spec_decode_metadata, lora)
+    if kv_cache_data is not None:
+        get_forward_context().kv_cache_data = kv_cache_data
     try:
         yield
     finally:

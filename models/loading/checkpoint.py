@@ -1,6 +1,9 @@
-"""A checkpoint's safetensors files and the tensors in them. Read by the loader, and by the general route's."""
+"""Reading a checkpoint directory: its safetensors files, and whose code runs its model (`read_checkpoint_config`).
 
-from collections.abc import Container, Iterable, Iterator
+`TransformersConfig` describes models that run by transformers' code; transformers is imported only to read one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -16,10 +19,17 @@ from models.errors import CheckpointError, first_line
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 5
+ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
+"""The code that runs a model; `auto`: Kaon's own where it has the architecture."""
+_LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+"""Fields that hold the context length, in order of precedence."""
+_LAYER_KINDS = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files, as transformers chooses them: a single one before an index."""
+    """The checkpoint's safetensors files, as transformers chooses them: a single one takes precedence over an
+    index.
+    """
     if (path / _SINGLE_FILE).is_file():
         return [path / _SINGLE_FILE]
     if not (path / _INDEX_FILE).is_file():
@@ -38,17 +48,16 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def tensors_of_file(
-    file: Path, seen: dict[str, Path], ignored: tuple[str, ...] = (), absent: Container[str] = ()
+    file: Path, seen: dict[str, Path], is_ignored: Callable[[str], bool] = lambda _name: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped into memory and read as it is copied; none that begins with `ignored` or
-    is in `absent`.
+    """Each tensor of a file, with its name, unless it is ignored by that; mapped into memory and read as it is copied.
 
-    Each is noted in `seen`. Raises `CheckpointError` for a damaged file, or a tensor that an earlier file holds too.
+    `seen` gets the names. Raises `CheckpointError` for a damaged file, or a tensor that an earlier file holds too.
     """
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118, not a dict
-                if name.startswith(ignored) or name in absent:
+                if is_ignored(name):
                     continue
                 if name in seen:
                     raise CheckpointError(f"{name} is in both {seen[name]} and {file.name}; only one may hold it")
@@ -68,30 +77,15 @@ def some(names: Iterable[str], noun: str = "tensor") -> str:
     return f"{len(first)} {noun}{plural} ({', '.join(first[:_NAMED_IN_ERRORS])}{dots})"
 
 
-# [transformers_config] `read_checkpoint_config`, which chooses whose code runs a model, and `TransformersConfig` for
-# those of transformers.
-#
-# Imports transformers only when such a checkpoint is read.
-
-ModelImpl: TypeAlias = Literal["auto", "kaon", "transformers"]
-"""Whose model code runs; `auto`: Kaon's own where it has the architecture."""
-
-_LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-"""Fields that hold the context length, in the order in which they are believed."""
-
-
-_KINDS_OF_LAYER = {"full_attention", "sliding_attention", *INDEXED_LAYERS}
-
-
 @dataclass(frozen=True, slots=True)
 class TransformersConfig(CheckpointConfig):
-    """Nothing more than the engine needs: the rest is transformers' own."""
+    """A model that runs by transformers' own code: the fields that the engine needs."""
 
     runs_by: ClassVar[str] = "transformers' own code over Kaon's paged attention (the general route)"
 
     @classmethod
     def from_checkpoint(cls, path: Path, config: Fields, generation: Fields) -> "TransformersConfig":
-        """Of the directory `path`, whose two files are read. Raises `CheckpointError` for one not to be served."""
+        """Of the directory `path` and its two files. Raises `CheckpointError` for a model that cannot be served."""
         whole = _auto_config(path, config)
         architecture = _architecture(config, whole)
         if getattr(whole, "is_encoder_decoder", False):
@@ -104,7 +98,7 @@ class TransformersConfig(CheckpointConfig):
                 f"add_cross_attention of {config.where} is true; only decoder-only models can be served"
             )
         kinds = getattr(text, "layer_types", None) or ()
-        if others := sorted(set(kinds) - _KINDS_OF_LAYER):
+        if others := sorted(set(kinds) - _LAYER_KINDS):
             raise CheckpointError(
                 f"{architecture} of {config.where} has layers of {' and '.join(others)}, which the general route "
                 "cannot serve: it serves full, sliding-window and indexed attention, and no recurrent state"
@@ -120,7 +114,7 @@ class TransformersConfig(CheckpointConfig):
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
-            # A prompt's token and a generated one.
+            # One token of a prompt and one generated.
             max_model_len=read.integer(length, minimum=2),
             dtype=_dtype(text, whole, config),
             bos_token_id=bos[0] if bos else None,
@@ -142,12 +136,12 @@ def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> Checkp
 
 
 def _auto_config(path: Path, config: Fields) -> Any:
-    """transformers' reading of config.json."""
+    """The configuration that transformers makes of config.json."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Whatever its many authors raise.
+    except Exception as error:  # Configuration classes may raise anything.
         if config.has("auto_map"):
             raise CheckpointError(
                 f"auto_map of {config.where} asks for code from the checkpoint, which is never run; it must be an "
@@ -157,16 +151,19 @@ def _auto_config(path: Path, config: Fields) -> Any:
 
 
 def _architecture(config: Fields, whole: Any) -> str:
-    """The class that transformers makes of the checkpoint. Raises `CheckpointError` where that is no causal model."""
-    from transformers import AutoModelForCausalLM
-
+    """The name of the model's class. Raises `CheckpointError` where transformers has no causal model of this type."""
     try:
-        model_class = AutoModelForCausalLM._model_mapping[type(whole)]
+        return str(causal_model_class(whole).__name__)
     except KeyError:
         raise config.invalid("model_type", "a causal language model of transformers") from None
-    if isinstance(model_class, tuple | list):
-        model_class = model_class[0]
-    return str(model_class.__name__)
+
+
+def causal_model_class(config: Any) -> Any:
+    """The class that transformers makes of a configuration. Raises `KeyError` where it has no causal model of it."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    return model_class[0] if isinstance(model_class, tuple | list) else model_class
 
 
 def _dtype(text: Any, whole: Any, config: Fields) -> str:

@@ -1,11 +1,13 @@
 """`load_model`: builds a model and fills it from the checkpoint's safetensors. Called by the model runner.
 
-Every parameter must be filled and every tensor used, or a `CheckpointError` names those that were not.
+In order: build the model without reading; choose the form in which each weight is kept (packed, quantised or dense);
+read the files into it; complete it. Every parameter must be filled and every tensor used, or a `CheckpointError` names
+those that were not.
 """
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,42 +47,11 @@ from models.quantization.dequantize import Dequantizer, ExpertNames
 from models.quantization.layouts import layout_of
 from models.quantization.stored import can_be_rounded_again
 
-# [absent_experts] `AbsentExperts`: the tensors of a checkpoint that belong to experts of other ranks. Used by the
-# loader.
-
-_EXPERTS = ".experts."
-
-
-class AbsentExperts:
-    """Contains the names of tensors of one expert, however it is stored, that this rank does not hold."""
-
-    def __init__(self, model: nn.Module, checkpoint_name: Callable[[str], str]) -> None:
-        """`checkpoint_name`: what the checkpoint calls a module's parameter."""
-        self.is_mixture = False
-        """Whether the model has experts at all."""
-        self._prefixes: set[str] = set()
-        for name, module in model.named_modules():
-            if isinstance(module, FusedMoE):
-                self.is_mixture = True
-                base = checkpoint_name(f"{name}.w13").rpartition(".")[0]
-                others = set(range(module.num_experts)) - set(module.local_experts)
-                self._prefixes |= {f"{base}.{expert}" for expert in others}
-
-    def __contains__(self, name: object) -> bool:
-        if not self._prefixes or not isinstance(name, str):
-            return False
-        base, separator, rest = name.partition(_EXPERTS)
-        return f"{base}{separator}{rest.partition('.')[0]}" in self._prefixes
-
-    def among(self, names: Iterable[str]) -> list[str]:
-        """Those of them that are absent."""
-        return [name for name in names if name in self]
-
-
 _log = logging.getLogger(__name__)
 
+_EXPERTS = ".experts."
 _BAR_AFTER_SECONDS = 1.0
-"""A load that is over sooner shows no bar."""
+"""A shorter load shows no progress bar."""
 
 
 def load_model(
@@ -96,85 +67,46 @@ def load_model(
 ) -> CausalLM:
     """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
 
-    `progress` draws a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
-    the device grants, and a host grants more than it has. `weight_bits` below 16 rounds weights as they are
-    read, which takes the CPU's operators. Raises `CheckpointError` for a checkpoint that is damaged,
-    does not fit, or is not the model that `config` describes.
+    `progress` shows a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
+    the device grants, and a host grants more than it has. `weight_bits` below 16 rounds weights as they are read,
+    which
+    needs the CPU operators. Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the
+    model that `config` describes.
     """
     if isinstance(config, TransformersConfig):
         from models.loading.transformers_model import load_transformers_model
 
-        if parallel.experts is not None:
-            raise CheckpointError(
-                f"enable_expert_parallel is set, but {config.architecture} runs by transformers' own code, whose "
-                "experts cannot be spread; leave it out"
-            )
-        if parallel.size > 1:
-            raise CheckpointError(
-                f"tensor_parallel_size is {parallel.size}, but {config.architecture} runs by transformers' own code, "
-                "on one device; set it to 1"
-            )
+        _require_one_rank(config, parallel)
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
     assert isinstance(config, ModelConfig)
     files = weight_files(path)
-    model_class = ARCHITECTURES[config.architecture].model_class
-    may_stay = config.quantization is not None and triton.takes("linear")
+    has_operators = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
+    assert has_operators or weight_bits == 16, "weights are rounded for the CPU operators only"
+    may_keep = config.quantization is not None and triton.takes("linear")
     try:
-        with _default_dtype(dtype), device, products_without_memory() if may_stay else nullcontext():
-            model = model_class(config, parallel)
+        with _default_dtype(dtype), device, products_without_memory() if may_keep else nullcontext():
+            model = ARCHITECTURES[config.architecture].model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
-    absent = AbsentExperts(model, partial(_checkpoint_name, model=model))
-    if parallel.experts is not None and not absent.is_mixture:
+    if parallel.experts is not None and not any(isinstance(module, FusedMoE) for module in model.modules()):
         raise CheckpointError(
             f"enable_expert_parallel is set, but {config.architecture} of {path} has no experts; leave it out"
         )
     _require_memory(model, available_bytes, path, weight_bits)
-    is_packed = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
-    assert is_packed or weight_bits == 16, "weights are rounded for the CPU's operators"
-    if is_packed:
+    if has_operators:
         pack_products(model, weight_bits)
-    missing = _wanted_tensors(model)
-    # The kernels compute experts of one replica only; those of several are asked by torch.
-    is_shared_out = parallel.experts is not None and parallel.experts.exchange is not None
-    stays: frozenset[str] = frozenset()
-    if may_stay:
-        may_stack = triton.takes("moe") and not is_shared_out
-        stays = _staying_quantized(missing, config.quantization, may_stack=may_stack)
+    wanted = _wanted_tensors(model)
+    kept: frozenset[str] = frozenset()
+    if may_keep:
+        # Kernels compute the experts of one replica only; torch computes those of several.
+        has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
+        kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
     take_memory(model.parameters())
-    ignored = _prediction_layers(config)
-    left_over: list[str] = []
-    dequantizer = Dequantizer(
-        config.quantization, dtype, missing.__contains__, partial(_expert_names, missing), stays.__contains__
-    )
-    bar = tqdm(
-        files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
-    )
-    seen: dict[str, Path] = {}
-    for file in bar:
-        for name, tensor in dequantizer.dense(tensors_of_file(file, seen, ignored, absent)):
-            target = missing.pop(name, None)
-            if target is not None:
-                _fill(target, tensor, name, file)
-                for rival in target.rivals:
-                    missing.pop(rival, None)
-            elif not _is_harmless(name, config):
-                left_over.append(name)
-    for name in absent.among(missing):
-        del missing[name]
-    if lacking := [name for name, target in missing.items() if not target.is_alternative_to(missing)]:
-        raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(lacking))}, which {config.architecture} needs")
-    scales = dequantizer.kv_scales
-    for module in model.modules():
-        if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
-            found = scales.pop(module.layer_name)
-            module.scale_cache(found.k, found.v)
-    left_over += [name for found in scales.values() for name in found.names]
-    if left_over := left_over + dequantizer.left_over():
-        raise CheckpointError(f"{path} holds {some(left_over)}, for which {config.architecture} has no place")
-    for module in model.modules():
-        if is_packed and isinstance(module, MLAAttention):
-            module.pack_heads()
+    _read(path, files, model, config, wanted, kept, dtype=dtype, progress=progress)
+    if has_operators:
+        for module in model.modules():
+            if isinstance(module, MLAAttention):
+                module.pack_heads()
     if device.type == "cpu" and not runtime.active() and can_pack(dtype):
         pack_filled_products(model)
     if aiter.takes("moe"):
@@ -182,21 +114,98 @@ def load_model(
     return cast(CausalLM, model.eval())
 
 
+def _require_one_rank(config: CheckpointConfig, parallel: TensorParallel) -> None:
+    """Raise `CheckpointError` where a model of transformers would be shared by several ranks."""
+    if parallel.experts is not None:
+        raise CheckpointError(
+            f"enable_expert_parallel is set, but {config.architecture} runs by transformers' own code, whose experts "
+            "cannot be spread; leave it out"
+        )
+    if parallel.size > 1:
+        raise CheckpointError(
+            f"tensor_parallel_size is {parallel.size}, but {config.architecture} runs by transformers' own code, on "
+            "one device; set it to 1"
+        )
+
+
+def _read(
+    path: Path,
+    files: list[Path],
+    model: nn.Module,
+    config: ModelConfig,
+    wanted: dict[str, "_Target"],
+    kept: frozenset[str],
+    *,
+    dtype: torch.dtype,
+    progress: bool,
+) -> None:
+    """Fill the model. `wanted` is emptied; weights of the names in `kept` stay quantised.
+
+    Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
+    """
+    ignored, is_remote = _mtp_prefixes(config), _remote_experts(model)
+    dequantizer = Dequantizer(
+        config.quantization, dtype, wanted.__contains__, partial(_expert_names, wanted), kept.__contains__
+    )
+    bar = tqdm(
+        files, desc="Loading weights", unit="file", file=sys.stderr, delay=_BAR_AFTER_SECONDS, disable=not progress
+    )
+    seen: dict[str, Path] = {}
+    unexpected: list[str] = []
+    for file in bar:
+        tensors = tensors_of_file(file, seen, lambda name: name.startswith(ignored) or is_remote(name))
+        for name, tensor in dequantizer.dense(tensors):
+            target = wanted.pop(name, None)
+            if target is not None:
+                _fill(target, tensor, name, file)
+                for rival in target.rivals:
+                    wanted.pop(rival, None)
+            elif not _is_redundant(name, config):
+                unexpected.append(name)
+    for name in list(filter(is_remote, wanted)):
+        del wanted[name]
+    if missing := [name for name, target in wanted.items() if not target.is_alternative_to(wanted)]:
+        raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(missing))}, which {config.architecture} needs")
+    scales = dequantizer.kv_scales
+    for module in model.modules():
+        if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
+            found = scales.pop(module.layer_name)
+            module.scale_cache(found.k, found.v)
+    unexpected += [name for found in scales.values() for name in found.names]
+    if unexpected := unexpected + dequantizer.left_over():
+        raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
+
+
+def _remote_experts(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a tensor of the checkpoint, by its name, belongs to an expert that this rank does not hold."""
+    prefixes: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FusedMoE):
+            base = _checkpoint_name(f"{name}.w13", model).rpartition(".")[0]
+            prefixes |= {f"{base}.{expert}" for expert in set(range(module.num_experts)) - set(module.local_experts)}
+
+    def is_remote(name: str) -> bool:
+        base, separator, rest = name.partition(_EXPERTS)
+        return f"{base}{separator}{rest.partition('.')[0]}" in prefixes
+
+    return is_remote if prefixes else lambda _name: False
+
+
 def _shuffle_experts(model: nn.Module) -> None:
-    """Have aiter compute the experts of a filled model, where it can."""
+    """Have aiter compute the experts of a filled model where it can."""
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    left = sum(not layer.shuffle() for layer in layers)
-    if left:
+    rest = sum(not layer.shuffle() for layer in layers)
+    if rest:
         _log.warning(
             "%d of %d layers of experts are not computed by aiter, but by Triton: they have biases, another "
             "activation than SwiGLU, other sizes than multiples of 32, or are quantised or spread in another way",
-            left,
+            rest,
             len(layers),
         )
 
 
 def _require_memory(model: nn.Module, available: int | None, path: Path, weight_bits: WeightBits) -> None:
-    """Raise `CheckpointError` for weights that do not fit. Empty ones take no memory of a host yet."""
+    """Raise `CheckpointError` for weights that do not fit. A host has not committed memory to unfilled ones."""
     needed = sum(weight_bytes(parameter, weight_bits) for parameter in model.parameters())
     if available is not None and needed > available:
         raise CheckpointError(
@@ -206,21 +215,21 @@ def _require_memory(model: nn.Module, available: int | None, path: Path, weight_
 
 
 class _Target(NamedTuple):
-    """Where a tensor of the checkpoint goes."""
+    """The parameter that a tensor of the checkpoint fills."""
 
     parameter: nn.Parameter
     shard: Shard
     rivals: tuple[str, ...] = ()
-    """The parameter's tensors in other spellings, which this one's spelling replaces."""
-    is_first_spelling: bool = True
+    """The parameter's tensors under other namings, of which a checkpoint uses one."""
+    is_first_naming: bool = True
 
     def is_alternative_to(self, missing: Mapping[str, "_Target"]) -> bool:
-        """Whether nothing of the parameter was found, and another spelling is the one to name."""
-        return not self.is_first_spelling and any(rival in missing for rival in self.rivals)
+        """Whether the parameter is missing altogether, and an error names its tensors by another naming."""
+        return not self.is_first_naming and any(rival in missing for rival in self.rivals)
 
 
 def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
-    """By name in the checkpoint, each tensor that fills a parameter or a part of a packed one."""
+    """Each tensor of the checkpoint that fills a parameter, or a part of a packed one, by name."""
     parts: dict[str, list[tuple[str, str | int]]] = {}
     for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
         parts.setdefault(packed, []).append((source, shard))
@@ -238,10 +247,10 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
     return wanted
 
 
-def _staying_quantized(
+def _keep_quantized(
     wanted: Mapping[str, _Target], quantization: QuantizationConfig | None, *, may_stack: bool
 ) -> frozenset[str]:
-    """The names of weights that a GPU's kernels take as they are stored; the parameters are made ready for them.
+    """Prepare the parameters whose weights GPU kernels take as they are stored; returns those weights' names.
 
     `may_stack`: whether stacks of experts may be among them.
     """
@@ -266,7 +275,7 @@ def _staying_quantized(
 
 
 def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spelling, ...]) -> dict[str, _Target]:
-    """By name in the checkpoint, each tensor that may fill a part of the parameter."""
+    """Each tensor of the checkpoint that may fill a part of the parameter, by name, for all namings."""
     named = [{f"{parent}.{name}": shard for name, shard in spelling.items()} for spelling in spellings]
     targets = {}
     for spelling in named:
@@ -277,13 +286,13 @@ def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spel
 
 
 def _expert_names(wanted: Mapping[str, _Target], stack: str) -> ExpertNames:
-    """By expert and part, what is wanted in place of a tensor of all experts; empty where `stack` is none."""
+    """The wanted tensors of single experts that a stack of them replaces; empty where `stack` is none."""
     rivals = wanted[stack].rivals if stack in wanted else ()
     return {shard: name for name in rivals if name in wanted and isinstance(shard := wanted[name].shard, tuple)}
 
 
 def _checkpoint_name(name: str, model: nn.Module) -> str:
-    """A parameter's name with its modules as the checkpoint calls them."""
+    """A parameter's name in the checkpoint."""
     renamed: Mapping[str, str] = getattr(model, "checkpoint_modules", {})
     return ".".join(renamed.get(part, part) for part in name.split("."))
 
@@ -300,15 +309,17 @@ def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
         raise CheckpointError(f"{name} in {file} has {error} by config.json") from error
 
 
-def _prediction_layers(config: ModelConfig) -> tuple[str, ...]:
-    """How the names of tensors begin that predict further tokens: of layers past the last one, or modules beside."""
+def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Prefixes of the tensors for multi-token prediction, which are not loaded: further layers, or modules of their
+    own.
+    """
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
     past = (f"model.layers.{layer}." for layer in range(first, first + count))
     return (*past, *ARCHITECTURES[config.architecture].facts.mtp_prefixes)
 
 
-def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that checkpoints carry beside the weights: computed ones, and a copy of the tied embedding."""
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor repeats what is known: computed frequencies, or a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

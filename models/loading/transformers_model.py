@@ -1,6 +1,8 @@
-"""`TransformersModel`: any decoder-only model of transformers, by its own code, over our paged attention.
+"""The general route: any decoder-only model of transformers, by its own code, over Kaon's paged attention.
 
-The general route: `models.loading.loader` takes it for checkpoints whose configuration is a `TransformersConfig`.
+`load_transformers_model` is called by the loader for checkpoints whose configuration is a `TransformersConfig`. In
+order: that function; `TransformersModel`; how its structure is found; reading quantised weights; and the check that
+the model computes the same in a server's steps as alone.
 """
 
 import inspect
@@ -17,11 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import select_backend
-from models.attention.context import Context, forward_context, get_forward_context
+from models.attention.context import Context, forward_context
 from models.config.fields import Fields
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
-from models.loading.checkpoint import TransformersConfig, some, tensors_of_file, weight_files
+from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
 from models.loading.transformers_attention import (
     PAGED,
     IndexedAttention,
@@ -36,225 +38,22 @@ from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
 from models.quantization.methods import parse_quantization
 
-# [transformers_weights] Quantised checkpoints on the general route: made dense by our own reading, then handed to
-# transformers' loader.
-
-
-def load_dequantized(
-    path: Path, quantization: QuantizationConfig, *, dtype: torch.dtype, attention: str
-) -> tuple[Any, dict[str, Any]]:
-    """transformers' model of the checkpoint directory `path` with dense weights, and its report of the load.
-
-    Raises `CheckpointError` for quantised tensors that do not fit one another, and whatever transformers raises.
-    """
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    if isinstance(model_class, tuple | list):
-        model_class = model_class[0]
-    with torch.device("meta"):
-        empty = model_class(config)
-    _refuse_other_orientations(empty, quantization)
-    state = _dense_tensors(path, quantization, empty.state_dict().keys(), dtype)
-    loaded: tuple[Any, dict[str, Any]] = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention, output_loading_info=True
-    )
-    return loaded
-
-
-class _HandedOver:
-    """A tensor that its one reader takes, as it takes a slice of a file.
-
-    transformers keeps what it is given until all is loaded: else each expert would stay beside the stack of them.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-
-    def __getitem__(self, _all: Any) -> torch.Tensor:
-        assert self._tensor is not None
-        tensor, self._tensor = self._tensor, None
-        return tensor
-
-
-def _dense_tensors(
-    path: Path, quantization: QuantizationConfig, names: Container[str], dtype: torch.dtype
-) -> dict[str, _HandedOver]:
-    """Each dense tensor by its name in the checkpoint; `names`: the model's own, of which experts' may differ."""
-    state: dict[str, _HandedOver] = {}
-
-    def is_wanted(name: str) -> bool:
-        return name not in state and (name in names or not name.endswith(".bias"))
-
-    dequantizer = Dequantizer(quantization, dtype, is_wanted)
-    seen: dict[str, Path] = {}
-    for file in weight_files(path):
-        for name, tensor in dequantizer.dense(tensors_of_file(file, seen)):
-            is_weight = name in names or name.endswith(".weight")  # And no mask, which old checkpoints carry.
-            if is_weight and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
-                raise CheckpointError(f"{name} in {file} is {tensor.dtype}, which the general route cannot make dense")
-            state[name] = _HandedOver(tensor)
-    if incomplete := dequantizer.lacking(dequantizer.incomplete()):
-        raise CheckpointError(f"{path} lacks {some(incomplete)}, without which its weights cannot be read")
-    if left_over := dequantizer.left_over():
-        raise CheckpointError(f"{path} holds {some(left_over)} beside weights that are dense without them")
-    return state
-
-
-def _refuse_other_orientations(model: torch.nn.Module, quantization: QuantizationConfig) -> None:
-    """Raise `CheckpointError` for weights that the model keeps turned, where a square one would be taken unseen."""
-    name = type(model).__name__
-    if any(isinstance(module, Conv1D) for module in model.modules()):
-        raise CheckpointError(f"{name} keeps its weights transposed, so the general route reads it dense only")
-    every = quantization.global_quant_config
-    if every is not None and every.storage == "mxfp4-experts" and name != "GptOssForCausalLM":
-        raise CheckpointError(f"quant_method mxfp4 holds experts as GptOssForCausalLM has them; {name} has others")
-
-
-# [transformers_probe] `probe`: whether a model of transformers computes in a server's steps what it computes alone.
-# Run once at loading.
-#
-# What the calls of its attention do not show would show here: a state that runs from token to token, a convolution,
-# a position counted from the start of a step.
-
 _BLOCK_SIZE = 16
 _LENGTHS = (9, 5)
-"""Tokens of the two sequences, one block each."""
+"""Tokens of the two sequences that are checked, one block each."""
 _STEPS = (((0, 0, 5), (1, 0, 4)), ((1, 4, 5), (0, 5, 9)))
-"""By step, the spans (sequence, start, end) that it computes: two prompts, then a decode beside a chunk."""
+"""The spans (sequence, start, end) of each step: two prefills, then a decode and a chunk of a prefill."""
 _TOLERANCE = {torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.1
-"""Error of logits relative to their size; what is computed wrong errs by about 1."""
-
-
-def probe(model: "TransformersModel", config: TransformersConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises `CheckpointError` where two sequences in two steps give other logits than alone."""
-    sequences = [(torch.arange(length) * 7 + index) % config.vocab_size for index, length in enumerate(_LENGTHS)]
-    sequences = [tokens.to(device) for tokens in sequences]
-    with torch.inference_mode():
-        paged = _in_steps(model, sequences, dtype, device)
-        for found, tokens in zip(paged, sequences, strict=True):
-            alone = model.reference_logits(tokens)
-            error = (found - alone).norm() / (alone - alone.mean(-1, keepdim=True)).norm()
-            # A NaN is not at most anything.
-            if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
-                raise CheckpointError(
-                    f"{config.architecture} gives other logits in a batch than alone (by {float(error):.1%}): it "
-                    "computes more across tokens than causal attention, such as a recurrent state or a convolution, "
-                    "which the general route cannot serve"
-                )
-
-
-def _in_steps(
-    model: "TransformersModel", sequences: list[torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Logits of both sequences. # each [n, vocab_size]"""
-    backend = select_backend(device)
-    caches: dict[str, LayerCache] = {}
-    for spec in model.kv_cache_layers():
-        if isinstance(spec, VectorCacheSpec):
-            vectors = torch.zeros(len(sequences), _BLOCK_SIZE, spec.dim, dtype=dtype, device=device)
-            caches[spec.name] = VectorCache(vectors)
-            continue
-        assert isinstance(spec, KVCacheSpec)
-        shape = backend.kv_cache_shape(len(sequences), _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        caches[spec.name] = KVCacheTensor(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for spans in _STEPS:
-        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
-        counts = [end - start for _, start, end in spans]
-        num_decodes = int(counts[0] == 1)
-        metadata = backend.build_metadata(
-            query_lens=counts,
-            seq_lens=[end for _, _, end in spans],
-            block_tables=np.array([[sequence] for sequence, _, _ in spans], dtype=np.int32),
-            slot_mapping=np.concatenate(
-                [np.arange(start, end) + sequence * _BLOCK_SIZE for sequence, start, end in spans]
-            ),
-            num_decodes=num_decodes,
-        )
-        at = torch.from_numpy(positions).to(device)
-        context = Context(positions=at, is_prefill=True, batch_size=len(spans))
-        with forward_context(metadata, context):
-            get_forward_context().kv_cache_data = dict(caches)
-            hidden = model(torch.cat([sequences[sequence][start:end] for sequence, start, end in spans]), at)
-        for (sequence, _, _), logits in zip(spans, torch.split(model.compute_logits(hidden), counts), strict=True):
-            parts[sequence].append(logits)
-    return [torch.cat(part) for part in parts]
-
-
-class TransformersModel(nn.Module):
-    """The body computes hidden states, step by step; the head's own code makes logits of those that are asked for."""
-
-    def __init__(self, model: nn.Module, config: TransformersConfig, dtype: torch.dtype) -> None:
-        """Find the attention of `model` in a pass of a few tokens; its keys and values are cached as `dtype`.
-
-        Raises `CheckpointError` for a model that cannot be served.
-        """
-        super().__init__()
-        self.model = model
-        _fix_rotary_lengths(model, config.max_model_len)
-        self._indexed = _indexed_caches(model, config.architecture)
-        anatomy = _dissect(model, config.architecture, dtype, self._indexed)
-        install(anatomy.attention)
-        self._attention = list(anatomy.attention.values())
-        self._body = [anatomy.body]
-        """In a list, so that torch does not count its weights twice."""
-        self._output_class = anatomy.output_class
-        self._compute_body = anatomy.body.forward
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
-        caches = {} if self._indexed is None else self._indexed.served(positions)
-        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **caches)
-        return cast(torch.Tensor, output.last_hidden_state[0])
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own pass over these rows, with its body answering `hidden`: so caps and scales are its own.
-
-        # [rows, hidden_size] -> [rows, vocab_size] float32
-        """
-        body = self._body[0]
-
-        def answer(*_args: Any, **_kwargs: Any) -> Any:
-            return self._output_class(last_hidden_state=hidden[None])
-
-        body.forward = answer
-        try:
-            output = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False)
-        finally:
-            body.forward = self._compute_body
-        return cast(torch.Tensor, output.logits[0].float())
-
-    def kv_cache_layers(self) -> list[CacheSpec]:
-        """See `CausalLM`."""
-        specs: list[CacheSpec] = [attention.cache_spec for attention in self._attention]
-        return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
-
-    def linear_layers(self) -> dict[str, nn.Linear]:
-        """By transformers' name, those that adapters may add to.
-
-        All but the head, which sees some tokens only, and what expands latents, which see every token's of a sequence.
-        """
-        apart = {cast("Any", self.model).get_output_embeddings()}
-        apart |= {attention.kv_b for attention in self._attention if isinstance(attention, IndexedAttention)}
-        layers = ((name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear))
-        return {name: layer for name, layer in layers if layer not in apart}
-
-    def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What transformers itself computes, with its own attention, for a sequence alone. # [n] -> [n, vocab_size]"""
-        with using_attention(self.model, "eager"):
-            output = self.model(input_ids=input_ids[None], use_cache=False)
-        return cast(torch.Tensor, output.logits[0].float())
+"""Error of logits relative to their size; a wrong model errs by about 1."""
 
 
 def load_transformers_model(
     path: Path, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device, progress: bool
-) -> TransformersModel:
-    """The model of the checkpoint directory `path`, by transformers' own loader, proven on a few tokens.
+) -> "TransformersModel":
+    """The model of the checkpoint directory `path`, read by transformers' own loader and checked on a few tokens.
 
-    Raises `CheckpointError` for what transformers cannot load, or what it does not compute alike over paged caches.
+    Raises `CheckpointError` for what transformers cannot load, or what differs over paged caches.
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
     quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
@@ -277,7 +76,7 @@ def load_transformers_model(
         if error.args == (PAGED,):
             raise _has_attention_of_its_own(config.architecture) from error
         raise CheckpointError(f"transformers cannot load {path}: it misses {first_line(error)}") from error
-    except Exception as error:  # Whatever its many authors raise.
+    except Exception as error:  # Model classes may raise anything.
         raise CheckpointError(f"transformers cannot load {path}: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{path} lacks {some(missing)}, which transformers' {config.architecture} needs")
@@ -291,7 +90,7 @@ def load_transformers_model(
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
     served = TransformersModel(model, config, dtype)
     try:
-        probe(served, config, dtype=dtype, device=device)
+        check_paged_equivalence(served, config, dtype=dtype, device=device)
     except CheckpointError:
         raise
     except Exception as error:  # The model's code may raise anything.
@@ -299,24 +98,92 @@ def load_transformers_model(
     return served
 
 
-class _Anatomy(NamedTuple):
-    """What a pass showed of a model."""
+class TransformersModel(nn.Module):
+    """A model of transformers: its body computes hidden states, its own head the logits of some of them."""
+
+    def __init__(self, model: nn.Module, config: TransformersConfig, dtype: torch.dtype) -> None:
+        """Find the attention of `model` in a pass of a few tokens; its keys and values are cached as `dtype`.
+
+        Raises `CheckpointError` for a model that cannot be served.
+        """
+        super().__init__()
+        self.model = model
+        _fix_rotary_length(model, config.max_model_len)
+        self._indexed = _indexed_caches(model, config.architecture)
+        structure = _find_structure(model, config.architecture, dtype, self._indexed)
+        install(structure.attention)
+        self._attention = list(structure.attention.values())
+        self._body = [structure.body]
+        """A list, so that torch does not register the module, and its weights, a second time."""
+        self._output_class = structure.output_class
+        self._compute_body = structure.body.forward
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Final hidden states. # 2 x [tokens] int64 -> [tokens, hidden_size]"""
+        caches = {} if self._indexed is None else self._indexed.served(positions)
+        output = self._body[0](input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **caches)
+        return cast(torch.Tensor, output.last_hidden_state[0])
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own forward pass with `hidden` in place of its body's output, so that its caps and scales apply.
+
+        # [rows, hidden_size] -> [rows, vocab_size] float32
+        """
+        body = self._body[0]
+
+        def answer(*_args: Any, **_kwargs: Any) -> Any:
+            return self._output_class(last_hidden_state=hidden[None])
+
+        body.forward = answer
+        try:
+            output = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False)
+        finally:
+            body.forward = self._compute_body
+        return cast(torch.Tensor, output.logits[0].float())
+
+    def kv_cache_layers(self) -> list[CacheSpec]:
+        """See `CausalLM`."""
+        specs: list[CacheSpec] = [attention.cache_spec for attention in self._attention]
+        return specs + ([] if self._indexed is None else list(self._indexed.index_specs.values()))
+
+    def linear_layers(self) -> dict[str, nn.Linear]:
+        """The layers that adapters may add to, by transformers' names.
+
+        Left out are the head, which computes only some tokens, and projections of latents, which compute other steps'
+        tokens too.
+        """
+        excluded = {cast("Any", self.model).get_output_embeddings()}
+        excluded |= {attention.kv_b for attention in self._attention if isinstance(attention, IndexedAttention)}
+        layers = ((name, part) for name, part in self.model.named_modules() if isinstance(part, nn.Linear))
+        return {name: layer for name, layer in layers if layer not in excluded}
+
+    def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The logits of one sequence alone, with transformers' own attention. # [n] -> [n, vocab_size]"""
+        with using_attention(self.model, "eager"):
+            output = self.model(input_ids=input_ids[None], use_cache=False)
+        return cast(torch.Tensor, output.logits[0].float())
+
+
+class _Structure(NamedTuple):
+    """What a forward pass showed of a model."""
 
     attention: dict[nn.Module, PagedAttention | IndexedAttention]
     body: nn.Module
-    """The part that the model's outermost code calls for hidden states."""
+    """The part that the model's own forward calls for hidden states."""
     output_class: Callable[..., Any]
-    """Of what it answers."""
+    """The class of its output."""
 
 
 def _indexed_caches(model: nn.Module, architecture: str) -> IndexedCaches | None:
-    """What a model with layers of indexed attention is given as its caches; None for any other."""
+    """The caches of a model with layers of indexed attention; None for any other."""
     text = cast("Any", model).config.get_text_config(decoder=True)
     return IndexedCaches(architecture) if INDEXED_LAYERS & set(getattr(text, "layer_types", None) or ()) else None
 
 
-def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None) -> _Anatomy:
-    """Run a few tokens and see who calls whom. Raises `CheckpointError` for a model that cannot be served."""
+def _find_structure(
+    model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
+) -> _Structure:
+    """Run a few tokens and record which modules run. Raises `CheckpointError` for a model that cannot be served."""
     depth = 0
     outermost: list[tuple[nn.Module, Any]] = []
 
@@ -359,13 +226,13 @@ def _dissect(model: nn.Module, architecture: str, dtype: torch.dtype, indexed: I
             f"{architecture} takes no position_ids (it counts positions from the start of a step), so the general "
             "route cannot serve it"
         )
-    return _Anatomy(attention, bodies[0][0], type(bodies[0][1]))
+    return _Structure(attention, bodies[0][0], type(bodies[0][1]))
 
 
-def _fix_rotary_lengths(model: nn.Module, max_model_len: int) -> None:
-    """Fit the rotary embeddings that depend on the longest sequence of a step to the longest that is served.
+def _fix_rotary_length(model: nn.Module, max_model_len: int) -> None:
+    """Fix the rotary embeddings that depend on the longest sequence of a step to the longest that is served.
 
-    Else a long sequence would turn the keys of its neighbours, and cached keys would not fit later queries.
+    Otherwise a long sequence would change the keys of others, and cached keys would not fit later queries.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -387,3 +254,134 @@ def _has_attention_of_its_own(architecture: str) -> CheckpointError:
         f"{architecture} computes no attention through transformers' attention interface (it has its own, as models "
         "with ALiBi biases do, or keeps a recurrent state), so the general route cannot serve it"
     )
+
+
+def load_dequantized(
+    path: Path, quantization: QuantizationConfig, *, dtype: torch.dtype, attention: str
+) -> tuple[Any, dict[str, Any]]:
+    """transformers' model of the checkpoint directory `path` with dense weights, and its report of the load.
+
+    Raises `CheckpointError` for quantised tensors that do not fit one another, and whatever transformers raises.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model_class = causal_model_class(config)
+    with torch.device("meta"):
+        empty = model_class(config)
+    _reject_transposed_weights(empty, quantization)
+    state = _dense_tensors(path, quantization, empty.state_dict().keys(), dtype)
+    loaded: tuple[Any, dict[str, Any]] = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention, output_loading_info=True
+    )
+    return loaded
+
+
+class _TakeOnce:
+    """A tensor that can be read once, as transformers reads a slice of a file.
+
+    transformers keeps references until all is loaded: plain tensors of experts would outlive their copy in a stack.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+
+    def __getitem__(self, _all: Any) -> torch.Tensor:
+        assert self._tensor is not None
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+def _dense_tensors(
+    path: Path, quantization: QuantizationConfig, names: Container[str], dtype: torch.dtype
+) -> dict[str, _TakeOnce]:
+    """Each dense tensor by its name in the checkpoint. `names` are the model's, which differ for experts."""
+    state: dict[str, _TakeOnce] = {}
+
+    def is_wanted(name: str) -> bool:
+        return name not in state and (name in names or not name.endswith(".bias"))
+
+    dequantizer = Dequantizer(quantization, dtype, is_wanted)
+    seen: dict[str, Path] = {}
+    for file in weight_files(path):
+        for name, tensor in dequantizer.dense(tensors_of_file(file, seen)):
+            is_weight = name in names or name.endswith(".weight")  # Old checkpoints also hold masks.
+            if is_weight and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+                raise CheckpointError(f"{name} in {file} is {tensor.dtype}, which the general route cannot make dense")
+            state[name] = _TakeOnce(tensor)
+    if incomplete := dequantizer.lacking(dequantizer.incomplete()):
+        raise CheckpointError(f"{path} lacks {some(incomplete)}, without which its weights cannot be read")
+    if left_over := dequantizer.left_over():
+        raise CheckpointError(f"{path} holds {some(left_over)} beside weights that are dense without them")
+    return state
+
+
+def _reject_transposed_weights(model: torch.nn.Module, quantization: QuantizationConfig) -> None:
+    """Raise `CheckpointError` for weights that the model keeps transposed: a square one would load unnoticed."""
+    name = type(model).__name__
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        raise CheckpointError(f"{name} keeps its weights transposed, so the general route reads it dense only")
+    every = quantization.global_quant_config
+    if every is not None and every.storage == "mxfp4-experts" and name != "GptOssForCausalLM":
+        raise CheckpointError(f"quant_method mxfp4 holds experts as GptOssForCausalLM has them; {name} has others")
+
+
+def check_paged_equivalence(
+    model: TransformersModel, config: TransformersConfig, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise `CheckpointError` where two sequences in two steps give other logits than alone.
+
+    It finds what the calls of attention do not show: a recurrent state, a convolution, a position counted from the
+    start of a step.
+    """
+    sequences = [(torch.arange(length) * 7 + index) % config.vocab_size for index, length in enumerate(_LENGTHS)]
+    sequences = [tokens.to(device) for tokens in sequences]
+    with torch.inference_mode():
+        paged = _in_steps(model, sequences, dtype, device)
+        for found, tokens in zip(paged, sequences, strict=True):
+            alone = model.reference_logits(tokens)
+            error = (found - alone).norm() / (alone - alone.mean(-1, keepdim=True)).norm()
+            # A NaN is not at most anything.
+            if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+                raise CheckpointError(
+                    f"{config.architecture} gives other logits in a batch than alone (by {float(error):.1%}): it "
+                    "computes more across tokens than causal attention, such as a recurrent state or a convolution, "
+                    "which the general route cannot serve"
+                )
+
+
+def _in_steps(
+    model: TransformersModel, sequences: list[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Logits of both sequences. # each [n, vocab_size]"""
+    backend = select_backend(device)
+    caches: dict[str, LayerCache] = {}
+    for spec in model.kv_cache_layers():
+        if isinstance(spec, VectorCacheSpec):
+            vectors = torch.zeros(len(sequences), _BLOCK_SIZE, spec.dim, dtype=dtype, device=device)
+            caches[spec.name] = VectorCache(vectors)
+            continue
+        assert isinstance(spec, KVCacheSpec)
+        shape = backend.kv_cache_shape(len(sequences), _BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        caches[spec.name] = KVCacheTensor(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for spans in _STEPS:
+        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        counts = [end - start for _, start, end in spans]
+        num_decodes = int(counts[0] == 1)
+        metadata = backend.build_metadata(
+            query_lens=counts,
+            seq_lens=[end for _, _, end in spans],
+            block_tables=np.array([[sequence] for sequence, _, _ in spans], dtype=np.int32),
+            slot_mapping=np.concatenate(
+                [np.arange(start, end) + sequence * _BLOCK_SIZE for sequence, start, end in spans]
+            ),
+            num_decodes=num_decodes,
+        )
+        at = torch.from_numpy(positions).to(device)
+        context = Context(positions=at, is_prefill=True, batch_size=len(spans))
+        with forward_context(metadata, context, kv_cache_data=caches):
+            hidden = model(torch.cat([sequences[sequence][start:end] for sequence, start, end in spans]), at)
+        for (sequence, _, _), logits in zip(spans, torch.split(model.compute_logits(hidden), counts), strict=True):
+            parts[sequence].append(logits)
+    return [torch.cat(part) for part in parts]
