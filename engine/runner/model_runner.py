@@ -102,9 +102,9 @@ def compile_model(level: int, model: CausalLM, model_config: CheckpointConfig, *
         reason = f"{model_config.architecture} runs by {model_config.runs_by}, which is not cut at its attention"
     if reason is not None:
         raise ValueError(f"compilation_level is {level}, but {reason}, or set compilation_level to 0")
-    from models.layers.compilation import compile_pieces
+    from models.layers.compilation import compile_layers
 
-    num_layers = compile_pieces(model)
+    num_layers = compile_layers(model)
     _log.info("torch compiles %d layers, between their calls of attention", num_layers)
 
 
@@ -112,9 +112,9 @@ def compiling(level: int) -> AbstractContextManager[None]:
     """Around a step of the start. Raises `ValueError`, in words, where torch fails to compile what the step runs."""
     if level == 0:
         return nullcontext()
-    from models.layers.compilation import in_words
+    from models.layers.compilation import compile_errors_as_value_errors
 
-    return in_words()
+    return compile_errors_as_value_errors()
 
 
 _log = logging.getLogger(__name__)

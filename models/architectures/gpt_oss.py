@@ -11,7 +11,7 @@ from models.architectures.llama import LlamaAttention, LlamaForCausalLM
 from models.architectures.registry import ConfigFacts, architecture
 from models.layers.linear import logits
 from models.layers.moe import FusedMoE
-from models.layers.parameter import Shard, empty_parameter, fill_rows, load_whole, require_shape
+from models.layers.parameter import WeightPart, empty_parameter, fill_rows, load_whole, require_shape
 from models.layers.routing import experts_per_token
 from models.ops import triton
 from models.ops.activation import clamped_swiglu
@@ -28,7 +28,7 @@ class GptOssAttention(LlamaAttention):
         self.total_heads, self.first_head = config.num_attention_heads, parallel.rank * self.num_heads
         self.sinks = empty_parameter(self.num_heads, weight_loader=self._load_sinks)
 
-    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load_sinks(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         require_shape(loaded, (self.total_heads,))
         parameter.data.copy_(loaded[self.first_head : self.first_head + self.num_heads])
 
@@ -40,9 +40,7 @@ class GptOssRouter(nn.Module):
         super().__init__()
         self.top_k = top_k
         # Small, and where it is wrong the wrong expert answers.
-        self.weight = empty_parameter(
-            num_experts, hidden_size, weight_loader=load_whole, is_product=True, fewest_bits=16
-        )
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,18 +60,18 @@ class GptOssRouter(nn.Module):
 class GptOssExperts(FusedMoE):
     """Experts whose checkpoint holds them stacked, input features before output features, gate and up interleaved."""
 
-    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
         first = self.split.rank * local
         # Views of the tensor, so that nothing but the parameter itself takes memory.
         rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
         mine = rows[:, 2 * first : 2 * (first + local)]
-        for place, one in enumerate(mine):
-            fill_rows(parameter, 0, one[0::2], place)
-            fill_rows(parameter, local, one[1::2], place)
+        for index, expert in enumerate(mine):
+            fill_rows(parameter, 0, expert[0::2], index)
+            fill_rows(parameter, local, expert[1::2], index)
 
-    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
+    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
         if parameter is not self.w2_bias:
             require_shape(loaded, (self.num_experts, self.intermediate_size, parameter.shape[1]))
             loaded = loaded.transpose(1, 2)

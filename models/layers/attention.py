@@ -1,4 +1,4 @@
-"""`Attention`: where a model meets the attention backend and its layer's KV cache."""
+"""`Attention`: calls the attention backend with a layer's KV cache."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCac
 
 
 class Attention(nn.Module):
-    """Causal attention over the sequences of the current step, by the backend that made the step's metadata."""
+    """Causal attention over the sequences of the current step, by the backend of the step's metadata."""
 
     def __init__(
         self,
@@ -23,10 +23,10 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        """`layer_name` finds the layer's cache in the forward context. Heads are this rank's.
+        """`layer_name` is the key of the layer's cache in the forward context. Heads are this rank's.
 
-        `scale` of the scores is `head_dim ** -0.5` by default. With `sliding_window`, a query sees so many tokens,
-        its own included. With `soft_cap`, scores are squeezed into that range by tanh.
+        `scale` of the scores is `head_dim ** -0.5` by default. With `sliding_window`, a query sees that many tokens,
+        its own included. With `soft_cap`, scores become `soft_cap * tanh(score / soft_cap)`.
         """
         super().__init__()
         self.cache_spec = KVCacheSpec(layer_name, num_kv_heads, head_dim, sliding_window)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.options = AttentionOptions(head_dim**-0.5 if scale is None else scale, sliding_window, soft_cap)
 
     def scale_cache(self, k_scale: float, v_scale: float) -> None:
-        """Take the checkpoint's scales for keys and values in an 8-bit cache."""
+        """Set the checkpoint's scales for keys and values in an 8-bit cache."""
         self.options = dataclasses.replace(self.options, k_scale=k_scale, v_scale=v_scale)
 
     def forward(
@@ -47,10 +47,7 @@ class Attention(nn.Module):
         norms: HeadNorms | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """Attend. `sinks` are logits that take probability, a head each, and add no value.
-
-        With `norms` and `rotation`, queries and keys are normalised and rotated first; queries may be changed in
-        place.
+        """Attend. See `AttentionInputs` for `sinks`, `norms` and `rotation`. Queries may be changed in place.
 
         # [tokens, heads, head_dim], 2 x [tokens, kv_heads, head_dim], [heads] -> [tokens, heads, head_dim]
         """

@@ -1,4 +1,4 @@
-"""What the model runner needs of any model, and how a layer declares what it keeps between steps."""
+"""`CausalLM`, what the model runner needs of any model, and the caches that layers declare."""
 
 import math
 from collections.abc import Iterator
@@ -16,27 +16,27 @@ class KVCacheSpec(NamedTuple):
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
-    """Tokens that a query sees, its own included; None: all before it."""
+    """The number of tokens that a query sees, its own included; None: all before it."""
 
 
 class VectorCacheSpec(NamedTuple):
-    """One paged vector a token, the same on every rank: a compressed latent, or an indexer's key."""
+    """One paged vector per token, the same on every rank: a compressed latent, or an indexer's key."""
 
     name: str
     dim: int
 
 
 class StateCacheSpec(NamedTuple):
-    """A recurrent layer's state of each running sequence, which no other sequence can share."""
+    """A recurrent layer's state, one for each running sequence, which sequences cannot share."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
-    """Of the state's tensors, for one sequence."""
+    """Shapes of the state's tensors, for one sequence."""
     dtypes: tuple[torch.dtype | None, ...]
-    """Of each; None: the model's."""
+    """The dtype of each; None: the model's."""
 
     def bytes_per_sequence(self, model_dtype: torch.dtype) -> int:
-        """Of all its tensors."""
+        """Bytes of one sequence's state."""
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return sum(math.prod(shape) * (dtype or model_dtype).itemsize for shape, dtype in pairs)
 
@@ -54,7 +54,7 @@ class CausalLM(Protocol):
         """# [rows, hidden_size] -> [rows, vocab_size] float32"""
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """What the layers keep, first to last."""
+        """The caches of the layers, first to last."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every weight once."""

@@ -1,8 +1,8 @@
-"""`compile_pieces`: has torch compile what lies between the calls of attention. Used by the model runner where asked.
+"""`compile_layers`: compiles each decoder layer with torch.compile. Used by the model runner at compilation level 3.
 
-Each decoder layer is compiled as such, with calls that stay as they are: attention with its store, recurrent layers,
-mixtures of experts, products with quantised weights or adapters, and exchanges between ranks. Layers of one kind share
-what is compiled for the first; the number of tokens is open.
+Compiled code calls some parts eagerly: attention with its cache write, recurrent layers, mixtures of experts, products
+with quantised weights or adapters, and all-reduces. Layers of one kind share the code compiled for the first; the
+number of tokens is dynamic.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ from models.layers.moe import FusedMoE
 from models.ops.stored_weight import stored_of
 
 DEFAULT_BACKEND: str | Callable[..., Any] = "inductor"
-"""torch's name of a compiler."""
-_KINDS_OF_LAYERS = 64
-"""That may share a line of code: torch's own limit of 8 would leave the ninth kind uncompiled."""
+"""The name of a compiler backend of torch."""
+_MAX_LAYER_KINDS = 64
+"""Kinds of layers that are compiled: torch's default of 8 would leave the ninth kind uncompiled."""
 
 
-def compile_pieces(model: CausalLM, backend: str | Callable[..., Any] | None = None) -> int:
-    """Have each decoder layer compiled when it first runs; how many there are. `backend`: None is the default.
+def compile_layers(model: CausalLM, backend: str | Callable[..., Any] | None = None) -> int:
+    """Have each decoder layer compiled when it first runs; returns the number of layers.
 
-    A step of one token and one of several then compile all there is.
+    A step of one token and a step of several tokens compile everything. `backend`: None is the default.
     """
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = max(_KINDS_OF_LAYERS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(_MAX_LAYER_KINDS, torch._dynamo.config.recompile_limit)
     layers = [
         layer
         for module in cast(nn.Module, model).modules()
@@ -42,14 +42,14 @@ def compile_pieces(model: CausalLM, backend: str | Callable[..., Any] | None = N
     ]
     for layer in layers:
         for module in layer.modules():
-            _leave_alone(module)
+            _exclude(module)
         layer.compile(backend=backend or DEFAULT_BACKEND, dynamic=True)
     return len(layers)
 
 
 @contextmanager
-def in_words() -> Iterator[None]:
-    """Raises `ValueError`, a sentence, where torch fails to compile what is run."""
+def compile_errors_as_value_errors() -> Iterator[None]:
+    """Raises `ValueError` where torch fails to compile what runs inside."""
     import torch._dynamo
 
     try:
@@ -63,18 +63,18 @@ def in_words() -> Iterator[None]:
         ) from error
 
 
-def _leave_alone(module: nn.Module) -> None:
-    """Have compiled code call what it cannot look into, or would compute worse."""
+def _exclude(module: nn.Module) -> None:
+    """Have compiled code call a module eagerly that it cannot trace, or would run slower."""
     if isinstance(module, MLAAttention):
-        module._attend = _as_it_is(module._attend)  # type: ignore[method-assign]
+        module._attend = _eager(module._attend)  # type: ignore[method-assign]
     elif isinstance(module, Attention | GatedDeltaNet | LightningIndexer | FusedMoE):
-        module.forward = _as_it_is(module.forward)  # type: ignore[method-assign]
+        module.forward = _eager(module.forward)  # type: ignore[method-assign]
     elif isinstance(module, ParallelLinear):
         is_joined = isinstance(module, RowParallelLinear) and module.parallel.size > 1
         weight = cast(nn.Parameter, module.weight)
         if module.lora is not None or stored_of(weight) is not None or is_joined:
-            module.forward = _as_it_is(module.forward)
+            module.forward = _eager(module.forward)
 
 
-def _as_it_is(call: Callable[..., Any]) -> Callable[..., Any]:
+def _eager(call: Callable[..., Any]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", torch.compiler.disable(call))  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from models.attention.context import get_forward_context
 from models.attention.gpu import TritonMetaData
 from models.layers.base import StateCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
-from models.layers.parameter import Shard, WeightLoader, empty_parameter, load_whole, require_shape
+from models.layers.parameter import WeightLoader, WeightPart, empty_parameter, load_whole, require_shape
 from models.ops import triton
 from models.ops.cpu import gated_delta as delta_ops
 from models.ops.gated_delta_rule import delta_rule_span, delta_rule_step
@@ -175,13 +175,13 @@ class GatedDeltaNet(nn.Module):
     def _local_parts(self) -> list[int]:
         return [part // self.parallel.size for part in self._parts]
 
-    def _load_conv(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load_conv(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         """The rank's heads of the queries', keys' and values' channels."""
         require_shape(loaded, (sum(self._parts), *parameter.shape[1:]))
         mine = (part.chunk(self.parallel.size)[self.parallel.rank] for part in torch.split(loaded, self._parts))
         parameter.data.copy_(torch.cat(list(mine)))
 
-    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load_heads(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
         require_shape(loaded, (len(parameter) * self.parallel.size,))
         parameter.data.copy_(loaded.chunk(self.parallel.size)[self.parallel.rank])
 

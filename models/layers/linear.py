@@ -1,7 +1,8 @@
-"""Linear layers sharded over tensor-parallel ranks: by column, by row, several in one, and QKV.
+"""Linear layers, embedding and head, sharded over tensor-parallel ranks, and the product that all of them use.
 
 A column-parallel layer holds some of the output features, a row-parallel one some of the input features; the second
-follows the first, and its partial sums are added up over the ranks. Weights are [out_features, in_features].
+follows the first, and its partial sums are added over the ranks. Weights are [out_features, in_features]. A weight may
+be dense, packed for the CPU operators or for oneDNN, or stay quantised: `linear` multiplies by any of these forms.
 """
 
 import logging
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.layers.lora import LinearLoRA, OutputPart
-from models.layers.parameter import Shard, empty_parameter, fill_rows, onednn_of, packed_of, require_shape
+from models.layers.parameter import WeightPart, empty_parameter, fill_rows, onednn_of, packed_of, require_shape
 from models.ops import aiter
 from models.ops.activation import GatedActivation, operator_of
 from models.ops.aiter import operators as dense
@@ -21,7 +22,7 @@ from models.ops.cpu import runtime
 from models.ops.stored_weight import stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
-# [product] `linear`: a product with a weight, wherever it lies. Called by the layers.
+_log = logging.getLogger(__name__)
 
 
 def linear(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,16 +59,16 @@ def logits(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None = No
 
 
 def float_logits(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """`x @ weight.T` in float32, by a float32 weight. # [rows, in_features] -> [rows, out_features]"""
+    """`x @ weight.T` in float32; the weight is float32. # [rows, in_features] -> [rows, out_features]"""
     return expert_ops.float_linear(x, weight) if runtime.runs(x) else F.linear(x.float(), weight)
 
 
 def rows_of(
     weight: nn.Parameter, ids: torch.Tensor, scale: float = 1.0, *, first_row: int | None = None
 ) -> torch.Tensor:
-    """A weight's rows by number, scaled. # [tokens] int64 -> [tokens, in_features]
+    """Rows of a weight, scaled. # [tokens] int64 -> [tokens, in_features]
 
-    `first_row`: that the weight begins with, where it has some of the rows only; the others are 0.
+    `first_row`: the number of the weight's first row, where a rank has only some; rows of other ranks are 0.
     """
     packed = packed_of(weight)
     if packed is not None:
@@ -81,26 +82,26 @@ def rows_of(
 
 
 class ParallelLinear(nn.Module):
-    """What adapters need of any of these layers."""
+    """Base of these layers: what adapters need of them."""
 
     in_features: int
-    """Of the whole layer."""
+    """The input features of the whole layer."""
     inputs: slice
-    """This rank's among them."""
+    """This rank's input features."""
     parts: dict[str | int | None, OutputPart]
-    """Where the output features of each tensor of the checkpoint are, by shard."""
+    """The output features of each tensor of the checkpoint."""
     lora: LinearLoRA | None = None
-    """What adapters add to the output; None where no adapter has a part in this layer."""
+    """What adapters add to the output; None where no adapter changes this layer."""
 
     def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
-        """Let adapters take part, if they do not yet; the weights of theirs will be of `dtype`."""
+        """The layer's adapters, which are created with weights of `dtype` if there are none yet."""
         if self.lora is None:
             self.lora = LinearLoRA(self.in_features, self.inputs, self.parts, dtype)
         return self.lora
 
 
 class _PackedLinear(ParallelLinear):
-    """Output features of several checkpoint tensors, one after the other; the rank's part of each."""
+    """The concatenated output features of several checkpoint tensors; the rank's part of each."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class _PackedLinear(ParallelLinear):
         *,
         bias: bool,
     ) -> None:
-        """`parts`: by shard, `(features in the checkpoint, features on this rank, first of them)`."""
+        """`parts`: for each part `(features in the checkpoint, features on this rank, first of them)`."""
         super().__init__()
         self.in_features = in_features
         self.inputs = slice(0, in_features)
@@ -129,7 +130,7 @@ class _PackedLinear(ParallelLinear):
         return output
 
     def gated(self, x: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
-        """`activation` of the output, without the memory between where one operator computes both.
+        """`activation` of the output, by one operator without intermediate memory where there is one.
 
         # [tokens, in_features] -> [tokens, the rank's features / 2]
         """
@@ -137,11 +138,11 @@ class _PackedLinear(ParallelLinear):
             return activation(self(x))
         return gated_linear(x, self.weight, self.bias, activation)
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
-        """Fill one part; with shard None of a layer of several, all of them from a tensor that holds them in order."""
-        assert not isinstance(shard, tuple), "experts are no part of a linear layer"
-        parts = [self.parts[shard]] if shard in self.parts else list(self.parts.values())
-        require_shape(loaded, (sum(part.whole for part in parts), *parameter.shape[1:]))
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, part: WeightPart) -> None:
+        """Fill one part; with part None of a layer of several, all of them from a tensor that concatenates them."""
+        assert not isinstance(part, tuple), "a linear layer has no experts"
+        parts = [self.parts[part]] if part in self.parts else list(self.parts.values())
+        require_shape(loaded, (sum(each.whole for each in parts), *parameter.shape[1:]))
         start = 0
         for whole, local, first, row in parts:
             fill_rows(parameter, row, loaded[start + first : start + first + local])
@@ -149,7 +150,7 @@ class _PackedLinear(ParallelLinear):
 
 
 class ColumnParallelLinear(_PackedLinear):
-    """One linear layer whose output features are shared out."""
+    """One linear layer whose output features are sharded."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
@@ -159,7 +160,7 @@ class ColumnParallelLinear(_PackedLinear):
 
 
 class MergedColumnParallelLinear(_PackedLinear):
-    """Several column-parallel layers of one input in one product; shards are numbered from 0."""
+    """Several column-parallel layers of one input in one product; parts are numbered from 0."""
 
     def __init__(
         self,
@@ -177,9 +178,9 @@ class MergedColumnParallelLinear(_PackedLinear):
 
 
 class QKVParallelLinear(_PackedLinear):
-    """Query, key and value projections in one product, shared out by head; shards `q`, `k` and `v`.
+    """Query, key and value projections in one product, sharded by head; parts `q`, `k` and `v`.
 
-    Where there are fewer key-value heads than ranks, neighbouring ranks hold the same one.
+    Where there are fewer key-value heads than ranks, consecutive ranks hold the same one.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class QKVParallelLinear(_PackedLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """One linear layer whose input features are shared out; its output is whole on every rank."""
+    """One linear layer whose input features are sharded; its output is whole on every rank."""
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = False, parallel: TensorParallel = SINGLE_RANK
@@ -227,14 +228,14 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [tokens, the rank's in_features] -> [tokens, out_features]"""
-        # One rank alone adds the bias, or the sum would hold it once a rank.
+        # Only one rank adds the bias: the sum over ranks must contain it once.
         bias = self.bias if self.parallel.rank == 0 else None
         output = linear(x, self.weight, bias)
         if self.lora is not None:
             self.lora.apply(output, x)
         return self.parallel.all_reduce(output)
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         if parameter is self.bias:
             require_shape(loaded, tuple(parameter.shape))
             parameter.data.copy_(loaded)
@@ -244,25 +245,22 @@ class RowParallelLinear(ParallelLinear):
         fill_rows(parameter, 0, loaded.narrow(1, self.parallel.rank * local, local))
 
 
-# [embedding] Token embedding and language-model head, the vocabulary shared out over tensor-parallel ranks.
-
-
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the vocabulary, as many on each rank; rows past its end are zero, so that any size divides it."""
+    """Token embedding. Each rank holds equally many rows of the vocabulary; rows past its end are zero."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, parallel: TensorParallel = SINGLE_RANK
     ) -> None:
-        """`scale`: of the rows when they are read."""
+        """`scale` multiplies the rows when they are read."""
         super().__init__()
         self.scale = scale
         self.vocab_size = vocab_size
         self.parallel = parallel
         self.num_rows = -(-vocab_size // parallel.size)
         self.first_row = parallel.rank * self.num_rows
-        # At 4 bits, errors of the embedding and the head reach the scores directly.
+        # Errors of the embedding and the head reach the logits directly: 4 bits are too few.
         self.weight = empty_parameter(
-            self.num_rows, hidden_size, weight_loader=self._load, is_product=True, fewest_bits=8
+            self.num_rows, hidden_size, weight_loader=self._load, is_product=True, min_bits=8
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -271,7 +269,7 @@ class VocabParallelEmbedding(nn.Module):
             return rows_of(self.weight, input_ids, self.scale)
         return self.parallel.all_reduce(rows_of(self.weight, input_ids, self.scale, first_row=self.first_row))
 
-    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard) -> None:
+    def _load(self, parameter: nn.Parameter, loaded: torch.Tensor, _part: WeightPart) -> None:
         require_shape(loaded, (self.vocab_size, parameter.shape[1]))
         part = loaded[self.first_row : self.first_row + self.num_rows]
         fill_rows(parameter, 0, part)
@@ -279,33 +277,27 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Scores of the vocabulary's tokens; may share its weight with the embedding."""
+    """Logits of the vocabulary's tokens; may share its weight with the embedding."""
 
     gives_parts = False
-    """Whether each rank is given its own tokens' logits, and not rank 0 those of all."""
+    """Whether each rank returns the logits of its own rows, instead of rank 0 those of all."""
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight from here on."""
         self.weight = embedding.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """# [rows, hidden_size] -> [rows, vocab_size] float32; on ranks behind the first, and in parts, their own"""
+        """# [rows, hidden_size] -> [rows, vocab_size] float32; with `gives_parts`, or on rank 1 and later, the rank's
+        own
+        """
         own = logits(hidden, self.weight)
         if self.gives_parts:
             return own[:, : max(0, self.vocab_size - self.first_row)]
         return self.parallel.gather(own)[:, : self.vocab_size]
 
 
-# [onednn] Products' weights as oneDNN, which torch has within it, reads them: for hosts without the compiled
-# operators.
-#
-# Called by the loader once a model is filled. A packed weight takes the plain one's place, so each is stored once.
-
-_log = logging.getLogger(__name__)
-
-
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch on this processor multiplies packed weights of a type."""
+    """Whether oneDNN, in this torch on this processor, multiplies packed weights of a dtype."""
     return (
         dtype is torch.bfloat16
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -314,13 +306,16 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_filled_products(model: nn.Module) -> None:
-    """Pack every bfloat16 weight that is one product's alone: none that is also read row by row, or one of a stack."""
+    """Pack the bfloat16 weights of a filled model for oneDNN, on hosts without the compiled operators.
+
+    Weights that are also read by row, and stacks, stay as they are. A packed weight replaces the dense one.
+    """
     read_by_row = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
     for parameter in model.parameters():
         if parameter.dim() == 2 and getattr(parameter, "is_product", False) and id(parameter) not in read_by_row:
             weight = parameter.data
-            # The number of rows is a hint.
+            # The number of tokens is a hint.
             parameter.onednn = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # type: ignore[attr-defined]
-            # Whoever reads it in another way finds no numbers.
+            # Reading the weight in another way yields NaN.
             parameter.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
     _log.info("Products run on weights that oneDNN packs")

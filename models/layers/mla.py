@@ -1,6 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): heads' keys and values come of one small latent a token.
+"""Multi-head latent attention (DeepSeek-V2, 2024): heads' keys and values are projections of one latent per token.
 
-The cache holds that latent and one rotated key for all heads; how it is attended to is the backend's affair.
+The cache holds that latent and one rotated key for all heads; the backend attends to them. `LightningIndexer`, of
+DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), selects the tokens that each token attends to.
 """
 
 import dataclasses
@@ -13,25 +14,24 @@ from models.attention.context import LoRARows, get_forward_context
 from models.layers.base import VectorCacheSpec
 from models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from models.layers.norm import LayerNorm, RMSNorm
-from models.layers.parameter import read_whole
+from models.layers.parameter import mark_read_directly
 from models.ops.cpu.latent_attention import PackedHeads
 from models.ops.torch_ops import rotate
 from models.ops.types import AttentionOptions, LatentInputs, Rotation, VectorCache
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
-# [indexer] The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025): which tokens each token attends
-# to.
-
 _KEY_NORM_EPS = 1e-6
+_LATENT_NORM_EPS = 1e-6
+"""The epsilon of the latents' norms, whatever `rms_norm_eps` is."""
 
 
 class LightningIndexer(nn.Module):
-    """Scores every earlier token by a few small heads and keeps the best. The same on every rank."""
+    """Scores every earlier token by a few small heads and selects the best. Replicated on every rank."""
 
     def __init__(
         self, layer_name: str, *, hidden_size: int, q_lora_rank: int, num_heads: int, head_dim: int, top_k: int
     ) -> None:
-        """`layer_name` finds the cache of its keys in the forward context; `top_k` tokens are kept."""
+        """`layer_name` is the key of its cache in the forward context; `top_k` tokens are selected."""
         super().__init__()
         self.layer_name = layer_name
         self.num_heads, self.head_dim, self.top_k = num_heads, head_dim, top_k
@@ -46,8 +46,8 @@ class LightningIndexer(nn.Module):
     ) -> torch.Tensor | None:
         """Positions each token attends to, -1 for none; None: all before it. See `AttentionBackend.index_top_k`.
 
-        The score of a key is the sum over heads of `weight * relu(query . key)`. Dimensions are rotated as halves,
-        also where the attention's own are interleaved.
+        The score of a key is the sum over heads of `weight * relu(query . key)`. Dimensions are rotated as halves
+        even where the attention's are interleaved.
 
         # [tokens, hidden_size], [tokens, q_lora_rank], 2 x [tokens, 1, rotary_dim] -> [tokens, selected] int64
         """
@@ -61,10 +61,6 @@ class LightningIndexer(nn.Module):
         return metadata.backend.index_top_k(q, weights * scale, k, cache, metadata, self.top_k)
 
 
-_LATENT_NORM_EPS = 1e-6
-"""Of the norms of the latents, whatever `rms_norm_eps` is."""
-
-
 @dataclass(frozen=True, slots=True)
 class MLAShape:
     """Sizes of one layer, in elements."""
@@ -72,23 +68,23 @@ class MLAShape:
     hidden_size: int
     num_heads: int
     q_lora_rank: int | None
-    """Of the queries' latent; None: queries are projected straight from the hidden states."""
+    """The rank of the queries' latent; None: queries are projected directly from the hidden states."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Dimensions of a head's query and key without a position."""
+    """Dimensions of a head's query and key that are not rotated."""
     qk_rope_head_dim: int
-    """Rotated dimensions; the key's are one vector for all heads."""
+    """Rotated dimensions; all heads share the key's."""
     v_head_dim: int
     scale: float
-    """Of the scores."""
+    """The factor of the scores."""
     bias: bool
-    """Whether the projections from and to the hidden states have one."""
+    """Whether the projections from and to the hidden states have biases."""
     interleaved: bool
-    """Whether rotated dimensions are neighbouring pairs, not halves."""
+    """Whether rotated dimensions are adjacent pairs, not halves."""
 
 
 class MLAAttention(nn.Module):
-    """Latent attention with its projections. Heads are shared out over the ranks, latents are on every rank."""
+    """Latent attention with its projections. Heads are sharded over the ranks, latents are on every rank."""
 
     def __init__(
         self,
@@ -98,7 +94,9 @@ class MLAAttention(nn.Module):
         indexer: LightningIndexer | None = None,
         parallel: TensorParallel = SINGLE_RANK,
     ) -> None:
-        """`layer_name` finds the layer's cache in the forward context. `indexer` chooses the tokens attended to."""
+        """`layer_name` is the key of the layer's cache in the forward context. `indexer` selects the tokens attended
+        to.
+        """
         super().__init__()
         self.shape = shape
         self.layer_name = layer_name
@@ -118,19 +116,19 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(
             shape.kv_lora_rank, shape.num_heads * (shape.qk_nope_head_dim + shape.v_head_dim), parallel=parallel
         )
-        read_whole(self.kv_b_proj.weight)  # Split by head.
+        mark_read_directly(self.kv_b_proj.weight)  # Split by head.
         self.o_proj = RowParallelLinear(shape.num_heads * shape.v_head_dim, hidden, bias=shape.bias, parallel=parallel)
         self.indexer = indexer
         self.packed_heads: PackedHeads | None = None
 
     def pack_heads(self) -> None:
-        """Have the CPU's operators attend, by copies of the loaded weights, except to selected tokens."""
+        """Copy the loaded weights for the CPU operators, which attend unless an indexer selects tokens."""
         if self.indexer is None:
             kv_b = self.kv_b_proj.weight.view(self.num_heads, -1, self.shape.kv_lora_rank)
             self.packed_heads = PackedHeads(kv_b, self.shape.qk_nope_head_dim)
 
     def scale_cache(self, k_scale: float, _v_scale: float) -> None:
-        """Take the checkpoint's scale for latents in an 8-bit cache: they are the keys."""
+        """Set the checkpoint's scale for latents in an 8-bit cache: that of keys."""
         self.options = dataclasses.replace(self.options, k_scale=k_scale)
 
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -164,9 +162,9 @@ class MLAAttention(nn.Module):
             return backend.latent_attention(q, latent, kv_b, cache, metadata, options, selected, inputs)
 
         attended = attend(self.kv_b_proj.weight, self.packed_heads)
-        # An adapter of what expands the latents holds for all that its tokens see: they attend once more, with it.
+        # An adapter of `kv_b_proj` changes all keys and values that its tokens see: they attend again, with it.
         groups = None if lora is None else context.lora
-        assert not isinstance(groups, LoRARows), "no graph captures adapters of what expands latents"
+        assert not isinstance(groups, LoRARows), "graphs capture no adapters of kv_b_proj"
         for adapter, tokens in groups or ():
             if lora is not None and (delta := lora.delta(adapter)) is not None:
                 attended[tokens] = attend(self.kv_b_proj.weight + delta, None)[tokens]

@@ -1,6 +1,7 @@
 """`FusedMoE`: the experts of a mixture-of-experts layer. Models route with `models.layers.routing`, then call it.
 
 The (token, expert) pairs are sorted by expert, so that each active expert multiplies one contiguous run of rows.
+`ExpertShare` says which experts a rank holds.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import get_forward_context
-from models.layers.parameter import Shard, Spelling, empty_parameter, fill_rows, packed_of, require_shape
+from models.layers.parameter import SourceNames, WeightPart, empty_parameter, fill_rows, packed_of, require_shape
 from models.ops import triton
 from models.ops.activation import gating_of, swiglu
 from models.ops.aiter import operators as aiter_experts
@@ -25,24 +26,20 @@ if TYPE_CHECKING:
     pass
 
 
-# [expert_parallel] `ExpertShare`: which experts a rank holds, and which it sees to for its replica. Used by
-# `FusedMoE`.
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """The experts of one rank."""
+    """The experts that a rank holds, and those whose results it provides for its replica."""
 
     asked: range
-    """Those whose pairs of a token and an expert this rank sees to, for its replica."""
+    """The experts whose (token, expert) pairs this rank provides for its replica."""
     local: range
-    """Those that it holds: a part of `asked`, or all."""
+    """The experts that it holds: a part of `asked`, or all."""
     exchange: Exchange | None = None
-    """With the ranks that hold the rest of `asked`."""
+    """Communication with the ranks that hold the rest of `asked`."""
 
     @classmethod
     def of(cls, num_experts: int, parallel: TensorParallel) -> "ExpertShare":
-        """Raises `ValueError` where the ranks do not divide the experts."""
+        """The share of one rank. Raises `ValueError` where the ranks do not divide the experts evenly."""
         experts = parallel.experts
         if experts is None:
             return cls(range(num_experts), range(num_experts))
@@ -64,9 +61,6 @@ class ExpertShare:
         )
 
 
-# [grouped_linear] `grouped_linear`: runs of rows, each by its own expert's weight. Called by `FusedMoE`.
-
-
 def grouped_linear(
     rows: torch.Tensor,
     weight: nn.Parameter,
@@ -75,7 +69,7 @@ def grouped_linear(
     *,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first `counts[0]` rows through expert 0, the next `counts[1]` through expert 1 ...; past the last run, zero.
+    """Multiply runs of rows by their experts' weights: `counts[0]` rows by expert 0's, and so on; zero after them.
 
     # [pairs, in], [experts, out, in], [experts, out], [experts] int64 -> [pairs, out]
 
@@ -103,19 +97,19 @@ _GATE, _UP, _DOWN = "gate", "up", "down"
 
 
 class Routed(NamedTuple):
-    """What a layer of experts computes of."""
+    """The input of a layer of experts."""
 
     hidden: torch.Tensor  # [tokens, hidden_size]
     weights: torch.Tensor  # [tokens, top_k] float32
     ids: torch.Tensor  # [tokens, top_k] int64
-    beside: torch.Tensor | None
-    """What every rank has of each token besides, [tokens, hidden_size]."""
+    shared: torch.Tensor | None
+    """The output of shared experts, whole on every rank. [tokens, hidden_size]"""
     gate: torch.Tensor | None
-    """[tokens, 1] float32, logits of the share of `beside` that a token takes; None: all of it."""
+    """[tokens, 1] float32, logits of the share of `shared` that is added; None: all of it."""
 
 
 class ExpertNames(NamedTuple):
-    """How a family's checkpoints name the projections of one expert."""
+    """The names of one expert's projections in a family's checkpoints."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -123,7 +117,7 @@ class ExpertNames(NamedTuple):
 
 
 class SparseMoE(nn.Module):
-    """The feed-forward layer that routes: `gate` gives weights and ids, shared experts see every token."""
+    """A feed-forward layer of routed experts, chosen by `gate`, and shared experts, which every token uses."""
 
     def __init__(self, gate: nn.Module, experts: "FusedMoE", shared_experts: nn.Module | None = None) -> None:
         super().__init__()
@@ -131,16 +125,15 @@ class SparseMoE(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""
-        beside = None if self.shared_experts is None else self.shared_experts(hidden)
-        return self.experts(hidden, *self.gate(hidden), beside)  # type: ignore[no-any-return]
+        shared = None if self.shared_experts is None else self.shared_experts(hidden)
+        return self.experts(hidden, *self.gate(hidden), shared)  # type: ignore[no-any-return]
 
 
 class FusedMoE(nn.Module):
     """Gated feed-forward experts, each split over the tensor-parallel ranks along its intermediate dimension.
 
-    With expert parallelism a rank has some of them, whole, instead of a part of each.
-    Read from checkpoints with a tensor an expert (`experts.3.gate_proj.weight`) or with all experts stacked
-    (`experts.gate_up_proj`).
+    With expert parallelism a rank has some of them, whole, instead of a part of each. Checkpoints have a tensor per
+    expert (`experts.3.gate_proj.weight`) or all experts stacked (`experts.gate_up_proj`).
     """
 
     def __init__(
@@ -160,7 +153,7 @@ class FusedMoE(nn.Module):
         self.share = ExpertShare.of(num_experts, parallel)
         self.local_experts = self.share.local
         self.split = parallel if parallel.experts is None else SINGLE_RANK
-        """How each expert is shared out."""
+        """How each expert is sharded over ranks."""
         here, local = len(self.local_experts), self.split.share(intermediate_size, "the experts' intermediate size")
         self.w13 = empty_parameter(
             here,
@@ -203,32 +196,32 @@ class FusedMoE(nn.Module):
         hidden: torch.Tensor,
         weights: torch.Tensor,
         ids: torch.Tensor,
-        beside: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The sum of each token's experts by their weights, and of what is `beside` them on every rank.
+        """The weighted sum of each token's experts, plus the output of shared experts.
 
         # [tokens, hidden_size], [tokens, top_k] float32, [tokens, top_k] int64 -> [tokens, hidden_size]
 
-        `gate` [tokens, 1] float32: logits of the share of `beside` that a token takes; None: all of it.
+        `gate` [tokens, 1] float32: logits of the share of `shared` that is added; None: all of it.
         """
-        routed = Routed(hidden, weights, ids, beside, gate)
+        routed = Routed(hidden, weights, ids, shared, gate)
         if self.share.exchange is not None:
-            return self._across_replicas(routed)
+            return self._forward_replicas(routed)
         if self.shuffled is not None:
             sums = aiter_experts.experts(hidden, self.shuffled, weights, ids.to(torch.int32))
             return self._add(self.parallel.all_reduce(sums), routed)
         w13, w2 = self.w13, self.w2
-        if packed_of(w13) is not None and packed_of(w2) is not None:
-            return self._by_operators(routed)
+        if self._is_packed:
+            return self._forward_cpu(routed)
         if hidden.dtype is w13.dtype and triton.runs(hidden, operator="moe") and _are_for_kernels(w13, w2):
-            return self._by_kernels(routed, w13, w2)
-        return self._by_torch(routed)
+            return self._forward_triton(routed, w13, w2)
+        return self._forward_torch(routed)
 
     def shuffle(self) -> bool:
-        """Have aiter compute the filled layer; False where it has no kernels for one like this.
+        """Have aiter compute the filled layer; False where it has no kernels for its form.
 
-        The weights are put in the order that its kernels load them in, and nothing else may read them afterwards.
+        The weights are reordered for its kernels, and nothing else may read them afterwards.
         """
         is_alike = self.activation is swiglu and self.w13_bias is None
         is_all_here = self.expert_map is None and self.share.exchange is None
@@ -241,7 +234,7 @@ class FusedMoE(nn.Module):
         return True
 
     def _for_aiter(self) -> aiter_experts.ExpertWeights | None:
-        """The weights, where they are in 16 bits or in FP8 with scales of blocks."""
+        """The weights, if they are in 16 bits or in FP8 with scales per block."""
         if any(weight.dtype not in (torch.bfloat16, torch.float16) for weight in (self.w13, self.w2)):
             return None
         first, second = stored_of(self.w13), stored_of(self.w2)
@@ -254,7 +247,7 @@ class FusedMoE(nn.Module):
     def _is_packed(self) -> bool:
         return packed_of(self.w13) is not None and packed_of(self.w2) is not None
 
-    def _by_torch(self, routed: Routed) -> torch.Tensor:
+    def _forward_torch(self, routed: Routed) -> torch.Tensor:
         top_k = routed.ids.shape[1]
         experts = routed.ids.flatten()
         if self.expert_map is not None:
@@ -264,29 +257,29 @@ class FusedMoE(nn.Module):
         # Back in the order of tokens, so that a sum over top_k needs no atomic additions.
         products = routed.hidden.new_empty(len(order), routed.hidden.shape[1])
         products[order] = self._products(routed.hidden, counts, order // top_k)
-        return self._added_up(products.view(len(routed.hidden), top_k, -1), routed)
+        return self._weighted_sum(products.view(len(routed.hidden), top_k, -1), routed)
 
-    def _by_operators(self, routed: Routed) -> torch.Tensor:
-        """`forward` without anything of torch's, so that it may be recorded."""
-        counts, tokens, places = expert_ops.sort_pairs(routed.ids, self.num_experts, first=self.local_experts.start)
+    def _forward_cpu(self, routed: Routed) -> torch.Tensor:
+        """`forward` by CPU operators alone, so that it can be recorded."""
+        counts, tokens, pair_rows = expert_ops.sort_pairs(routed.ids, self.num_experts, first=self.local_experts.start)
         products = self._products(routed.hidden, counts[: len(self.local_experts)], tokens)
-        return self._combined(products, places, routed)
+        return self._combine(products, pair_rows, routed)
 
-    def _across_replicas(self, routed: Routed) -> torch.Tensor:
-        """`forward` where other replicas have some of the experts, and ask those that are here."""
+    def _forward_replicas(self, routed: Routed) -> torch.Tensor:
+        """`forward` where replicas exchange tokens, because each has some of the experts."""
         dp_metadata = get_forward_context().dp_metadata
-        assert dp_metadata is not None, "replicas that exchange tokens agree on how many each has"
+        assert dp_metadata is not None, "replicas that exchange tokens agree on their numbers of tokens"
         asked, local, exchange = self.share.asked, self.share.local, self.share.exchange
         assert exchange is not None
-        products, places = exchange.across(
+        products, pair_rows = exchange.across(
             asked, local, routed.hidden, routed.ids, self._products, dp_metadata.num_tokens_across_dp
         )
         if self._is_packed:
-            return self._combined(products, places, routed)
-        return self._added_up(products[places], routed)
+            return self._combine(products, pair_rows, routed)
+        return self._weighted_sum(products[pair_rows], routed)
 
     def _products(self, hidden: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What the local experts make of their runs of `hidden[tokens]`; 0 past the last.
+        """The outputs of the local experts for their runs of `hidden[tokens]`; 0 after the last run.
 
         # [rows, hidden_size], [local experts], [pairs] int64 -> [pairs, hidden_size]
         """
@@ -295,34 +288,34 @@ class FusedMoE(nn.Module):
 
     @property
     def _outer_bias(self) -> torch.Tensor | None:
-        """One rank alone adds the bias of experts that all have a part of, or the sum would hold it once a rank."""
+        """The second bias, on one rank only where each has a part of every expert: the sum must contain it once."""
         return None if self.split.rank else self.w2_bias
 
-    def _combined(self, products: torch.Tensor, places: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """As `_added_up`, by operators. # [pairs, hidden_size], [tokens, top_k]"""
-        _, weights, _, beside, gate = routed
-        if self.parallel.rank:  # One rank alone adds what all have.
-            beside = gate = None
-        return self.parallel.all_reduce(expert_ops.combine(products, weights, places, beside, gate))
+    def _combine(self, products: torch.Tensor, pair_rows: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """As `_weighted_sum`, by operators. # [pairs, hidden_size], [tokens, top_k] row of each pair"""
+        _, weights, _, shared, gate = routed
+        if self.parallel.rank:  # One rank adds what all ranks have.
+            shared = gate = None
+        return self.parallel.all_reduce(expert_ops.combine(products, weights, pair_rows, shared, gate))
 
-    def _added_up(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
-        """The layer's output, of what each token's experts made of it. # [tokens, top_k, hidden_size]"""
+    def _weighted_sum(self, by_token: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """The layer's output from each token's experts. # [tokens, top_k, hidden_size]"""
         combined = (by_token * routed.weights.unsqueeze(-1)).sum(1)  # float32 as the weights are
         return self._add(self.parallel.all_reduce(combined.to(by_token.dtype)), routed)
 
     @staticmethod
     def _add(sums: torch.Tensor, routed: Routed) -> torch.Tensor:
-        _, _, _, beside, gate = routed
-        if beside is None:
+        _, _, _, shared, gate = routed
+        if shared is None:
             return sums
-        return sums + (beside if gate is None else (beside * gate.sigmoid()).to(beside.dtype))
+        return sums + (shared if gate is None else (shared * gate.sigmoid()).to(shared.dtype))
 
-    def _by_kernels(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
-        """`forward` on a GPU, where the host learns nothing of who goes where."""
+    def _forward_triton(self, routed: Routed, w13: nn.Parameter, w2: nn.Parameter) -> torch.Tensor:
+        """`forward` on a GPU, without reading the routing on the host."""
         import models.ops.triton.expert_products as products_kernels
         import models.ops.triton.expert_routing as routing_kernels
 
-        hidden, weights, ids, beside, gate = routed
+        hidden, weights, ids, shared, gate = routed
         expert_map = self.expert_map
         experts = ids if expert_map is None else expert_map[ids]
         num_pairs, held = ids.numel(), len(self.local_experts)
@@ -333,18 +326,18 @@ class FusedMoE(nn.Module):
             inner = self.activation(inner)
         products = products_kernels.grouped_products(inner, operand_of(w2), self._outer_bias, pairs, num_pairs)
         if self.parallel.size == 1:
-            return routing_kernels.moe_combine(products, weights, experts, held, beside, gate)
+            return routing_kernels.moe_combine(products, weights, experts, held, shared, gate)
         return self._add(
             self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held)), routed
         )
 
     def _expert_map(self) -> torch.Tensor:
-        """By expert, its place on this rank; past the last place for the experts of other ranks."""
-        places = torch.full((self.num_experts,), len(self.local_experts))
-        places[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
-        return places
+        """Each expert's index on this rank; one past the last index for the experts of other ranks."""
+        indices = torch.full((self.num_experts,), len(self.local_experts))
+        indices[self.local_experts.start : self.local_experts.stop] = torch.arange(len(self.local_experts))
+        return indices
 
-    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[Spelling, Spelling]:
+    def _sources(self, parts: dict[str, str], stacked: str, kind: str) -> tuple[SourceNames, SourceNames]:
         each = {
             f"experts.{expert}.{name}.{kind}": (expert, part)
             for expert in range(self.num_experts)
@@ -352,38 +345,38 @@ class FusedMoE(nn.Module):
         }
         return each, {f"experts.{stacked}": _STACKED}
 
-    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
-        """Rows of the rank's part: gate before up."""
+    def _load_gate_up(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
+        """Load the rank's rows of gate, then of up."""
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         first = self.split.rank * local
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, 2 * whole, *parameter.shape[2:]))
             mine = loaded[self.local_experts.start : self.local_experts.stop]
-            for place, one in enumerate(mine):
-                fill_rows(parameter, 0, one[first : first + local], place)
-                fill_rows(parameter, local, one[whole + first : whole + first + local], place)
+            for index, expert in enumerate(mine):
+                fill_rows(parameter, 0, expert[first : first + local], index)
+                fill_rows(parameter, local, expert[whole + first : whole + first + local], index)
             return
         assert isinstance(shard, tuple)
-        expert, part = shard
+        number, part = shard
         require_shape(loaded, (whole, *parameter.shape[2:]))
-        if expert in self.local_experts:
+        if number in self.local_experts:
             row = local if part == _UP else 0
-            fill_rows(parameter, row, loaded[first : first + local], expert - self.local_experts.start)
+            fill_rows(parameter, row, loaded[first : first + local], number - self.local_experts.start)
 
-    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: Shard) -> None:
-        """Columns of the rank's part; a bias whole."""
+    def _load_down(self, parameter: nn.Parameter, loaded: torch.Tensor, shard: WeightPart) -> None:
+        """Load the rank's columns, or the whole bias."""
         hidden_size = parameter.shape[1]
         columns = () if parameter is self.w2_bias else (self.intermediate_size,)
         if shard == _STACKED:
             require_shape(loaded, (self.num_experts, hidden_size, *columns))
-            for place, one in enumerate(loaded[self.local_experts.start : self.local_experts.stop]):
-                fill_rows(parameter, 0, self._columns(one, parameter), place)
+            for index, expert in enumerate(loaded[self.local_experts.start : self.local_experts.stop]):
+                fill_rows(parameter, 0, self._columns(expert, parameter), index)
             return
         assert isinstance(shard, tuple)
-        expert, _ = shard
+        number, _ = shard
         require_shape(loaded, (hidden_size, *columns))
-        if expert in self.local_experts:
-            fill_rows(parameter, 0, self._columns(loaded, parameter), expert - self.local_experts.start)
+        if number in self.local_experts:
+            fill_rows(parameter, 0, self._columns(loaded, parameter), number - self.local_experts.start)
 
     def _columns(self, loaded: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         if parameter is self.w2_bias:

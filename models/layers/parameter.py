@@ -1,4 +1,4 @@
-"""Parameters that know how a checkpoint's tensor goes into them. Used by the layers and the loader."""
+"""Parameters that know how they are filled from a checkpoint's tensors. Used by the layers and the loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,12 +12,13 @@ from models.ops.cpu.structures import MAX_IN_FEATURES
 from models.quantization.config import WeightBits
 from models.quantization.stored import fill_stored
 
-Shard: TypeAlias = str | int | tuple[int, str] | None
-"""A part of a packed parameter, `(expert, part)` where it packs experts; None: the whole."""
-WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, Shard], None]
-"""`(parameter, tensor of the checkpoint, shard)`."""
-Spelling: TypeAlias = Mapping[str, Shard]
-"""The checkpoint's tensors that fill one parameter: names relative to the parent of the parameter's module."""
+WeightPart: TypeAlias = str | int | tuple[int, str] | None
+"""A part of a packed parameter, `(expert, part)` for experts; None: all of it."""
+WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, WeightPart], None]
+"""Called with the parameter, a tensor of the checkpoint, and the part that it fills."""
+SourceNames: TypeAlias = Mapping[str, WeightPart]
+"""The checkpoint's tensors that fill one parameter: the part that each fills, by its name after the module's
+parent."""
 
 
 class WeightShapeError(ValueError):
@@ -31,24 +32,25 @@ def empty_parameter(
     *shape: int,
     weight_loader: WeightLoader,
     dtype: torch.dtype | None = None,
-    sources: tuple[Spelling, ...] = (),
+    sources: tuple[SourceNames, ...] = (),
     is_product: bool = False,
-    fewest_bits: WeightBits = 4,
+    min_bits: WeightBits = 4,
 ) -> nn.Parameter:
     """An uninitialised parameter on the default device, of the default dtype or its own, filled by `weight_loader`.
 
-    `sources`: the spellings that checkpoints come in, of which each uses one; empty for a parameter that the
-    checkpoint holds under its own name. `is_product`: the layer uses it by `models.layers.linear` alone, and fills
-    it by `fill_rows`, so that it may lie as products read it. `fewest_bits`: that such a weight may be rounded to.
+    `sources`: the namings of its tensors, of which a checkpoint uses one; empty for a parameter that the checkpoint
+    holds under its own name. `is_product`: the layer reads it through `models.layers.linear` only, and fills it
+    through
+    `fill_rows`, so that it may be kept in another form. `min_bits`: the fewest bits that it may be rounded to.
     """
     waits = is_product and _products_wait
     memory = torch.empty(1, dtype=dtype).expand(shape) if waits else torch.empty(shape, dtype=dtype)
     parameter = nn.Parameter(memory, requires_grad=False)
-    # A subclass of Parameter would carry this by type, but torch dispatches every operator on it more slowly.
+    # Attributes, because torch dispatches every operator on a subclass of Parameter more slowly.
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
     parameter.sources = sources  # type: ignore[attr-defined]
     parameter.is_product = is_product  # type: ignore[attr-defined]
-    parameter.fewest_bits = fewest_bits  # type: ignore[attr-defined]
+    parameter.min_bits = min_bits  # type: ignore[attr-defined]
     return parameter
 
 
@@ -57,7 +59,7 @@ _products_wait = False
 
 @contextmanager
 def products_without_memory() -> Iterator[None]:
-    """Parameters of products made inside have memory only from `take_memory` on."""
+    """Inside, parameters of products are made without memory, which `take_memory` allocates."""
     global _products_wait
     _products_wait = True
     try:
@@ -67,40 +69,40 @@ def products_without_memory() -> Iterator[None]:
 
 
 def take_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Give memory to those that have none and do not lie elsewhere: in the form that products read, or quantised."""
+    """Allocate the parameters that have no memory and no other form, packed or quantised."""
     for parameter in parameters:
-        is_bare = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
-        if is_bare and not any(hasattr(parameter, place) for place in ("packed", "stored")):
+        has_no_memory = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
+        if has_no_memory and not any(hasattr(parameter, form) for form in ("packed", "stored")):
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def weight_loader_of(parameter: nn.Parameter) -> WeightLoader:
-    """What `empty_parameter` was given."""
+    """The `weight_loader` of `empty_parameter`."""
     loader: WeightLoader = parameter.weight_loader  # type: ignore[attr-defined]
     return loader
 
 
-def sources_of(parameter: nn.Parameter) -> tuple[Spelling, ...]:
-    """What `empty_parameter` was given."""
-    spellings: tuple[Spelling, ...] = parameter.sources  # type: ignore[attr-defined]
+def sources_of(parameter: nn.Parameter) -> tuple[SourceNames, ...]:
+    """The `sources` of `empty_parameter`."""
+    spellings: tuple[SourceNames, ...] = parameter.sources  # type: ignore[attr-defined]
     return spellings
 
 
-def read_whole(parameter: nn.Parameter) -> None:
-    """Say that a layer reads the weight itself, not by products alone."""
+def mark_read_directly(parameter: nn.Parameter) -> None:
+    """Declare that a layer reads the weight directly, so that it stays dense."""
     parameter.is_product = False  # type: ignore[attr-defined]
 
 
 def is_product(parameter: nn.Parameter) -> bool:
-    """Whether products alone read the weight."""
+    """Whether the weight is read through `models.layers.linear` only."""
     found: bool = parameter.is_product  # type: ignore[attr-defined]
     return found
 
 
 def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
-    """Keep the weights of an unfilled model that are products' as the CPU's operators read them.
+    """Have an unfilled model keep the weights of products in the form that the CPU operators read.
 
-    `weight_bits`: what they are rounded to as they are filled, or more where a layer needs more.
+    They are rounded to `weight_bits` as they are filled, or to a layer's minimum.
     """
     for parameter in model.parameters():
         if _can_be_packed(parameter):
@@ -112,7 +114,7 @@ def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
 
 
 def weight_bytes(parameter: nn.Parameter, weight_bits: WeightBits = 16) -> int:
-    """Memory that a parameter takes in a model of such weights."""
+    """The memory of a parameter in a model whose weights are rounded to `weight_bits`."""
     bits = _bits_of(parameter, weight_bits) if _can_be_packed(parameter) else 16
     if bits == 16:
         return parameter.nbytes
@@ -127,32 +129,32 @@ def _can_be_packed(parameter: nn.Parameter) -> bool:
 
 
 def _bits_of(parameter: nn.Parameter, weight_bits: WeightBits) -> WeightBits:
-    fewest: WeightBits = parameter.fewest_bits  # type: ignore[attr-defined]
-    return max(fewest, weight_bits)
+    minimum: WeightBits = parameter.min_bits  # type: ignore[attr-defined]
+    return max(minimum, weight_bits)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
-    """The memory of a weight that lies as products read it."""
+    """The weight as the CPU operators read it; None where it is in another form."""
     return getattr(parameter, "packed", None)
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A weight as oneDNN reads it, where `models.layers.linear` packed it."""
+    """The weight as oneDNN reads it; None where it is in another form."""
     return getattr(parameter, "onednn", None)
 
 
-def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: int | None = None) -> None:
-    """Put rows of a weight, or elements of a bias, into their places from `first` on; those of one of a stack."""
+def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> None:
+    """Fill rows of a weight, or elements of a bias, from `first` on; of a stack of experts, those of one expert."""
     packed = packed_of(parameter)
     if packed is not None:
-        packed.put(first + (place or 0) * parameter.shape[-2], rows)
-    elif not fill_stored(parameter, first, rows, place):
-        whole = parameter.data if place is None else parameter.data[place]
+        packed.put(first + (expert_index or 0) * parameter.shape[-2], rows)
+    elif not fill_stored(parameter, first, rows, expert_index):
+        whole = parameter.data if expert_index is None else parameter.data[expert_index]
         whole[first : first + len(rows)].copy_(rows)
 
 
-def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: Shard = None) -> None:
-    """The loader of a parameter that every rank holds whole."""
+def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart = None) -> None:
+    """The weight loader of a parameter that every rank holds whole."""
     require_shape(loaded, tuple(parameter.shape))
     fill_rows(parameter, 0, loaded)
 

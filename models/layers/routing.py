@@ -154,9 +154,7 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
         # Small, and where it is wrong the wrong expert answers.
-        self.weight = empty_parameter(
-            num_experts, hidden_size, weight_loader=load_whole, is_product=True, fewest_bits=16
-        )
+        self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""

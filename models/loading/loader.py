@@ -26,8 +26,8 @@ from models.layers.linear import can_pack, pack_filled_products
 from models.layers.mla import MLAAttention
 from models.layers.moe import FusedMoE
 from models.layers.parameter import (
-    Shard,
-    Spelling,
+    SourceNames,
+    WeightPart,
     WeightShapeError,
     is_product,
     pack_products,
@@ -218,7 +218,7 @@ class _Target(NamedTuple):
     """The parameter that a tensor of the checkpoint fills."""
 
     parameter: nn.Parameter
-    shard: Shard
+    shard: WeightPart
     rivals: tuple[str, ...] = ()
     """The parameter's tensors under other namings, of which a checkpoint uses one."""
     is_first_naming: bool = True
@@ -274,7 +274,7 @@ def _keep_quantized(
     return frozenset(staying)
 
 
-def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[Spelling, ...]) -> dict[str, _Target]:
+def _in_any_spelling(parameter: nn.Parameter, parent: str, spellings: tuple[SourceNames, ...]) -> dict[str, _Target]:
     """Each tensor of the checkpoint that may fill a part of the parameter, by name, for all namings."""
     named = [{f"{parent}.{name}": shard for name, shard in spelling.items()} for spelling in spellings]
     targets = {}

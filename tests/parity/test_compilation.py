@@ -11,7 +11,7 @@ from engine.runner import graphs as graph_runner
 from engine.runner import model_runner
 from engine.runner.step_launcher import StepLauncher
 from models.layers import compilation
-from models.layers.compilation import compile_pieces
+from models.layers.compilation import compile_layers
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
@@ -69,7 +69,7 @@ def assert_same_as_uncompiled(model: PagedModel, path: Path) -> None:
 def test_layers_of_a_kind_share_what_is_compiled_for_any_number_of_tokens(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, num_hidden_layers=4)
     pieces, model = Pieces(), PagedModel(path)
-    assert compile_pieces(model.model, pieces) == 4
+    assert compile_layers(model.model, pieces) == 4
     assert_same_as_uncompiled(model, path)
     # The norm before the first layer's attention and before the others', the projections to attention and behind it,
     # and norm and feed-forward; for one token and for several. Attention is in none: that would be dozens.
@@ -118,5 +118,5 @@ def test_what_inductor_makes_computes_the_same(tmp_path: Path) -> None:
     """Needs a C++ compiler; a minute of one core."""
     path = make_checkpoint(tmp_path)
     model = PagedModel(path)
-    compile_pieces(model.model, "inductor")
+    compile_layers(model.model, "inductor")
     assert_same_as_uncompiled(model, path)

@@ -16,7 +16,7 @@ from models.layers.linear import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from models.layers.parameter import Shard, weight_loader_of
+from models.layers.parameter import WeightPart, weight_loader_of
 from models.loading.loader import load_model
 from models.parallel.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import make_checkpoint
@@ -44,7 +44,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def fill(parameter: nn.Parameter | None, value: torch.Tensor, shard: Shard = None) -> None:
+def fill(parameter: nn.Parameter | None, value: torch.Tensor, shard: WeightPart = None) -> None:
     assert parameter is not None
     weight_loader_of(parameter)(parameter, value, shard)
 
