@@ -1,4 +1,4 @@
-"""`kaon chat`: a streaming chat in the terminal, with a running server or one of its own. Called by `server.cli`."""
+"""`kaon chat`: a streaming chat in the terminal, with a running server or with one that it starts."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ import httpx
 from engine.distributed.processes import end_with_parent_even_if_stuck, wait_or_kill
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-"""Where `kaon serve` listens unless told otherwise."""
+"""Defaults of `kaon serve`."""
 
 COMMANDS = """\
 /reset  forget the conversation
@@ -25,18 +25,18 @@ COMMANDS = """\
 /help   show this
 """
 
-_FOR_OTHERS = frozenset(
+_SERVER_ONLY = frozenset(
     f"KAON_{name}" for name in ("API_KEY", "API_KEY_FILE", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_CA_CERTS", "ROOT_PATH")
 )
-"""Variables that guard a server which others reach; one of our own serves this chat alone."""
+"""Variables for a server that others reach; the server started here serves only this chat."""
 
 _STOP_SECONDS = 10.0
-"""From SIGTERM to SIGKILL for the server of one's own."""
+"""From SIGTERM to SIGKILL for the server started here."""
 
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
 _CONTROL = dict.fromkeys([*(set(range(32)) - {9, 10}), *range(127, 160)])
-"""Characters with which an answer could steer the terminal."""
+"""Characters with which an answer could control the terminal."""
 
 
 class ChatError(Exception):
@@ -48,7 +48,7 @@ class ChatError(Exception):
 
 
 class Refused(ChatError):
-    """The server is well and said no to this turn: 4xx."""
+    """The server refused this turn: 4xx."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -71,45 +71,45 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The turns so far, and the server that answers the next one."""
+    """The turns so far, and the client of the server that answers the next one."""
 
     def __init__(self, client: httpx.Client, model: str, system: str | None = None) -> None:
         self.model = model
         self.parameters: dict[str, Any] = {}
-        """Sampling parameters that every request carries."""
+        """Sampling parameters of every request."""
         self._client = client
         self._opening = [{"role": "system", "content": system}] if system else []
         self.reset()
 
     def reset(self) -> None:
-        """Forget every turn."""
+        """Remove every turn."""
         self.messages = list(self._opening)
 
     def ask(self, text: str) -> Generator[tuple[str, bool], None, None]:
-        """Stream the answer to `text`, in pieces with whether each is the model's reasoning.
+        """Stream the answer to `text`: pieces, each with whether it is reasoning.
 
-        Closed early, it ends the request and keeps what was said.
-        Raises `Refused` when the server does not take the turn and `ChatError` when it fails; the turn is forgotten.
+        If the generator is closed early, the request ends and the partial answer stays in the conversation. Raises
+        `Refused` if the server refuses the turn and `ChatError` if it fails; the conversation is unchanged then.
         """
         turn = {"role": "user", "content": text}
         body = {"model": self.model, "messages": [*self.messages, turn], "stream": True, **self.parameters}
-        said: list[str] = []
+        written: list[str] = []
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 _check(response)
-                for piece, thought in _pieces(response.iter_lines()):
-                    if not thought:
-                        said.append(piece)
-                    yield piece, thought
+                for piece, is_reasoning in _pieces(response.iter_lines()):
+                    if not is_reasoning:
+                        written.append(piece)
+                    yield piece, is_reasoning
         except httpx.HTTPError as error:
             raise _lost(self._client, error) from error
         except (GeneratorExit, KeyboardInterrupt):
-            self._keep(turn, said)
+            self._add_turn(turn, written)
             raise
-        self._keep(turn, said)
+        self._add_turn(turn, written)
 
-    def _keep(self, turn: dict[str, str], said: list[str]) -> None:
-        self.messages += [turn, {"role": "assistant", "content": "".join(said)}]
+    def _add_turn(self, turn: dict[str, str], written: list[str]) -> None:
+        self.messages += [turn, {"role": "assistant", "content": "".join(written)}]
 
 
 # -- terminal ---------------------------------------------------------------------------------------------------
@@ -149,14 +149,14 @@ def _answer_lines(conversation: Conversation, lines: Iterable[str]) -> None:
 
 
 def _write_answer(deltas: Generator[tuple[str, bool], None, None]) -> None:
-    """Write the answer as it comes, in a terminal also what the model thinks; there, Ctrl-C ends it."""
+    """Write the answer as it arrives. On a terminal, reasoning is shown too, and Ctrl-C ends the answer."""
     on_terminal = sys.stdin.isatty()
     try:
-        for piece, thought in deltas:
-            if thought and not sys.stdout.isatty():
+        for piece, is_reasoning in deltas:
+            if is_reasoning and not sys.stdout.isatty():
                 continue
             text = piece.translate(_CONTROL)
-            sys.stdout.write(f"{_DIM}{text}{_BRIGHT}" if thought else text)
+            sys.stdout.write(f"{_DIM}{text}{_BRIGHT}" if is_reasoning else text)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if not on_terminal:
@@ -175,7 +175,7 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[str]:
-    """The URL to chat with; ends the server again if it was started here."""
+    """The URL of the server; ends the server afterwards if it was started here."""
     if options.url is not None:
         yield options.url.rstrip("/").removesuffix("/v1")
     elif options.checkpoint is None and _something_listens():
@@ -204,7 +204,7 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
         [sys.executable, "-P", "-m", "server", "serve", *model, *flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if name not in _FOR_OTHERS},
+        env={name: value for name, value in os.environ.items() if name not in _SERVER_ONLY},
         text=True,
         process_group=0,
         preexec_fn=end_with_parent_even_if_stuck,
@@ -213,7 +213,7 @@ def _own_server(checkpoint: str | None) -> Iterator[str]:
     try:
         announced = re.search(r" on (http://\S+)", process.stdout.readline())
         if announced is None:
-            raise ChatError("the server did not start; it said why above")
+            raise ChatError("the server did not start; its error is above")
         yield announced[1]
     finally:
         process.terminate()
@@ -228,7 +228,7 @@ def _client(url: str, options: argparse.Namespace) -> httpx.Client:
     try:
         return httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=use_proxy)
     except httpx.InvalidURL as error:
-        raise ChatError(f"--url is {url}, which is no URL: {error}", exit_code=2) from error
+        raise ChatError(f"--url is {url}, which is not a URL: {error}", exit_code=2) from error
 
 
 def _first_model(client: httpx.Client) -> str:
@@ -239,7 +239,7 @@ def _first_model(client: httpx.Client) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise _lost(client, error) from error
     except (LookupError, TypeError, ValueError) as error:
-        raise ChatError(f"what answers at {client.base_url} is not an OpenAI-compatible server") from error
+        raise ChatError(f"the server at {client.base_url} is not OpenAI-compatible") from error
 
 
 def _check(response: httpx.Response) -> None:
@@ -247,14 +247,14 @@ def _check(response: httpx.Response) -> None:
         return
     response.read()
     try:
-        told = response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
     except (LookupError, TypeError, ValueError):
-        told = f"{response.url} answered {response.status_code} {response.reason_phrase}"
-    raise (Refused if response.is_client_error else ChatError)(str(told))
+        message = f"{response.url} answered {response.status_code} {response.reason_phrase}"
+    raise (Refused if response.is_client_error else ChatError)(str(message))
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """The text of a chat completion's chunks, each with whether it is reasoning."""
+    """The texts in a chat completion's chunks, each with whether it is reasoning."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -268,7 +268,7 @@ def _pieces(lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
             for field in ("reasoning_content", "content"):
                 if text := choice["delta"].get(field):
                     yield text, field != "content"
-    raise ChatError("the server broke the answer off")
+    raise ChatError("the server ended the stream before the end of the answer")
 
 
 def _lost(client: httpx.Client, error: Exception) -> ChatError:
@@ -288,7 +288,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="kaon chat",
         description="Chat in the terminal. Piped input works too: each line is a turn, and only answers are printed.",
-        epilog=f"Without MODEL and --url: with what listens on port {DEFAULT_PORT}, else with the embedded model.",
+        epilog=f"Without MODEL and --url: the server on port {DEFAULT_PORT}, or else the embedded model.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="MODEL", nargs="?", help="start a server for this directory or hub id")
@@ -296,7 +296,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: KAON_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
     parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
-    parser.add_argument("--temperature", metavar="T", type=float, help="0 for the likeliest words, more for variety")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, help="0 takes the most probable words; higher is more random"
+    )
     parser.add_argument("--max-tokens", metavar="N", type=int, help="longest answer, in tokens")
     options = parser.parse_args(argv)
     if options.url is not None and options.checkpoint is not None:

@@ -1,4 +1,7 @@
-"""`kaon doctor`: what this machine runs models on, and what is wrong, in words. Needs no torch in this process."""
+"""`kaon doctor`: prints what this machine runs models on, and what is wrong with it.
+
+A child process loads torch and examines the machine, so that this one survives a broken driver.
+"""
 
 import contextlib
 import re
@@ -20,12 +23,12 @@ _USAGE = "usage: kaon doctor [--json]\n"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print what was found; 0 where nothing is wrong, 1 where something is, 2 for a flag that there is not."""
+    """Print the report. The exit code: 0 if nothing is wrong, 1 if something is, 2 for an unknown flag."""
     if arguments and list(arguments) != ["--json"]:
         is_help = list(arguments) in (["--help"], ["-h"])
         wrong = next((each for each in arguments if each != "--json"), "--json twice")
-        told = _USAGE if is_help else f"kaon doctor: {wrong} is not known; {_USAGE}"
-        (sys.stdout if is_help else sys.stderr).write(told)
+        message = _USAGE if is_help else f"kaon doctor: {wrong} is not known; {_USAGE}"
+        (sys.stdout if is_help else sys.stderr).write(message)
         return 0 if is_help else 2
     report = examine([sys.executable, "-P", "-m", "engine.runner.doctor"])
     if arguments:
@@ -36,30 +39,32 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
-    """The report that a process prints; one of what became of it, where it prints none."""
-    # Files: a pipe that one of its children holds open would be waited for.
+    """The report that `command` prints, or one of how it failed."""
+    # Files instead of pipes: a pipe that a grandchild keeps open would block this process.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=own_code())
         except subprocess.TimeoutExpired:
-            return _without_report(f"looking at this machine took longer than {seconds:g} s; a driver may hang")
-        printed, said = _lines(out), _lines(errors)
+            return _without_report(
+                f"the examination of this machine took longer than {seconds:g} s; a driver may hang"
+            )
+        printed, error_lines = _lines(out), _lines(errors)
     if done.returncode == 0:
-        # Libraries may print before it, and at their end.
+        # Libraries may print before and after the report.
         for line in reversed(printed):
             with contextlib.suppress(msgspec.DecodeError):
                 return msgspec.json.decode(line, type=Report)
-    cause = _cause(said)
+    cause = _cause(error_lines)
     if done.returncode < 0:
         ended = f"signal {signal.Signals(-done.returncode).name}"
-        return _without_report(f"looking at this machine was ended by {ended}: torch or a driver is broken ({cause})")
-    return _without_report(f"looking at this machine ended with exit code {done.returncode}: {cause}")
+        return _without_report(f"the examination was ended by {ended}: torch or a driver is broken ({cause})")
+    return _without_report(f"the examination of this machine ended with exit code {done.returncode}: {cause}")
 
 
-def _cause(said: Sequence[str]) -> str:
-    """The exception's own line: CUDA's errors go on with advice for those who wrote the program."""
-    raised = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return (raised or said or ["it said nothing"])[-1]
+def _cause(error_lines: Sequence[str]) -> str:
+    """The line with the exception: CUDA's errors continue with advice for the program's authors."""
+    raised = [line for line in error_lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return (raised or error_lines or ["it printed no error"])[-1]
 
 
 def _lines(file: IO[bytes]) -> list[str]:
@@ -68,7 +73,7 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def lines(report: Report) -> list[str]:
-    """The report as people read it."""
+    """The report as text for people."""
     facts = report.facts
     found = []
     if facts.torch is not None:
@@ -93,7 +98,7 @@ def _memory(gpu: Gpu) -> str:
 
 
 def _use(facts: Facts, operator: str) -> str:
-    """What comes of aiter for an operator."""
+    """Whether and when aiter computes an operator."""
     reason = facts.aiter_reasons[operator]
     if reason is not None:
         return f"not used: {reason}"

@@ -1,6 +1,6 @@
-"""The error tree of the HTTP face and its one handler: every failure leaves as OpenAI's error object.
+"""The errors that clients receive, and their one handler: every failure is answered with OpenAI's error object.
 
-Raised anywhere in `server/`; `install` hooks the handler into the application.
+They are raised anywhere in `server`; `install` adds the handler to the application.
 """
 
 import logging
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, in OpenAI's form."""
+    """An error in OpenAI's form."""
 
     message: str
     type: str
@@ -37,7 +37,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """A failure that the client is told of: a sentence for a person, and OpenAI's fields for a program."""
+    """A failure that is reported to the client: a sentence for people, and OpenAI's fields for programs."""
 
     status = 500
     type = "server_error"
@@ -67,7 +67,7 @@ class ContextLengthExceeded(BadRequest):
 
 
 class InvalidApiKey(BadRequest):
-    """The request brought no key of this server's: 401."""
+    """The request has no key that this server accepts: 401."""
 
     status = 401
     code = "invalid_api_key"
@@ -75,7 +75,7 @@ class InvalidApiKey(BadRequest):
 
 
 class UnsupportedMediaType(BadRequest):
-    """The body says that it is no JSON: 415."""
+    """The body's media type is not JSON, or it is compressed: 415."""
 
     status = 415
 
@@ -95,7 +95,7 @@ class BodyTooLarge(BadRequest):
 
 
 class RouteError(BadRequest):
-    """No such path, or not with this method."""
+    """The path does not exist, or does not take the method."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str]) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ class RouteError(BadRequest):
 
 
 class NotReady(ApiError):
-    """The model is still loading, or the server is on its way out."""
+    """The model is still loading, or the server is shutting down: 503."""
 
     status = 503
     code = "not_ready"
@@ -112,17 +112,17 @@ class NotReady(ApiError):
 
 
 class ShuttingDown(NotReady):
-    """The server is on its way out."""
+    """The server is shutting down."""
 
 
 class Overloaded(ApiError):
-    """Too much is waiting or running: 429, with the time at which there will be room."""
+    """Too much is waiting or running: 429, with the time after which to try again."""
 
     status = 429
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, type: str, seconds: float) -> None:
-        """`type` is what there is too much of, `requests` or `tokens`; `seconds` until the client may try again."""
+        """`type` is what exceeds its bound, `requests` or `tokens`; `seconds` until the client may try again."""
         milliseconds = math.ceil(seconds * 1000)
         super().__init__(f"{message}; please try again in {milliseconds / 1000:g}s")
         self.type = type
@@ -130,7 +130,7 @@ class Overloaded(ApiError):
 
 
 class RequestTimeout(ApiError):
-    """The request was not answered within its `timeout`, or the server's: 408, which clients shall not repeat."""
+    """The request was not done within its `timeout`, or the server's: 408, which clients must not retry."""
 
     status = 408
     type = "timeout_error"
@@ -139,7 +139,7 @@ class RequestTimeout(ApiError):
 
 
 class SlowReader(BadRequest):
-    """The client did not read its stream, of which no more than `stream_buffer_bytes` is held for it."""
+    """The client read its stream too slowly: more than `stream_buffer_bytes` of it are waiting."""
 
     code = "slow_reader"
 
@@ -151,14 +151,14 @@ class EngineError(ApiError):
 
 
 class PoisonousRequest(EngineError):
-    """Computing the request broke the engine. Clients repeat a 500 unless they are told not to."""
+    """Computing the request broke the engine. The header keeps clients from retrying it, as they do after a 500."""
 
     headers = {"x-should-retry": "false"}  # noqa: RUF012
 
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
-_ELSEWHERE = {
+_UNSUPPORTED_PARTS = {
     "embeddings": "embeddings",
     "audio": "speech",
     "images": "images",
@@ -174,10 +174,10 @@ _ELSEWHERE = {
     "realtime": "real-time sessions",
     "conversations": "stored conversations",
 }
-"""Parts of OpenAI's paths that this server has nothing of, and what they are for."""
+"""First parts of OpenAI's paths that this server does not have, with the subject of each API."""
 
-_LIKE_A_PATH = 0.75
-"""How alike a path must be for a hint: a base URL without its /v1, a plural left out, a slash at the end."""
+_MIN_PATH_LIKENESS = 0.75
+"""Likeness that a path needs for a hint: enough for a missing /v1, a missing plural or a slash at the end."""
 
 
 def install(app: FastAPI) -> None:
@@ -194,12 +194,12 @@ async def answer(request: Request, error: Exception) -> Response:
 
 
 def as_response(error: ApiError) -> Response:
-    """The answer that tells `error`."""
+    """The response that reports `error`."""
     return Response(error.body(), error.status, error.headers, media_type="application/json")
 
 
 def refusal(error: InvalidRequest, message: str | None = None, param: str | None = None) -> BadRequest:
-    """The answer to a request that cannot run: what `error` says, unless the endpoint has its own words for it."""
+    """The error of a request that cannot run: `error` itself, or with the endpoint's own message and parameter."""
     kind = ContextLengthExceeded if isinstance(error, DoesNotFit) else BadRequest
     return kind(message or str(error), param=param or error.param)
 
@@ -219,7 +219,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
 
 
 def _allowed_methods(request: Request) -> str:
-    """Methods that the path takes: the framework names those of one route, and a path may have several."""
+    """All methods that the path takes: the framework names those of one route, and a path may have several."""
     app: FastAPI = request.app
     routes = _routes(app)
     path = next((route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE), None)
@@ -235,9 +235,11 @@ def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str
     path = request.url.path
     if error.status_code == 404:
         part = path.removeprefix("/v1/").partition("/")[0]
-        if path.startswith("/v1/") and part in _ELSEWHERE:
-            return f"{path} is of OpenAI's API for {_ELSEWHERE[part]}, which this server does not have; see /docs"
-        hint = nearest(path, (route.path for route in _routes(request.app)), likeness=_LIKE_A_PATH)
+        if path.startswith("/v1/") and part in _UNSUPPORTED_PARTS:
+            return (
+                f"{path} is of OpenAI's API for {_UNSUPPORTED_PARTS[part]}, which this server does not have; see /docs"
+            )
+        hint = nearest(path, (route.path for route in _routes(request.app)), likeness=_MIN_PATH_LIKENESS)
         return f"{path} is not a path of this server{hint or '; /docs lists them'}"
     if error.status_code == 405:
         return f"{path} does not take {request.method}; use {headers['Allow']}"

@@ -1,8 +1,8 @@
-"""`python -m server.healthcheck [/readyz]`: asks the server of this container whether it lives, or is ready.
+"""`python -m server.healthcheck [/readyz]`: asks the server of this container whether it is live, or ready.
 
-Exit code 0 if so, 1 if not. Reads port and certificate from the `KAON_*` variables that the server reads; a server
-that is given them as flags, or that asks clients for certificates, needs a health check of its own. A host whose
-`KAON_NODE_RANK` is not 0 serves no HTTP and counts as well: it ends by itself when it cannot go on.
+The exit code is 0 if it is, 1 if not. Port and certificate come from the `KAON_*` variables that the server reads; a
+server that gets them as flags, or that requires certificates of clients, needs another health check. A host whose
+`KAON_NODE_RANK` is not 0 serves no HTTP and is reported as healthy: it ends by itself when it fails.
 """
 
 import os
@@ -21,7 +21,7 @@ def main() -> int:
     path = sys.argv[1] if sys.argv[1:] else "/livez"
     port = os.environ.get("KAON_PORT", "8000")
     has_tls = bool(os.environ.get("KAON_SSL_CERTFILE"))
-    # The certificate's name is not that of the loopback interface, and nobody is in between.
+    # The certificate is not for the loopback interface, whose traffic does not leave the host.
     context = ssl._create_unverified_context() if has_tls else None
     url = f"{'https' if has_tls else 'http'}://127.0.0.1:{port}{path}"
     try:

@@ -1,4 +1,8 @@
-"""`Metrics`: what `/metrics` shows. Fed by the hub, once a step and once a request; never once a token."""
+"""`Metrics`: the Prometheus metrics of `/metrics`, and `ReplicaMetrics`: those of one engine core.
+
+The hub reports to `Metrics` once a step and once a request, never once a token. With several replicas, the samples of
+an engine core have the label `replica`; those of a single core have none.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeVar
@@ -19,16 +23,11 @@ from prometheus_client.metrics import MetricWrapperBase
 from engine.messages import SchedulerStats
 from engine.text.request_state import RequestState
 
-# [replica_metrics] `ReplicaMetrics`: what an engine core tells of itself, in `/metrics`. Owned by `Metrics`, one a
-# replica.
-#
-# A single core's samples have no label for it, so that they are what they were before there were several.
-
 SHORT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 STEP_KINDS = ("prefill", "decode", "mixed")
 
-_MOST_UNTOLD = 1024
+_MAX_UNOBSERVED = 1024
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
@@ -42,8 +41,8 @@ _GAUGES = (
 )
 _COUNTERS = (
     ("kaon_generation_tokens_total", "Tokens generated."),
-    ("kaon_core_restarts_total", "Engine cores that took the place of one that died."),
-    ("kaon_requests_resumed_total", "Requests that went on in another engine core."),
+    ("kaon_core_restarts_total", "Engine cores that replaced one that died."),
+    ("kaon_requests_resumed_total", "Requests that continued in another engine core."),
 )
 _SINCE_CORE_START = (
     (
@@ -54,111 +53,17 @@ _SINCE_CORE_START = (
     ("kaon_prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.", "prefix_hit_tokens"),
     (
         "kaon_preemptions_total",
-        "Times a running request was preempted for want of KV-cache blocks.",
+        "Times a running request was preempted because no KV-cache block was free.",
         "preemptions",
     ),
     ("kaon_draft_tokens_total", "Draft tokens verified.", "draft_tokens"),
     (
         "kaon_accepted_draft_tokens_total",
-        "Draft tokens that were what the model would have chosen.",
+        "Draft tokens that verification accepted.",
         "accepted_draft_tokens",
     ),
 )
 """Counters with the field of `SchedulerStats` that each follows."""
-
-
-def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["ReplicaMetrics"]:
-    """The metrics of each replica, by number."""
-    labels = [] if num_replicas == 1 else ["replica"]
-    gauges = {name: Gauge(name, text, labels, registry=registry) for name, text in _GAUGES}
-    texts = [*_COUNTERS, *((name, text) for name, text, _ in _SINCE_CORE_START)]
-    counters = {name: Counter(name, text, labels, registry=registry) for name, text in texts}
-    steps = Histogram(
-        "kaon_step_duration_seconds",
-        "Duration of an engine step, by kind.",
-        [*labels, "kind"],
-        buckets=SHORT_BUCKETS,
-        registry=registry,
-    )
-    return [
-        ReplicaMetrics(gauges, counters, steps, {label: str(number) for label in labels})
-        for number in range(num_replicas)
-    ]
-
-
-class ReplicaMetrics:
-    """Of one replica. Takes in a step for next to nothing: what it brought waits for a scrape."""
-
-    def __init__(
-        self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
-    ) -> None:
-        """Of all replicas; `labels` tell this one's samples from the others'."""
-        self._serving, self._running, self._waiting, self._kv_usage = _children(gauges, _GAUGES, labels)
-        self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
-        since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
-        self._since_core_start = _children(counters, since_start, labels)
-        self._stats = self._told = _NO_STATS
-        """The latest, and those that the counters since the core's start have been told."""
-        self._is_serving: Callable[[], bool] = lambda: True
-        self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
-        self._untold: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
-        """Durations of steps that the histograms have not been told yet: telling one costs a tenth of a chunk."""
-        self._generated_tokens = 0
-
-    def step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """An engine step ended, having generated that many tokens."""
-        self._stats = stats
-        self._generated_tokens += generated_tokens
-        untold = self._untold.get(stats.step_kind)
-        if untold is not None:
-            untold.append(stats.step_seconds)
-            if len(untold) == _MOST_UNTOLD:
-                self._tell_steps()
-
-    def core_restarted(self, resumed: int) -> None:
-        """Another core is ready, whose counts begin anew, and in which so many requests go on."""
-        self._restarts.inc()
-        self._resumed.inc(resumed)
-        self._tell_counts()
-        self._stats = self._told = _NO_STATS
-
-    def requests_moved(self, resumed: int) -> None:
-        """So many requests of another replica go on in this one."""
-        self._resumed.inc(resumed)
-
-    def show_serving(self, is_serving: Callable[[], bool]) -> None:
-        """`is_serving` tells, at each scrape, whether the core is ready."""
-        self._is_serving = is_serving
-        self._serving.set_function(is_serving)
-
-    def tell(self) -> None:
-        """Bring the samples up to date."""
-        # A core that is gone runs nothing, and holds no block, whatever it told last.
-        stats = self._stats if self._is_serving() else _NO_STATS
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
-        self._tell_counts()
-        self._generation_tokens.inc(self._generated_tokens)
-        self._generated_tokens = 0
-        self._tell_steps()
-
-    def _tell_counts(self) -> None:
-        for counter, (_, _, field) in zip(self._since_core_start, _SINCE_CORE_START, strict=True):
-            counter.inc(getattr(self._stats, field) - getattr(self._told, field))
-        self._told = self._stats
-
-    def _tell_steps(self) -> None:
-        for kind, untold in self._untold.items():
-            for seconds in untold:
-                self._steps[kind].observe(seconds)
-            untold.clear()
-
-
-def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:
-    """Those of `table`, in its order, with these labels."""
-    return [metrics[name].labels(**labels) if labels else metrics[name] for name, _ in table]
-
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -178,10 +83,7 @@ REJECT_REASONS = (
 
 
 class Metrics:
-    """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them.
-
-    What an engine core tells has, where there are several, the label `replica`.
-    """
+    """The server's metrics in a registry of their own. A sequence counts as a request: `n` choices are `n` of them."""
 
     def __init__(self, version: str, num_replicas: int = 1) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -207,9 +109,9 @@ class Metrics:
         )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", SHORT_BUCKETS)
-        self._received = counter("kaon_requests_received_total", "Requests that asked to be served.")
+        self._received = counter("kaon_requests_received_total", "Requests received.")
         rejected = Counter(
-            "kaon_requests_rejected_total", "Requests turned away, by reason.", ["reason"], registry=registry
+            "kaon_requests_rejected_total", "Requests refused, by reason.", ["reason"], registry=registry
         )
         self._rejected = {reason: rejected.labels(reason) for reason in REJECT_REASONS}
         finished = Counter("kaon_requests_finished_total", "Requests ended, by reason.", ["reason"], registry=registry)
@@ -217,26 +119,26 @@ class Metrics:
         self._live = gauge("kaon_requests_live", "Requests admitted that have not ended.")
         slow_readers = Counter(
             "kaon_slow_readers_total",
-            "Streams whose client left too much unread, by what became of them.",
+            "Streams whose client read too slowly, by the action taken.",
             ["action"],
             registry=registry,
         )
         self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
-        """An engine step ended, having generated that many tokens. The rest waits for a scrape."""
+        """An engine step ended, and generated so many tokens. The samples are updated at the next scrape."""
         self._replicas[replica].step(stats, generated_tokens)
 
     def core_restarted(self, resumed: int, replica: int = 0) -> None:
-        """Another core is ready, whose counts begin anew, and in which so many requests go on."""
+        """A new core is ready, whose counts begin at 0, and which continues so many requests."""
         self._replicas[replica].core_restarted(resumed)
 
     def requests_moved(self, resumed: int, replica: int) -> None:
-        """A replica has taken over requests of another, of which so many go on in it."""
+        """A replica continues so many requests of another one."""
         self._replicas[replica].requests_moved(resumed)
 
     def show_serving(self, replicas: Callable[[], Collection[int]]) -> None:
-        """`replicas` tells, at each scrape, whose cores are ready."""
+        """At each scrape, `replicas` returns the numbers of those whose cores are ready."""
         for number, replica in enumerate(self._replicas):
             replica.show_serving(lambda number=number: number in replicas())  # type: ignore[misc]
 
@@ -248,33 +150,126 @@ class Metrics:
             self._queue_time.observe(state.queue_time)
 
     def received(self, count: int) -> None:
-        """So many requests asked to be served. Each will be told as rejected or as finished, and once."""
+        """So many requests arrived. Each is later reported exactly once, as rejected or as finished."""
         self._received.inc(count)
 
     def rejected(self, reason: str, count: int) -> None:
-        """So many of them were turned away, for one of `REJECT_REASONS`."""
+        """So many requests were refused, for one of `REJECT_REASONS`."""
         self._rejected[reason].inc(count)
 
     def show_live(self, count: Callable[[], int]) -> None:
-        """`count` tells, at each scrape, how many requests are live."""
+        """At each scrape, `count` returns how many requests are live."""
         self._live.set_function(count)
 
     def slow_reader(self, action: Literal["pause", "end"]) -> None:
-        """A stream's client left too much unread: the request was paused, or ended."""
+        """A client read its stream too slowly: the request was paused, or ended."""
         self._slow_readers[action].inc()
 
     def finished(self, state: RequestState, reason: str) -> None:
         """A request ended, with one of `FINISH_REASONS`."""
         self._finished[reason].inc()
         if reason == "length" and not state.token_ids:
-            # Nothing was to be generated, so no first token told of the prompt.
+            # Nothing was to be generated, so `first_token` has not counted the prompt.
             self._prompt_tokens.inc(state.num_prompt_tokens)
         self._duration.observe(state.last_time - state.arrival_time)
         if len(state.token_ids) > 1:
             self._tpot.observe(state.tpot)
 
     def render(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         for replica in self._replicas:
-            replica.tell()
+            replica.publish()
         return generate_latest(self._registry)
+
+
+def replica_metrics(registry: CollectorRegistry, num_replicas: int) -> list["ReplicaMetrics"]:
+    """The metrics of each replica, by number."""
+    labels = [] if num_replicas == 1 else ["replica"]
+    gauges = {name: Gauge(name, text, labels, registry=registry) for name, text in _GAUGES}
+    texts = [*_COUNTERS, *((name, text) for name, text, _ in _SINCE_CORE_START)]
+    counters = {name: Counter(name, text, labels, registry=registry) for name, text in texts}
+    steps = Histogram(
+        "kaon_step_duration_seconds",
+        "Duration of an engine step, by kind.",
+        [*labels, "kind"],
+        buckets=SHORT_BUCKETS,
+        registry=registry,
+    )
+    return [
+        ReplicaMetrics(gauges, counters, steps, {label: str(number) for label in labels})
+        for number in range(num_replicas)
+    ]
+
+
+class ReplicaMetrics:
+    """The metrics of one replica. `step` only stores its numbers; `publish` updates the samples at a scrape."""
+
+    def __init__(
+        self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
+    ) -> None:
+        """The metrics are those of all replicas; `labels` are those of this one's samples."""
+        self._serving, self._running, self._waiting, self._kv_usage = _children(gauges, _GAUGES, labels)
+        self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
+        since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
+        self._since_core_start = _children(counters, since_start, labels)
+        self._stats = self._published = _NO_STATS
+        """The latest stats, and those up to which the counters since the core's start have been advanced."""
+        self._is_serving: Callable[[], bool] = lambda: True
+        self._steps = {kind: steps.labels(**labels, kind=kind) for kind in STEP_KINDS}
+        self._unobserved: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
+        """Durations of steps not yet in the histograms: observing one costs a tenth of what a chunk costs."""
+        self._generated_tokens = 0
+
+    def step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        """An engine step ended, and generated so many tokens."""
+        self._stats = stats
+        self._generated_tokens += generated_tokens
+        unobserved = self._unobserved.get(stats.step_kind)
+        if unobserved is not None:
+            unobserved.append(stats.step_seconds)
+            if len(unobserved) == _MAX_UNOBSERVED:
+                self._observe_steps()
+
+    def core_restarted(self, resumed: int) -> None:
+        """A new core is ready, whose counts begin at 0, and which continues so many requests."""
+        self._restarts.inc()
+        self._resumed.inc(resumed)
+        self._publish_counts()
+        self._stats = self._published = _NO_STATS
+
+    def requests_moved(self, resumed: int) -> None:
+        """This replica continues so many requests of another one."""
+        self._resumed.inc(resumed)
+
+    def show_serving(self, is_serving: Callable[[], bool]) -> None:
+        """At each scrape, `is_serving` returns whether the core is ready."""
+        self._is_serving = is_serving
+        self._serving.set_function(is_serving)
+
+    def publish(self) -> None:
+        """Update the samples."""
+        # A core that has died runs nothing and holds no blocks, whatever its last stats were.
+        stats = self._stats if self._is_serving() else _NO_STATS
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
+        self._publish_counts()
+        self._generation_tokens.inc(self._generated_tokens)
+        self._generated_tokens = 0
+        self._observe_steps()
+
+    def _publish_counts(self) -> None:
+        for counter, (_, _, field) in zip(self._since_core_start, _SINCE_CORE_START, strict=True):
+            counter.inc(getattr(self._stats, field) - getattr(self._published, field))
+        self._published = self._stats
+
+    def _observe_steps(self) -> None:
+        for kind, unobserved in self._unobserved.items():
+            for seconds in unobserved:
+                self._steps[kind].observe(seconds)
+            unobserved.clear()
+
+
+def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:
+    """The metrics of `table`, in its order, with these labels."""
+    return [metrics[name].labels(**labels) if labels else metrics[name] for name, _ in table]

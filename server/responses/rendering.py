@@ -1,8 +1,11 @@
-"""Answers of `/v1/responses`, whole and as typed events. Made by its route."""
+"""`ResponsesRenderer`: answers of `/v1/responses`, whole and as typed events.
+
+It sends each part that the parser finds to `ResponseOutput`, which opens and closes items: `OpenMessage`,
+`OpenReasoning` and `OpenCall`. An item writes its events with an `EventWriter`, at the cost of encoding its text.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -43,14 +46,9 @@ from server.schemas.responses import (
 from server.streaming.logprobs import chat_logprobs
 from server.streaming.sse import Renderer, encode
 
-# [response_items] The open item of a streamed response: message, reasoning or function call, and the events that it
-# goes through.
-#
-# Hot: a delta costs the encoding of its text. Used by `ResponseOutput`.
-
 
 class EventWriter:
-    """Numbers a stream's events, and frames them."""
+    """Encodes the events of a stream and numbers them."""
 
     def __init__(self) -> None:
         self._next_number = 0
@@ -61,7 +59,7 @@ class EventWriter:
 
     @staticmethod
     def prepare(kind: str) -> bytes:
-        """What every event of a kind begins with, up to its fields."""
+        """The beginning of every event of a kind, up to its fields."""
         return b'event: %b\ndata: {"type":"%b",' % (kind.encode(), kind.encode())
 
     def finish(self, event: bytes) -> bytes:
@@ -71,24 +69,8 @@ class EventWriter:
         return b'%b,"sequence_number":%d}\n\n' % (event, number)
 
 
-class OpenItem(Protocol):
-    """An item that is being written."""
-
-    def opening(self) -> bytes:
-        """Its first events."""
-
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The event of more of its text."""
-
-    def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
-        """The item, and its last events."""
-
-    def so_far(self, status: ItemStatus) -> OutputItem:
-        """The item as it stands."""
-
-
-class _Open:
-    """What the kinds of items share. `index` is the item's place in the response."""
+class OpenItem:
+    """An item that is being written: its text so far, and its events. `index` is its index in the response."""
 
     delta_event: str
     done_event: str
@@ -99,39 +81,43 @@ class _Open:
         self.index = index
         self.id = id
         self._texts: list[str] = []
-        place: dict[str, object] = {"item_id": id, "output_index": index}
+        position: dict[str, object] = {"item_id": id, "output_index": index}
         if self.has_content:
-            place["content_index"] = 0
-        self._place = place
-        self._delta = writer.prepare(self.delta_event) + encode(place)[1:-1] + b',"delta":'
+            position["content_index"] = 0
+        self._position = position
+        self._delta = writer.prepare(self.delta_event) + encode(position)[1:-1] + b',"delta":'
 
     def so_far(self, status: ItemStatus) -> OutputItem:
+        """The item so far."""
         raise NotImplementedError
 
     def part(self) -> msgspec.Struct:
-        """The content part as it stands."""
+        """The content part so far."""
         raise NotImplementedError
 
     def done_fields(self) -> dict[str, object]:
-        """What the event that ends the text tells besides its place."""
+        """Fields of the event that ends the text, without its position."""
         raise NotImplementedError
 
     def opening(self) -> bytes:
+        """The first events."""
         added = {"output_index": self.index, "item": self.so_far("in_progress")}
         events = self._writer.write("response.output_item.added", added)
         if self.has_content:
-            events += self._writer.write("response.content_part.added", {**self._place, "part": self.part()})
+            events += self._writer.write("response.content_part.added", {**self._position, "part": self.part()})
         return events
 
     def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """The event of more text."""
         self._texts.append(text)
         return self._writer.finish(self._delta + encode(text))
 
     def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
+        """The item and its last events."""
         item = self.so_far(status)
-        events = [self._writer.write(self.done_event, {**self._place, **self.done_fields()})]
+        events = [self._writer.write(self.done_event, {**self._position, **self.done_fields()})]
         if self.has_content:
-            events.append(self._writer.write("response.content_part.done", {**self._place, "part": self.part()}))
+            events.append(self._writer.write("response.content_part.done", {**self._position, "part": self.part()}))
         events.append(self._writer.write("response.output_item.done", {"output_index": self.index, "item": item}))
         return item, b"".join(events)
 
@@ -140,7 +126,7 @@ class _Open:
         return "".join(self._texts)
 
 
-class OpenMessage(_Open):
+class OpenMessage(OpenItem):
     """The answer's text."""
 
     delta_event = "response.output_text.delta"
@@ -169,8 +155,8 @@ class OpenMessage(_Open):
         return {"text": self._text, "logprobs": self._logprobs}
 
 
-class OpenReasoning(_Open):
-    """What the model thinks."""
+class OpenReasoning(OpenItem):
+    """The model's reasoning."""
 
     delta_event = "response.reasoning_text.delta"
     done_event = "response.reasoning_text.done"
@@ -190,7 +176,7 @@ class OpenReasoning(_Open):
         return {"text": self._text}
 
 
-class OpenCall(_Open):
+class OpenCall(OpenItem):
     """A function call."""
 
     delta_event = "response.function_call_arguments.delta"
@@ -211,30 +197,26 @@ class OpenCall(_Open):
         return {"name": self._name, "arguments": self._text}
 
 
-# [response_output] `ResponseOutput`: from a parser's parts to the items of a response and their events. Used by
-# `ResponsesRenderer`.
-
-
 class ResponseOutput:
-    """Opens an item where a part of another kind begins, and closes the one before it."""
+    """The items of a response: opens one for each part of another kind, and closes the one before it."""
 
     def __init__(self, writer: EventWriter, parser: AnswerParser | None) -> None:
-        """Without a parser, all text is the answer's."""
+        """Without a parser, all text is the answer's content."""
         self._writer = writer
         self._parser = parser
         self._open: OpenItem | None = None
         self._closed: list[OutputItem] = []
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens whose text the parser holds back."""
+        """Those of tokens whose text the parser still withholds."""
         self._reasoning_tokens = ReasoningTokens()
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning."""
+        """Number of reasoning tokens."""
         return self._reasoning_tokens.count
 
     def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """The events of `text`, which `num_tokens` tokens wrote."""
+        """The events of `text`, which has `num_tokens` tokens."""
         if self._parser is None:
             return self._add_text(text, logprobs) if text or logprobs else b""
         self._logprobs += logprobs
@@ -243,12 +225,12 @@ class ResponseOutput:
         return self._take(parts)
 
     def finish(self, status: ItemStatus) -> bytes:
-        """The events behind the last text. An answer without any item has a message without text."""
+        """The events after the last text. An answer without any item gets a message without text."""
         events = b""
         if self._parser is not None:
-            left = self._parser.finish()
-            self._reasoning_tokens.add(left, 0)
-            events = self._take(left)
+            parts = self._parser.finish()
+            self._reasoning_tokens.add(parts, 0)
+            events = self._take(parts)
         if self._open is None and not self._closed:
             events += self._begin(OpenMessage(self._writer, 0))
         return events + self._close(status)
@@ -302,7 +284,7 @@ class ResponseOutput:
 
 
 class ResponsesRenderer(Renderer):
-    """One response, generated with `params`. `on_end` is told of it as it has ended, before the client is."""
+    """One response, generated with `params`. `on_end` receives it when it has ended, before the client does."""
 
     def __init__(
         self,
@@ -328,7 +310,7 @@ class ResponsesRenderer(Renderer):
         return self._response.status
 
     def snapshot(self) -> bytes:
-        """The response as it stands, as JSON."""
+        """The response so far, as JSON."""
         self._response.output = self._output.items()
         return msgspec.json.encode(self._response)
 
@@ -374,10 +356,10 @@ class ResponsesRenderer(Renderer):
 
     def _push(self, steps: Iterable[tuple[str, int]], logprobs: Sequence[TokenLogprob]) -> bytes:
         """The events of steps, each a text and the number of its tokens."""
-        told, events = 0, b""
+        first, events = 0, b""
         for text, num_tokens in steps:
-            events += self._output.push(text, num_tokens, logprobs[told : told + num_tokens])
-            told += num_tokens
+            events += self._output.push(text, num_tokens, logprobs[first : first + num_tokens])
+            first += num_tokens
         return events
 
     def _finish(self, reason: str | None) -> bytes:

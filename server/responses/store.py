@@ -1,7 +1,8 @@
-"""`ResponseStore`: the responses that may be retrieved and gone on from, in memory, within bounds.
+"""`ResponseStore`: the responses that clients may retrieve and continue, in memory, within bounds.
 
-One a server. A conversation is a chain of `Turn`s, each held by the responses and turns that begin from it: a turn's
-items are kept once, and as long as anything stored still needs them, deleted parents included.
+A conversation is a chain of `Turn`s. A turn is referenced by its response and by the turns that continue it: its items
+are stored once, and as long as anything stored needs them, even if its own response is deleted. `stored_items` makes
+items from the input of a request; an `EventLog` holds the events of a background response for clients that follow it.
 """
 
 import asyncio
@@ -33,67 +34,26 @@ from server.schemas.responses import (
     SummaryText,
 )
 
-# [event_log] `EventLog`: the events of a background response, for those who follow it, from wherever they left off.
-
 _EVENT_END = b"\n\n"
-
-
-class EventLog:
-    """Grows until it is closed. An event's place is its sequence number."""
-
-    def __init__(self) -> None:
-        self._events: list[bytes] = []
-        self._is_closed = False
-        self._changed = asyncio.Event()
-        self.num_bytes = 0
-
-    def append(self, events: bytes) -> None:
-        """Add events, one behind the other. Wakes those who follow."""
-        self._events += [event + _EVENT_END for event in events.split(_EVENT_END) if event]
-        self.num_bytes += len(events)
-        self._wake()
-
-    def close(self) -> None:
-        """There will be no more."""
-        self._is_closed = True
-        self._wake()
-
-    async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
-        """The events from number `start` on, as they come, to the last one."""
-        while True:
-            changed = self._changed
-            if events := self._events[start:]:
-                start += len(events)
-                yield b"".join(events)
-            elif self._is_closed:
-                return
-            else:
-                await changed.wait()
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-
 _ITEM_OVERHEAD = 512
-"""Bytes that an item costs besides its text."""
-_WHY_NOT_FOUND = "there never was one, it was not to be stored, was deleted, or made room for newer ones"
+"""Memory of an item without its text."""
+_WHY_NOT_FOUND = "it never existed, was created with store false, was deleted, or was evicted for newer ones"
 
 
 class ResponseNotFound(BadRequest):
-    """No such response is stored for this client: never was, was deleted, or had to make room."""
+    """The response is not stored for this client."""
 
     status = 404
 
 
 class PreviousResponseNotFound(BadRequest):
-    """The response that a request goes on from is not stored for this client."""
+    """The response that a request continues is not stored for this client."""
 
     code = "previous_response_not_found"
 
 
 class StoreFull(ApiError):
-    """Responses that are still running fill the store."""
+    """The responses that are still running fill the store."""
 
     status = 429
     type = "rate_limit_error"
@@ -112,10 +72,10 @@ class Turn:
         self.output: tuple[Item, ...] = ()
         self.num_references = 0
         self.size = _size(self.input)
-        """Bytes of its own items."""
+        """Bytes of this turn's own items."""
 
     def answered(self, output: Sequence[Item]) -> "Turn":
-        """The turn with its answer."""
+        """This turn with its answer."""
         turn = Turn(self.previous, ())
         turn.input, turn.output, turn.size = self.input, tuple(output), self.size + _size(output)
         return turn
@@ -131,7 +91,7 @@ class Turn:
         return [*before, *self.input]
 
     def total_size(self) -> int:
-        """Bytes of this turn and all before it."""
+        """Bytes of this turn and of all before it."""
         return sum(turn.size for turn in self.chain())
 
     def chain(self) -> Iterator["Turn"]:
@@ -142,8 +102,45 @@ class Turn:
             turn = turn.previous
 
 
+class EventLog:
+    """The events of a background response. An event's index is its sequence number."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self.num_bytes = 0
+
+    def append(self, events: bytes) -> None:
+        """Add one or several events, and wake the followers."""
+        self._events += [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+        self.num_bytes += len(events)
+        self._wake()
+
+    def close(self) -> None:
+        """End the log: no more events follow."""
+        self._is_closed = True
+        self._wake()
+
+    async def follow(self, start: int) -> AsyncGenerator[bytes, None]:
+        """The events from number `start` to the last one, as they are added."""
+        while True:
+            changed = self._changed
+            if events := self._events[start:]:
+                start += len(events)
+                yield b"".join(events)
+            elif self._is_closed:
+                return
+            else:
+                await changed.wait()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
 class StoredResponse:
-    """One response. While `running`, it stays whatever happens, and its `body` changes."""
+    """One response. While `running`, it is not evicted, and its `body` changes."""
 
     __slots__ = ("body", "events", "id", "is_background", "owner", "running", "size", "turn")
 
@@ -165,22 +162,22 @@ class StoredResponse:
         self.body = body
         """The response as JSON."""
         self.events = events
-        """Of a background response that is streamed."""
+        """The events of a background response that was created with `stream`."""
         self.is_background = is_background
         self.running = running
         self.size = size
-        """Bytes that it keeps besides its turns."""
+        """Bytes without those of its turns."""
 
 
 class ResponseStore:
-    """Bounded by number and bytes; what was used least recently goes first."""
+    """Bounded by number and bytes; evicts the least recently used responses."""
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[tuple[object, str], list[Item]] = {}
-        """Items by owner and id, once for each turn that holds them."""
+        """Items by owner and id, once for each turn that has them."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -196,7 +193,7 @@ class ResponseStore:
         return len(self._items)
 
     def get(self, id: str, owner: object) -> StoredResponse:
-        """Raises `ResponseNotFound`, for another owner's as well."""
+        """The response with this id. Raises `ResponseNotFound`, also for one of another owner."""
         stored = self._responses.get(id)
         if stored is None or stored.owner != owner:
             raise ResponseNotFound(f"Response with id {id[:80]!r} not found: {_WHY_NOT_FOUND}", param="response_id")
@@ -204,7 +201,7 @@ class ResponseStore:
         return stored
 
     def previous_turn(self, id: str, owner: object) -> Turn:
-        """The turn to go on from. Raises `BadRequest` if there is none, or if it is still being written."""
+        """The turn of the response to continue. Raises `BadRequest` if it is not stored, or still running."""
         try:
             stored = self.get(id, owner)
         except ResponseNotFound as error:
@@ -224,9 +221,9 @@ class ResponseStore:
         return found[0] if found else None
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep `stored`, and make room for it; one that ended and is larger than the whole store is not kept.
+        """Add `stored` and evict others for it. One that has ended and exceeds the whole store is not added.
 
-        Raises `StoreFull` if it runs and those that run leave no room.
+        Raises `StoreFull` if it is running and the other running ones leave no room.
         """
         if stored.running:
             self._check_room(stored)
@@ -234,25 +231,25 @@ class ResponseStore:
             return
         self._responses[stored.id] = stored
         self.num_bytes += stored.size
-        self._hold(stored.turn, stored.owner)
-        self._make_room()
+        self._add_reference(stored.turn, stored.owner)
+        self._evict()
 
     def finish(self, stored: StoredResponse, turn: Turn, body: bytes, size: int) -> None:
-        """`stored` has ended: it holds `turn` now, and is as any other; see `put`."""
+        """`stored` has ended with `turn` and `body`, and can be evicted from now on; see `put`."""
         stored.running = False
         stored.body = lambda: body
         if self._responses.get(stored.id) is not stored:
             return
-        self._hold(turn, stored.owner)
-        self._release(stored.turn, stored.owner)
+        self._add_reference(turn, stored.owner)
+        self._remove_reference(stored.turn, stored.owner)
         self.num_bytes += size - stored.size
         stored.turn, stored.size = turn, size
         if size + turn.total_size() > self._max_bytes:
             self._remove(stored)
-        self._make_room()
+        self._evict()
 
     def delete(self, id: str, owner: object) -> StoredResponse:
-        """Forget a response. Its items stay for the responses that go on from it. Raises `ResponseNotFound`."""
+        """Remove a response. Its items stay for responses that continue it. Raises `ResponseNotFound`."""
         stored = self.get(id, owner)
         self._remove(stored)
         return stored
@@ -271,7 +268,7 @@ class ResponseStore:
                 f"most {self._max_bytes} (max_stored_response_bytes); wait for one to end"
             )
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:
             oldest = next((each for each in self._responses.values() if not each.running), None)
             if oldest is None:
@@ -281,9 +278,9 @@ class ResponseStore:
     def _remove(self, stored: StoredResponse) -> None:
         del self._responses[stored.id]
         self.num_bytes -= stored.size
-        self._release(stored.turn, stored.owner)
+        self._remove_reference(stored.turn, stored.owner)
 
-    def _hold(self, turn: Turn | None, owner: object) -> None:
+    def _add_reference(self, turn: Turn | None, owner: object) -> None:
         while turn is not None:
             turn.num_references += 1
             if turn.num_references > 1:
@@ -293,17 +290,17 @@ class ResponseStore:
                 self._items.setdefault((owner, item.id), []).append(item)
             turn = turn.previous
 
-    def _release(self, turn: Turn | None, owner: object) -> None:
+    def _remove_reference(self, turn: Turn | None, owner: object) -> None:
         while turn is not None:
             turn.num_references -= 1
             if turn.num_references:
                 return
             self.num_bytes -= turn.size
             for item in (*turn.input, *turn.output):
-                self._forget_item(item, owner)
+                self._remove_item(item, owner)
             turn = turn.previous
 
-    def _forget_item(self, item: Item, owner: object) -> None:
+    def _remove_item(self, item: Item, owner: object) -> None:
         found = self._items[owner, item.id]
         if len(found) == 1:
             del self._items[owner, item.id]
@@ -315,16 +312,13 @@ def _size(items: Sequence[Item]) -> int:
     return sum(len(msgspec.json.encode(item)) + _ITEM_OVERHEAD for item in items)
 
 
-# [items] From the `input` of a request to the items that are kept of it. Called by `server.responses.conversion`.
-
-
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess."""
+    """A random id that cannot be guessed."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
-    """The items of a request. `stored` finds what a reference means. Raises `BadRequest` where it finds nothing."""
+    """The items of a request. `stored` looks up references. Raises `BadRequest` for one that it does not find."""
     items: list[Item] = []
     for index, each in enumerate(given):
         if isinstance(each, InputReference):
@@ -337,11 +331,11 @@ def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None
                 )
             items.append(item)
         else:
-            items.append(_kept(each))
+            items.append(_stored_item(each))
     return items
 
 
-def _kept(item: InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning) -> Item:
+def _stored_item(item: InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning) -> Item:
     if isinstance(item, InputMessage):
         id = item.id or new_id("msg")
         content = [_content(part, is_answer=item.role == "assistant") for part in item.content]
@@ -365,7 +359,7 @@ def _kept(item: InputMessage | InputFunctionCall | InputFunctionCallOutput | Inp
 
 
 def _content(part: InputPart, *, is_answer: bool) -> MessageContent:
-    """Text by the name that it has in a message of its role."""
+    """The part with the type that it has in an answer, or else in an input message."""
     if not is_answer:
         return InputText(part.text or part.refusal or "")
     return Refusal(part.refusal or "") if part.type == "refusal" else OutputText(part.text or "")

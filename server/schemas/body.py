@@ -1,4 +1,8 @@
-"""Types that request models are written in: strict JSON types, ranges with readable errors, refused fields."""
+"""Request bodies: the types that request models are written in, and the way from bytes to a validated model.
+
+`RequestModel` and the annotated types check strict JSON types, ranges and unknown fields. `read_request` reads and
+validates a body; `_sentence` turns the first error into the sentence that the client gets.
+"""
 
 import json
 from collections.abc import Collection
@@ -26,29 +30,29 @@ from engine.config.spelling import nearest
 from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
 
 NO_CHANGE = "Accepted; changes nothing here."
-"""Description of OpenAI's fields that this server has no use for."""
+"""Description of OpenAI's fields that have no effect here."""
 
 MAX_ITEMS = 2048
-"""Most items of a list and fields of an object (OpenAI's limit): a body of millions would hold all others up."""
+"""Most items of a list and fields of an object (OpenAI's limit): millions of them would block other requests."""
 
 MAX_STOP_CHARACTERS = 4096
-"""Longest stop string: a longer one could only ever match an answer of thousands of tokens."""
+"""Length of the longest stop string; a longer one could match only answers of thousands of tokens."""
 
 _NO_LIMIT = 2**31 - 1
-"""From here on an upper bound is of the machine's making, and tells a client nothing: docs leave it out too."""
+"""Upper bounds from here on come from integer types: messages and docs leave them out."""
 
 Item = TypeVar("Item")
 
 
 class RequestModel(BaseModel):
-    """Base of everything a client sends: JSON's types taken strictly, no unknown fields, null means absent."""
+    """Base of all objects in requests: strict JSON types, no unknown fields, null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _countable(cls, data: Any) -> Any:
-        return _few_fields(data)
+    def _check_number_of_fields(cls, data: Any) -> Any:
+        return _limit_fields(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Between:
 
 
 def _whole(value: Any) -> Any:
-    """JSON knows no integers but numbers: some clients write 16 as 16.0."""
+    """An integer that is written as 16.0, which JSON does not distinguish from 16, as an int."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -90,12 +94,12 @@ def rule(predicate: str) -> PydanticCustomError:
 
 
 def sentence(text: str) -> PydanticCustomError:
-    """The error of a combination of fields; `text` stands alone, after the path of the object if it has one."""
+    """The error of a combination of fields; `text` follows the path of the object, if there is one."""
     return PydanticCustomError("sentence", "{text}", {"text": text})
 
 
-def _few_fields(value: Any) -> Any:
-    """Refuse an object of very many fields before each of them becomes an error of its own."""
+def _limit_fields(value: Any) -> Any:
+    """Refuse an object with very many fields, before each of them becomes an error."""
     if isinstance(value, dict) and len(value) > MAX_ITEMS:
         raise rule(f"it may have at most {MAX_ITEMS} fields, and has {len(value)}")
     return value
@@ -107,7 +111,7 @@ def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _sound_stop_strings(value: list[str]) -> list[str]:
+def _check_stop_strings(value: list[str]) -> list[str]:
     if "" in value:
         raise rule("each stop string must have at least 1 character")
     if (longest := max(map(len, value), default=0)) > MAX_STOP_CHARACTERS:
@@ -118,26 +122,24 @@ def _sound_stop_strings(value: list[str]) -> list[str]:
 Items: TypeAlias = Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
 """A list, refused at its first wrong item."""
 
-FewFields = BeforeValidator(_few_fields)
-"""Annotation of a plain object, which `RequestModel`s need not have."""
+FewFields = BeforeValidator(_limit_fields)
+"""Annotation of a plain object; `RequestModel`s have the limit already."""
 
 StringOrStrings: TypeAlias = Annotated[
     Items[str],
-    AfterValidator(_sound_stop_strings),
+    AfterValidator(_check_stop_strings),
     BeforeValidator(_to_list, json_schema_input_type=str | list[str]),
 ]
 """One string or several; read as a list."""
 
 Unsupported: TypeAlias = Annotated[None, Field(description="Not supported by this release.")]
-"""A field that OpenAI knows and this release refuses."""
+"""A field of OpenAI's API that this release refuses."""
 
 Ignored: TypeAlias = Annotated[str, Field(description=NO_CHANGE)]
-"""A string that OpenAI knows and that changes nothing here."""
+"""A string field of OpenAI's API that has no effect here."""
 
 
-# [parsing] From a request's bytes to its validated model. What is wrong with them leaves as one sentence.
-#
-# Called by the routes; nothing else reads a body.
+# -- reading ----------------------------------------------------------------------------------------------------
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -152,7 +154,7 @@ _NOUNS = {
 }
 _SHOWN_CHARACTERS = 60
 _MAX_CONTAINERS = 2**17
-"""Most lists and objects in a body. Megabytes of empty ones take no room on the wire, and seconds to make."""
+"""Most lists and objects in a body: megabytes of empty ones would take seconds to create."""
 _JSON = "application/json"
 _LEAVE_OUT = "leave it out, or start the server with --allow-unknown-fields"
 
@@ -166,7 +168,7 @@ async def read_request(request: Request, model: type[Model], limits: ServerConfi
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, of which no more than `max_bytes` is ever held. Raises `BodyTooLarge`."""
+    """The whole body. Reads at most `max_bytes`. Raises `BodyTooLarge`."""
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         _refuse_size(f"has {declared} bytes", max_bytes)
@@ -179,7 +181,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_media_type(content_type: str | None) -> None:
-    """Refuse what says that it is no JSON. What says nothing is taken for it."""
+    """Refuse a media type other than JSON. A body without one is read as JSON."""
     media_type = (content_type or _JSON).partition(";")[0].strip().lower()
     if media_type != _JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
         raise UnsupportedMediaType(
@@ -188,11 +190,9 @@ def _check_media_type(content_type: str | None) -> None:
 
 
 def _check_encoding(encoding: str | None) -> None:
-    """Refuse a compressed body: a small one may hold far more than `max_request_bytes`."""
+    """Refuse a compressed body: it may decompress to far more than `max_request_bytes`."""
     if encoding and encoding.strip().lower() != "identity":
-        raise UnsupportedMediaType(
-            f"Content-Encoding is {encoding[:_SHOWN_CHARACTERS]}; send the body as it is, not compressed"
-        )
+        raise UnsupportedMediaType(f"Content-Encoding is {encoding[:_SHOWN_CHARACTERS]}; send the body uncompressed")
 
 
 def _refuse_size(what: str, max_bytes: int) -> NoReturn:
@@ -226,7 +226,7 @@ def _check_containers(body: bytes) -> None:
 
 
 def _why_not_json(body: bytes) -> str:
-    """What a stricter parser refused in `body`: the standard one reads more, and says better where it stops."""
+    """Why the strict parser refused `body`, from the standard one, which reports the position of an error."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -257,11 +257,11 @@ def validate(data: dict[str, Any], model: type[Model], *, allow_unknown: bool) -
 
 
 def _first_error(data: dict[str, Any], error: ValidationError, known: Collection[str]) -> BadRequest:
-    """What to answer to `error`; `known` are the fields of the request itself."""
+    """The answer to `error`. `known` are the fields of the request itself."""
     errors = error.errors(include_url=False)
     located = [(*_locate(data, each), each) for each in errors]
     path, value, first = located[0]
-    # The members of a union fail one by one. The one that got deepest into the value is the one that was meant.
+    # Every member of a union reports an error. The member that got deepest into the value is the intended one.
     siblings = [each for each in located if each[0].startswith(path)]
     deeper = [each for each in siblings if len(each[0]) > len(path)]
     if deeper and len(siblings) > len(deeper) and (first["type"] in _NOUNS or first["type"] == "literal_error"):
@@ -273,24 +273,24 @@ def _first_error(data: dict[str, Any], error: ValidationError, known: Collection
         hint = f"{hint} If not," if hint else ";"
         return BadRequest(f"{path} is not a known field{hint} {_LEAVE_OUT}", param=path)
     sentence = _sentence(path, value, same)
-    # One on several fields of the request begins with that which is to change.
+    # A sentence about several fields begins with the name of the field to change.
     subject = sentence.partition(" ")[0]
     return BadRequest(sentence, param=path or (subject if subject in known else None))
 
 
 def _locate(data: Any, error: ErrorDetails) -> tuple[str, Any]:
-    """The path of a field as a person writes it, and its value. What pydantic adds for unions is no part of it."""
+    """The path of a field as people write it, without pydantic's names of union members, and its value."""
     path, value = "", data
     loc = error["loc"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         loc = (*loc, error["ctx"]["discriminator"].strip("'"))
     absent = error["type"] in ("missing", "union_tag_not_found")
-    for place, step in enumerate(loc):
+    for index, step in enumerate(loc):
         if isinstance(step, int):
             if not (isinstance(value, list) and step < len(value)):
                 continue
             path, value = f"{path}[{step}]", value[step]
-        elif isinstance(value, dict) and (step in value or (absent and place == len(loc) - 1)):
+        elif isinstance(value, dict) and (step in value or (absent and index == len(loc) - 1)):
             name = step[:_SHOWN_CHARACTERS]
             path, value = f"{path}.{name}" if path else name, value.get(step)
     return path, value
@@ -325,7 +325,7 @@ def _sentence(path: str, value: Any, errors: list[ErrorDetails]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as it goes into a sentence: short ones as JSON, containers by kind."""
+    """A value as part of a sentence: JSON, shortened if it is long; a container by its kind."""
     if isinstance(value, dict):
         return "an object" if value else "an empty object"
     if isinstance(value, list):

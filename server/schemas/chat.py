@@ -1,6 +1,7 @@
-"""Tools of a request and the choice among them: `/v1/chat/completions` reads them, `/v1/responses` converts to them.
+"""`/v1/chat/completions`: tools and the choice among them, messages, the request, and the whole answer.
 
-What the rest of the server asks of a choice, it asks of a `ToolUse`.
+`/v1/responses` and `/tokenize` convert their requests to these. `ToolUse` is what the rest of the server needs to know
+of tools and choice. The chunks of a stream are written by `server.routes.chat`.
 """
 
 import json
@@ -37,7 +38,7 @@ def _is_function_name(name: str) -> str:
 def _is_object_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
     kind = (schema or {}).get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise sentence("is no schema of an object; its type must be object, because arguments are a JSON object")
+        raise sentence("is not the schema of an object; its type must be object, because arguments are a JSON object")
     return schema
 
 
@@ -52,7 +53,7 @@ class FunctionDefinition(RequestModel):
     parameters: Annotated[dict[str, Any], AfterValidator(_is_object_schema)] | None = None
     """JSON schema of the arguments, an object's; default: any object."""
     strict: bool | None = None
-    """Hold the arguments of every call to `parameters`, also where the model is free to call or not."""
+    """Constrain the arguments of every call to `parameters`, also if the model may choose whether to call."""
 
 
 class Tool(RequestModel):
@@ -108,10 +109,10 @@ Tools: TypeAlias = Annotated[Items[Tool], AfterValidator(_names_differ)]
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request's tools and choice come to."""
+    """The calls that a request's tools and tool choice allow and require."""
 
     tools: tuple[Tool, ...]
-    """Those that may be called: none with the choice `none`."""
+    """The tools that may be called: none with the choice `none`."""
 
     forced: bool = False
     """At least one call must be made."""
@@ -123,11 +124,11 @@ class ToolUse:
     """Fewer tools may be called than the prompt shows."""
 
     positions: tuple[int, ...] = ()
-    """Where each tool stands in the request."""
+    """Index of each of `tools` in the request."""
 
     @classmethod
     def of(cls, tools: Sequence[Tool], choice: ToolChoice, parallel_tool_calls: bool = True) -> "ToolUse":
-        """Raises `ValueError`, one sentence, where `choice` asks for a tool that is not there."""
+        """Raises `ValueError`, one sentence, if `choice` names a tool that the request does not have."""
         if choice == "none":
             return cls(())
         names = [tool.function.name for tool in tools]
@@ -154,8 +155,7 @@ def _position(names: list[str], choice: NamedTool) -> int:
     return names.index(name)
 
 
-# [messages] The messages of a chat: what `/v1/chat/completions` and `/tokenize` read, and what chat templates see of
-# it.
+# -- messages ---------------------------------------------------------------------------------------------------
 
 
 class ContentPart(RequestModel):
@@ -181,7 +181,7 @@ class ContentPart(RequestModel):
 class FunctionCall(RequestModel):
     name: str
     arguments: str
-    """JSON text; text that is no JSON object reaches the chat template as it is."""
+    """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
 
 
 class ToolCall(RequestModel):
@@ -191,7 +191,7 @@ class ToolCall(RequestModel):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """As streamed calls carry it; changes nothing here."""
+    """As in streamed calls; changes nothing here."""
 
 
 class Message(RequestModel):
@@ -199,13 +199,13 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[ContentPart] | None = None
-    """Text, or a list of text parts; only an assistant's message with tool calls may do without."""
+    """Text, or a list of text parts; only an assistant's message with tool calls may have none."""
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     """In a tool's message: the call that it answers."""
     reasoning_content: str | None = None
-    """For chat templates that show earlier reasoning."""
+    """Earlier reasoning, for chat templates that show it."""
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
     refusal: Ignored | None = None
@@ -223,7 +223,7 @@ class Message(RequestModel):
 
     @property
     def text(self) -> str | None:
-        """The content with its parts joined: every template reads a string, not every one a list."""
+        """The content with its parts joined, because not every template reads a list."""
         if isinstance(self.content, list):
             return "".join(part.text or part.refusal for part in self.content)
         return self.content if self.content is not None else self.refusal
@@ -231,8 +231,8 @@ class Message(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: plain data, with tool-call arguments as objects.
 
-        Earlier reasoning goes under each of the names that templates look for. `thinking` is gpt-oss's, whose template
-        refuses it beside content.
+        Earlier reasoning is stored under each name that templates use. `thinking` is that of gpt-oss, whose template
+        refuses it next to content.
         """
         message = self.model_dump(exclude_none=True, include={"role", "name", "tool_calls", "tool_call_id"})
         message["content"] = self.text
@@ -254,8 +254,7 @@ def _parsed(arguments: str) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-# [chat] `/v1/chat/completions`: the request, and the answer whole. Chunks of a stream are written by
-# `server.streaming.sse`.
+# -- request and answer -----------------------------------------------------------------------------------------
 
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
@@ -277,13 +276,13 @@ class ChatCompletionRequest(SamplingFields):
     """Most tokens to generate; default: what the context has left."""
 
     max_tokens: Annotated[int, Between(1, INT31)] | None = None
-    """Older name of `max_completion_tokens`, which wins where both are set."""
+    """Older name of `max_completion_tokens`, which takes precedence if both are set."""
 
     logprobs: bool = False
     """Report the log probability of each token."""
 
     top_logprobs: Logprobs | None = None
-    """With `logprobs`: report this many likeliest alternatives too."""
+    """With `logprobs`: report this many of the most probable alternatives too."""
 
     tools: Tools = []  # noqa: RUF012
     """Functions that the model may call: shown to it by its chat template."""
@@ -295,7 +294,7 @@ class ChatCompletionRequest(SamplingFields):
     """Whether an answer may hold several calls."""
 
     response_format: ResponseFormat | None = None
-    """Form of the answer: free text, or JSON of any shape or of a schema's, to which it is held."""
+    """Form of the answer: free text, any JSON object, or JSON that a schema constrains."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
@@ -304,16 +303,16 @@ class ChatCompletionRequest(SamplingFields):
     """End the prompt with the beginning of an assistant's turn."""
 
     continue_final_message: bool = False
-    """Go on with the last message, an assistant's, instead of beginning a turn."""
+    """Continue the last message, an assistant's, instead of beginning a turn."""
 
     echo: bool = False
     """With `continue_final_message`: begin the answer with the message that it continues."""
 
     add_special_tokens: bool = False
-    """Put around the rendered chat what the model's tokenizer puts around a text; most templates write it already."""
+    """Add the tokenizer's special tokens to the rendered chat; most templates write them already."""
 
     chat_template: str | None = None
-    """A template in place of the model's; only with `--trust-request-chat-template`."""
+    """A template instead of the model's; only with `--trust-request-chat-template`."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(no_reserved_names)] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
@@ -353,7 +352,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template sees besides messages and tools; `chat_template_kwargs` wins."""
+        """Variables of the chat template besides messages and tools; `chat_template_kwargs` takes precedence."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -386,7 +385,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log probabilities of an answer, one entry a token."""
+    """Log probabilities of an answer, one entry for each token."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -395,7 +394,7 @@ class ChatLogprobs(msgspec.Struct):
 class CalledFunction(msgspec.Struct):
     name: str
     arguments: str
-    """JSON text of an object; cut short where `finish_reason` is `length`."""
+    """JSON text of an object; truncated if `finish_reason` is `length`."""
 
 
 class AnsweredToolCall(msgspec.Struct):
@@ -408,12 +407,12 @@ class AnsweredToolCall(msgspec.Struct):
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str | None
-    """Null where there are only tool calls."""
+    """Null if there are only tool calls."""
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    """What the model thought before it answered."""
+    """The model's reasoning before the answer."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
     """The same under its other name."""
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: the request, and the answer whole. Chunks of a stream are written by `server.streaming.sse`."""
+"""`/v1/completions`: the request and the whole answer. `server.routes.completions` writes the chunks of a stream."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -12,7 +12,7 @@ Prompt: TypeAlias = str | list[int]
 
 
 def _to_prompts(value: Any) -> list[Prompt]:
-    """Each prompt apart. A list of integers is one prompt, any other list holds several."""
+    """The list of prompts. A list of integers is one prompt, any other list holds several."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -46,29 +46,29 @@ class CompletionRequest(SamplingFields):
     """Most tokens to generate; 0 only computes the prompt, for `echo` and its log probabilities."""
 
     logprobs: Logprobs | None = None
-    """Report the log probability of each token and of this many likeliest alternatives."""
+    """Report the log probability of each token and of this many of the most probable alternatives."""
 
     echo: bool = False
-    """Begin the text with the prompt; with `logprobs`, they are the prompt's too."""
+    """Begin the text with the prompt; with `logprobs`, report those of the prompt too."""
 
     add_special_tokens: bool = True
-    """Put around a text prompt what the model's tokenizer puts there, such as BOS."""
+    """Add the tokenizer's special tokens, such as BOS, to a text prompt."""
 
     best_of: Annotated[int, Between(1, INT31)] | None = None
     """Generate this many choices for each prompt and answer with the `n` of the highest mean log probability."""
 
     response_format: ResponseFormat | None = None
-    """Form of the answer: free text, or JSON of any shape or of a schema's, to which it is held."""
+    """Form of the answer: free text, any JSON object, or JSON that a schema constrains."""
 
     suffix: str | None = None
-    """Text behind what is generated, for models that can fill in: those whose tokenizer has marks for it."""
+    """Text after the generated text, for models that fill gaps: those whose tokenizer has marks for it."""
 
     @model_validator(mode="after")
     def _best_of_at_least_n(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of < self.n:
             raise sentence(f"best_of is {self.best_of}; it must be at least n, {self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise sentence(f"best_of is {self.best_of}; a stream cannot tell the best, so it must equal n, {self.n}")
+            raise sentence(f"best_of is {self.best_of}; a stream cannot choose the best, so it must equal n, {self.n}")
         return self
 
     @model_validator(mode="after")
@@ -77,7 +77,8 @@ class CompletionRequest(SamplingFields):
             raise sentence("truncate_prompt_tokens is set with suffix, whose marks must stay; leave one out")
         if self.suffix and self.echo and self.logprobs is not None:
             raise sentence(
-                "logprobs is set with suffix and echo, whose text is not what the model reads; leave one out"
+                "logprobs is set with suffix and echo, but the echoed text is not the prompt that the model reads; "
+                "leave one out"
             )
         return self
 
@@ -94,20 +95,20 @@ class CompletionRequest(SamplingFields):
 
     @property
     def alternatives(self) -> int | None:
-        """Alternatives to compute of each generated token; None: no log probabilities."""
-        chooses = self.sequences_per_prompt > self.n
-        return 0 if self.logprobs is None and chooses else self.logprobs
+        """Alternatives to compute for each generated token; None: no log probabilities."""
+        needs_logprobs = self.sequences_per_prompt > self.n
+        return 0 if self.logprobs is None and needs_logprobs else self.logprobs
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities of a completion, one entry a token."""
+    """Log probabilities of a completion, one entry for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    """Null for an echoed prompt's first token, which nothing precedes."""
+    """Null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Where in `text` each token begins, in characters."""
+    """Index in `text` of each token's first character."""
 
 
 class CompletionChoice(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""`/v1/models`, `/version` and `/`: what is served, and by what."""
+"""Answers of `/v1/models`, `/version` and `/`."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class Model(msgspec.Struct, kw_only=True):
     max_model_len: int | None = None
     """Longest prompt plus completion in tokens; null while the model loads."""
     parent: str | None = None
-    """Of a LoRA adapter: the model that it adapts."""
+    """The model that a LoRA adapter adapts."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -32,7 +32,7 @@ class Version(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct):
-    """Answer to `GET /`: where to go from there."""
+    """Answer to `GET /`: paths of the API and of its description."""
 
     name: str
     version: str

@@ -1,4 +1,8 @@
-"""The `input` of `/v1/responses` as clients send it: text, or items of the types that this server reads."""
+"""`/v1/responses`: the input as clients send it, the items that the server stores, the requests, the whole answers.
+
+`server.responses.store` makes stored items from the input. The events of a stream are written by
+`server.responses.rendering`.
+"""
 
 import json
 from typing import Annotated, Any, Literal, TypeAlias
@@ -28,12 +32,12 @@ _ItemStatus: TypeAlias = Annotated[
 
 
 def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` as if what is null were absent: the official client's models write down all that they know."""
+    """`data` without null fields: the official client sends every field that its models have."""
     return {name: value for name, value in data.items() if value is not None}
 
 
 def _text_part(data: Any) -> Any:
-    """Refuse parts that are no text, by their name."""
+    """Refuse parts that are not text, with their type in the message."""
     kind = data.get("type") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind not in ("input_text", "output_text", "refusal"):
         raise sentence(
@@ -88,17 +92,17 @@ class InputFunctionCall(RequestModel):
     call_id: str
     name: str
     arguments: str
-    """JSON text; text that is no JSON object reaches the chat template as it is."""
+    """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
     id: str | None = None
     status: _ItemStatus = None
 
 
 class InputFunctionCallOutput(RequestModel):
-    """What a call came to."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
-    """Of a function call before it."""
+    """That of an earlier function call."""
     output: _Parts
     id: str | None = None
     name: Annotated[str | None, Field(description=NO_CHANGE)] = None
@@ -116,13 +120,13 @@ class InputReasoningText(RequestModel):
 
 
 class InputReasoning(RequestModel):
-    """What the model thought earlier; for chat templates that show it. Where there is no content, its summary is."""
+    """Earlier reasoning, for chat templates that show it. Without content, its summary is used."""
 
     type: Literal["reasoning"]
     id: str | None = None
     summary: Items[InputSummary] | None = None
     content: Items[InputReasoningText] | None = None
-    encrypted_content: Annotated[None, Field(description="Null: reasoning travels in `content` here.")] = None
+    encrypted_content: Annotated[None, Field(description="Null: reasoning is in `content` here.")] = None
     status: _ItemStatus = None
 
 
@@ -137,7 +141,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning", "item
 
 
 def _kind(data: Any) -> str:
-    """The type of an item, which a message and a reference may leave out."""
+    """The type of an item; messages and references may leave it out."""
     kind = data.get("type")
     if kind is None:
         kind = "item_reference" if "id" in data and "role" not in data else "message"
@@ -149,7 +153,7 @@ def _known_item(data: Any) -> Any:
         raise rule("it must be an object")
     kind = data.get("type", "message")
     if kind is not None and not isinstance(kind, str):
-        raise sentence("has a type that is no string; it must be one")
+        raise sentence("has a type that is not a string; it must be one")
     if kind is not None and kind not in _KINDS:
         raise sentence(f"is of type {kind[:60]}; this server reads items of type {', '.join(_KINDS)} only")
     return _without_nulls(data)
@@ -186,8 +190,7 @@ Input: TypeAlias = Annotated[
 """A user's text, or a list of items; read as a list."""
 
 
-# [responses_items] Items of `/v1/responses` as the server keeps and answers with them: messages, calls, their
-# outputs, reasoning.
+# -- items ----------------------------------------------------------------------------------------------------------
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
@@ -233,7 +236,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw
     call_id: str
     name: str
     arguments: str
-    """JSON text of an object; cut short where `status` is `incomplete`."""
+    """JSON text of an object; truncated if `status` is `incomplete`."""
     status: ItemStatus = "completed"
 
 
@@ -245,7 +248,7 @@ class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_cal
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True, frozen=True):
-    """What the model thought, in plain text: `summary` and `encrypted_content` are never written here."""
+    """The model's reasoning as plain text: the server never writes `summary` and `encrypted_content`."""
 
     id: str
     summary: list[SummaryText] = []
@@ -272,8 +275,7 @@ class ItemList(msgspec.Struct, kw_only=True):
     has_more: bool
 
 
-# [responses] `/v1/responses`: the requests. Answers: `responses_answer`; items: `responses_input` and
-# `responses_items`.
+# -- requests -------------------------------------------------------------------------------------------------------
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_NESTING = 400
@@ -293,7 +295,7 @@ Includable: TypeAlias = Literal[
 
 
 def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what could be read, but not be repeated in an answer, which nests it deeper, by every Python."""
+    """Refuse a schema that can be parsed, but not encoded in an answer, which nests it deeper."""
     if is_deeper(schema, _MAX_NESTING):
         raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
     return schema
@@ -304,7 +306,7 @@ Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
 
 
 def _is_function(data: Any) -> Any:
-    """Refuse what is no function by the name of its type."""
+    """Refuse tools that are not functions, with their type in the message."""
     kind = data.get("type") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise sentence(f"is of type {kind[:60]}, a tool that this server does not have; it takes type function only")
@@ -312,7 +314,7 @@ def _is_function(data: Any) -> Any:
 
 
 def _only(value: int | bool) -> BeforeValidator:
-    """Takes `value` alone. To a literal type, as to Python, 0 is False as well, and true is 1."""
+    """Accepts only `value`. A literal type would also accept false for 0 and true for 1."""
 
     def check(given: Any) -> Any:
         if type(given) is not type(value) or given != value:
@@ -331,7 +333,7 @@ class FunctionTool(RequestModel):
     parameters: Schema | None = None
     """JSON schema of the arguments, an object's; default: any object."""
     strict: bool | None = None
-    """Hold the arguments of every call to `parameters`; default: false."""
+    """Constrain the arguments of every call to `parameters`; default: false."""
 
 
 class FunctionChoice(RequestModel):
@@ -381,7 +383,7 @@ class TextConfig(RequestModel):
 
 
 class ReasoningConfig(RequestModel):
-    """How the model thinks before it answers."""
+    """How the model reasons before it answers."""
 
     effort: Effort | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
@@ -402,13 +404,13 @@ class ResponsesRequest(SamplingFields):
     """Body of `POST /v1/responses`."""
 
     input: Input
-    """What the model is to answer."""
+    """What the model answers."""
 
     instructions: str | None = None
     """A system message before everything else; that of an earlier response is not carried over."""
 
     previous_response_id: str | None = None
-    """Go on from this stored response: its input and output come before `input`."""
+    """Continue this stored response: its input and output come before `input`."""
 
     max_output_tokens: Annotated[int, Between(1, INT31)] | None = None
     """Most tokens to generate, reasoning included; default: what the context has left."""
@@ -426,22 +428,22 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningConfig = ReasoningConfig()
 
     truncation: Literal["auto", "disabled"] = "disabled"
-    """`auto` leaves out the oldest items where the context has no room for all; `disabled` answers 400."""
+    """`auto` drops the oldest items if the context has no room for all; `disabled` answers 400."""
 
     store: bool = True
-    """Keep the response, so that it can be retrieved and gone on from, until the store needs its place."""
+    """Store the response, so that it can be retrieved and continued, until the store evicts it."""
 
     background: bool = False
-    """Answer at once, and run on without the client. Needs `store`."""
+    """Answer at once, and continue to run without the client. Needs `store`."""
 
     include: Items[Includable] = []  # noqa: RUF012
-    """`message.output_text.logprobs` reports log probabilities; the others name what no answer here can hold."""
+    """`message.output_text.logprobs` reports log probabilities; the others name parts that answers here never have."""
 
     top_logprobs: Annotated[int, Between(0, MAX_LOGPROBS)] | None = None
-    """Report this many likeliest alternatives with each log probability."""
+    """Report this many of the most probable alternatives with each log probability."""
 
     metadata: Annotated[dict[str, str], FewFields, AfterValidator(_fits_metadata)] = {}  # noqa: RUF012
-    """Kept with the response."""
+    """Stored with the response."""
 
     chat_template_kwargs: Annotated[dict[str, Any], FewFields] = {}  # noqa: RUF012
     """Further variables of the model's chat template."""
@@ -477,14 +479,13 @@ class ResponsesRequest(SamplingFields):
 
 
 class InputTokensRequest(ResponsesRequest):
-    """Body of `POST /v1/responses/input_tokens`: a request for a response, of which only the prompt matters."""
+    """Body of `POST /v1/responses/input_tokens`: a request for a response whose prompt is counted."""
 
     model: str = ""
     """Name of a served model; default: the first."""
 
 
-# [responses_answer] `/v1/responses`: the answers, whole. Items: `responses_items`; events:
-# `server.responses.rendering`.
+# -- answers --------------------------------------------------------------------------------------------------------
 
 
 class InputTokens(msgspec.Struct):
@@ -505,7 +506,7 @@ class ResponseUsageOutput(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens that a response read and wrote."""
+    """Tokens of a response's prompt and answer."""
 
     input_tokens: int
     input_tokens_details: ResponseUsageInput
@@ -532,7 +533,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    """Seconds since the epoch, as `completed_at`."""
+    """Seconds since the epoch, like `completed_at`."""
     completed_at: int | None = None
     status: ResponseStatus
     background: bool

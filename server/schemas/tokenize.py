@@ -22,28 +22,28 @@ class TokenizeRequest(RequestModel):
     )
 
     model: str | None = None
-    """Name of a served model; default: the one there is."""
+    """Name of a served model; default: the first."""
 
     prompt: str | None = None
     """Text to tokenise."""
 
     messages: Annotated[Items[Message], Field(min_length=1)] | None = None
-    """Chat to tokenise as `/v1/chat/completions` would; in place of `prompt`."""
+    """Chat to tokenise as `/v1/chat/completions` would; instead of `prompt`."""
 
     add_special_tokens: bool | None = None
-    """Put around the text what the tokenizer puts there, such as BOS; default: true for `prompt`, false for a chat."""
+    """Add the tokenizer's special tokens, such as BOS; default: true for `prompt`, false for a chat."""
 
     return_token_strs: bool = False
-    """Answer with the tokens as the vocabulary spells them, too."""
+    """Also answer with the tokens as the vocabulary spells them."""
 
     add_generation_prompt: bool = True
     """Of a chat: end with the beginning of an assistant's turn."""
 
     continue_final_message: bool = False
-    """Of a chat: end with the last message, still open."""
+    """Of a chat: end within the last message, so that an answer would continue it."""
 
     chat_template: str | None = None
-    """Of a chat: a template in place of the model's; only with `--trust-request-chat-template`."""
+    """Of a chat: a template instead of the model's; only with `--trust-request-chat-template`."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(no_reserved_names), FewFields] = {}  # noqa: RUF012
     """Of a chat: further variables of the template."""
@@ -72,10 +72,10 @@ class DetokenizeRequest(RequestModel):
     """Body of `POST /detokenize`."""
 
     model: str | None = None
-    """Name of a served model; default: the one there is."""
+    """Name of a served model; default: the first."""
 
     tokens: list[Annotated[int, Field(ge=0)]]
-    """Token ids, no more of them than the model's context has."""
+    """Token ids, at most as many as the model's context holds."""
 
 
 class DetokenizeAnswer(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two forms, from the engine's token ids. Called by `server.streaming.generation`."""
+"""Log probabilities in OpenAI's forms, from the engine's token ids: of completions, of chats and of prompts."""
 
 import codecs
 from collections.abc import Iterable, Sequence
@@ -15,22 +15,22 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionLogprobsWriter:
-    """Log probabilities of one completion, as it grows: `text_offset` counts on from call to call."""
+    """Writes the log probabilities of one completion as it grows: `text_offset` continues from call to call."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, as_ids: bool = False) -> None:
-        """With `as_ids`, tokens are spelled by their ids."""
+        """With `as_ids`, tokens are written as their ids."""
         self._tokenizer = tokenizer
         self._as_ids = as_ids
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
         self._at_start = False
-        """Whether the next token shown begins the text, where some decoders drop a leading space."""
+        """Whether the next token begins the text, where some decoders drop a leading space."""
         self._decode = _Utf8Decoder("replace").decode
 
     def write_prompt(
         self, text: str, first: int, positions: Iterable[TokenLogprobs], count: int
     ) -> CompletionLogprobs:
-        """Of an echoed prompt, `text`: its first token, which has none, and the others with `count` alternatives."""
+        """Those of an echoed prompt, `text`: none for its `first` token, the others with `count` alternatives."""
         written = CompletionLogprobs([self._name(first)], [None], [None], [0])
         self._at_start = True
         self._advance(first)
@@ -59,14 +59,14 @@ class CompletionLogprobsWriter:
         self._advance(position.token_id)
 
     def _advance(self, token_id: int) -> None:
-        """Count the characters that a token shows."""
+        """Advance the offset by the characters of a token's text."""
         if token_id not in self._hidden:
             spelled = self._tokenizer.first_token_bytes if self._at_start else self._tokenizer.token_bytes
             self._offset += len(self._decode(spelled(token_id)))
             self._at_start = False
 
     def _name(self, token_id: int) -> str:
-        """The token's text; one that is no whole characters is spelled by its bytes, so that names differ."""
+        """The token's text; its bytes if these are not whole characters, so that names differ."""
         if self._as_ids:
             return _by_id(token_id)
         spelled = self._tokenizer.token_bytes(token_id)
@@ -77,14 +77,14 @@ class CompletionLogprobsWriter:
 
 
 def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], count: int) -> PromptLogprobs:
-    """Log probabilities of a prompt, of which `positions` are all tokens but the first, with `count` alternatives."""
+    """Log probabilities of a prompt with `count` alternatives. `positions` holds all tokens but the first."""
     return [None, *(_candidates(tokenizer, position, count) for position in positions)]
 
 
 def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> dict[int, PromptTokenLogprob]:
     own = {position.token_id: (position.logprob, position.rank)}
-    likeliest = enumerate(_alternatives(position, count), 1)
-    candidates = own | {id: (logprob, rank) for rank, (id, logprob) in likeliest}
+    ranked = enumerate(_alternatives(position, count), 1)
+    candidates = own | {id: (logprob, rank) for rank, (id, logprob) in ranked}
     return {
         id: PromptTokenLogprob(max(logprob, _LOWEST), rank, tokenizer.token_text(id))
         for id, (logprob, rank) in candidates.items()
@@ -92,7 +92,7 @@ def _candidates(tokenizer: Tokenizer, position: TokenLogprobs, count: int) -> di
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs], *, as_ids: bool = False) -> ChatLogprobs:
-    """Log probabilities of a chat answer's tokens; with `as_ids`, these are spelled by their ids."""
+    """Log probabilities of a chat answer's tokens. With `as_ids`, tokens are written as their ids."""
     return ChatLogprobs([_chat_token(tokenizer, position, as_ids) for position in positions])
 
 

@@ -89,7 +89,7 @@ def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.Capture
         (["--url", "http://127.0.0.1:1", "model"], "MODEL starts a server and --url names a running one"),
         (["--temperature", "hot"], "invalid float value: 'hot'"),
         (["--colour"], "unrecognized arguments: --colour"),
-        (["--url", "http://[::1"], "--url is http://[::1, which is no URL"),
+        (["--url", "http://[::1"], "--url is http://[::1, which is not a URL"),
     ],
 )
 def test_a_bad_flag_of_chat_is_one_sentence_and_exit_code_2(

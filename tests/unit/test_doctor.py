@@ -170,7 +170,7 @@ def test_what_was_found_is_printed_line_by_line() -> None:
         ("raise OSError('no libamdhip64.so')", "exit code 1: OSError: no libamdhip64.so"),
         ("import time; time.sleep(60)", "took longer than 2 s"),
         ("import subprocess, time; subprocess.Popen(['sleep', '20']); time.sleep(60)", "took longer than 2 s"),
-        ("print('nothing of use')", "exit code 0: it said nothing"),
+        ("print('nothing of use')", "exit code 0: it printed no error"),
     ],
 )
 def test_looking_that_goes_wrong_is_told(code: str, words: str) -> None:

@@ -368,7 +368,7 @@ async def test_a_compressed_body_is_415() -> None:
     body = gzip.compress(b'{"prompt": "Hi"}')
     answer = await client().post("/v1/completions", content=body, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 415
-    assert "Content-Encoding is gzip; send the body as it is" in answer.json()["error"]["message"]
+    assert "Content-Encoding is gzip; send the body uncompressed" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

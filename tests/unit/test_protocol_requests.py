@@ -77,7 +77,7 @@ def refusal(make: Any, **fields: Any) -> BadRequest:
             "is set with suffix, whose marks must stay",
         ),
         ({"suffix": "x", "echo": True, "logprobs": 1}, "logprobs", "logprobs is set with suffix and echo"),
-        ({"best_of": 2, "stream": True}, "best_of", "a stream cannot tell the best, so it must equal n, 1"),
+        ({"best_of": 2, "stream": True}, "best_of", "a stream cannot choose the best, so it must equal n, 1"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs is -1; it must be between 0 and 20"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0; it must be -1 or at least 1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "is -2; it must be at least -1"),

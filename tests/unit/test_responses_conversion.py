@@ -156,7 +156,7 @@ def test_errors_of_the_chat_speak_of_the_fields_that_were_sent() -> None:
         chat_of(tools=[{"type": "function", "name": "f", "parameters": {"type": "string"}}])
     renamed = with_responses_field_names(refused.value)
     assert renamed.param == "tools[0].parameters"
-    assert str(renamed).startswith("tools[0].parameters is no schema of an object")
+    assert str(renamed).startswith("tools[0].parameters is not the schema of an object")
 
 
 def test_a_truncated_chat_begins_at_no_calls_output_and_where_the_rest_may_fit() -> None:

@@ -29,7 +29,7 @@ from tests.unit.responses_support import request_of
             "input[0].content[0]",
         ),
         ({"input": [{"type": "computer_call"}]}, "input[0] is of type computer_call", "input[0]"),
-        ({"input": [{"type": 7}]}, "input[0] has a type that is no string", "input[0]"),
+        ({"input": [{"type": 7}]}, "input[0] has a type that is not a string", "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing", "input[0].call_id"),
         (
             {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
