@@ -22,6 +22,7 @@ from engine.batch import ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.messages import RequestOutput
+from engine.runner.loaded_model import load_model
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.parameters import SamplingColumns
 from engine.sampling.sampler import Sampler
@@ -167,9 +168,8 @@ def embedded_steps() -> Callable[[str | None], list[float]]:
     """Whole decode steps of the embedded model: scheduler, model, sampler."""
     model = ModelConfig.from_checkpoint(CHECKPOINT_DIR)
     config = Config(num_kvcache_blocks=1024, max_num_seqs=BATCH, eos_token_id=model.eos_token_ids[0])
-    runner = ModelRunner(config, CHECKPOINT_DIR, model, torch.device("cpu"), torch.float32)
-    runner.load()
-    runner.allocate_kv_cache(1024)
+    loaded = load_model(config, CHECKPOINT_DIR, model, torch.device("cpu"), torch.float32, operators=None)
+    runner = ModelRunner(loaded, 1024)
     matchers = Matchers(lambda: Tokenizer.from_checkpoint(CHECKPOINT_DIR), model.vocab_size, model.eos_token_ids)
     matchers.load()
 

@@ -26,16 +26,17 @@ from triton.runtime import driver
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import Case, Values
-from benchmarks.gpu.steps import BLOCK_SIZE, Loop, RandomRunner
+from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
 from engine.runner.kv_cache import CommittedBlocks
+from engine.runner.launched_step import LaunchedStep
+from engine.runner.loaded_model import load_model
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import LaunchedStep, StepLauncher
-from models.architectures.config import ModelConfig
+from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
@@ -43,6 +44,7 @@ from models.ops import triton as kernels
 from models.ops.triton import configs, probe
 from models.ops.triton.compilation import gpu_of
 from models.ops.triton.configs import Target, launch_of
+from models.parallel.tensor_parallel import TensorParallel
 
 Compile: TypeAlias = Callable[[Any, GPUTarget, dict[str, Any]], Any]
 """Stands where `triton.compiler.compile` does, of a source, a target and options."""
@@ -81,7 +83,7 @@ def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERN
             (triton.compiler, "compile", compile),
             (configs, "INTERPRETER", target),
             (probe, "probe", nothing),
-            (model_runner, "select_backend", TritonAttentionBackend),
+            (loaded_model, "select_backend", TritonAttentionBackend),
         ):
             stack.enter_context(patch.object(place, name, stands_in))
         launch_of.cache_clear()
@@ -133,16 +135,15 @@ class IdleDevice(HostDevice):
         return cast(Graph, SimpleNamespace(replay=nothing))
 
 
-class _Runner(RandomRunner):
-    """Weights that take no memory."""
-
-    def read_weights(self, *, progress: bool) -> CausalLM:
-        """See `ModelRunner`."""
-        assert isinstance(self.model_config, ModelConfig)
-        model = ARCHITECTURES[self.model_config.architecture].model_class(self.model_config, self.parallel)
-        for parameter in model.parameters():
-            parameter.data = torch.ones(parameter.shape, dtype=self.dtype)
-        return cast(CausalLM, model.eval())
+def weights_of_ones(
+    path: Path, config: CheckpointConfig, *, dtype: torch.dtype, parallel: TensorParallel, **_: object
+) -> CausalLM:
+    """In place of `loader.load_model`: weights that take no memory."""
+    assert isinstance(config, ModelConfig)
+    model = ARCHITECTURES[config.architecture].model_class(config, parallel)
+    for parameter in model.parameters():
+        parameter.data = torch.ones(parameter.shape, dtype=dtype)
+    return cast(CausalLM, model.eval())
 
 
 def first_tokens(src: Any, target: object, options: object) -> Any:
@@ -205,10 +206,19 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
         (Path(name) / "config.json").write_text(json.dumps(_FIELDS))
         model_config = ModelConfig.from_checkpoint(Path(name))
         backend = TritonAttentionBackend(bench.device)
-        runner = _Runner(config, Path(name), model_config, bench.device, bench.dtype, backend=backend)
-        runner.launcher = StepLauncher(runner, IdleDevice(), batch)
-        runner.load()
-    runner.allocate_kv_cache(config.num_kvcache_blocks or 0)
+        loaded = load_model(
+            config,
+            Path(name),
+            model_config,
+            bench.device,
+            bench.dtype,
+            operators=None,
+            backend=backend,
+            seam=IdleDevice(),
+            read_weights=weights_of_ones,
+        )
+    assert config.num_kvcache_blocks is not None
+    runner = SizedRunner(loaded, config.num_kvcache_blocks)
     # A GPU's memory is committed when it is taken.
     runner.committed = CommittedBlocks((), 1)
     if runner.graphs is not None:

@@ -24,16 +24,18 @@ from engine.core.scheduler import Scheduler
 from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
+from engine.runner.launched_step import LaunchedStep
+from engine.runner.loaded_model import load_model
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import LaunchedStep, StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.sequence import Sequence as EngineSequence
-from models.architectures.config import ModelConfig
+from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.context import set_kv_cache_data
 from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
+from models.parallel.tensor_parallel import TensorParallel
 
 BLOCK_SIZE = 16
 _VOCABULARY = 151936
@@ -81,25 +83,34 @@ def fields_of(bench: Bench, shape: str) -> dict[str, Any]:
     }
 
 
-class RandomRunner(ModelRunner):
-    """A model runner whose weights are drawn, not read."""
+def random_weights(
+    path: Path,
+    config: CheckpointConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: TensorParallel,
+    **_: object,
+) -> CausalLM:
+    """In place of `loader.load_model`: a model whose weights are drawn, not read."""
+    assert isinstance(config, ModelConfig)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = ARCHITECTURES[config.architecture].model_class(config, parallel)
+    finally:
+        torch.set_default_dtype(previous)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+    return cast(CausalLM, model.eval())
 
-    def read_weights(self, *, progress: bool) -> CausalLM:
-        """See `ModelRunner`."""
-        assert isinstance(self.model_config, ModelConfig)
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with self.device:
-                model = ARCHITECTURES[self.model_config.architecture].model_class(self.model_config, self.parallel)
-        finally:
-            torch.set_default_dtype(previous)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data.fill_(1.0)
-            else:
-                parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-        return cast(CausalLM, model.eval())
+
+class SizedRunner(ModelRunner):
+    """A model runner that knows what its steps read."""
 
     @property
     def weight_bytes(self) -> int:
@@ -123,14 +134,14 @@ class RandomRunner(ModelRunner):
 
 def runner_of(
     bench: Bench, shape: str, *, max_num_seqs: int, max_model_len: int, num_blocks: int, sizes: tuple[int, ...] = ()
-) -> RandomRunner:
+) -> SizedRunner:
     """A runner with a cache of random numbers, and graphs of these sizes to capture; none: it runs eagerly.
 
     What a runner before it held is given back first, once its caller has let go of it. Raises `MemoryError`, a
     sentence, where the device has no room for it.
     """
     set_kv_cache_data({})
-    # A runner and its launcher know each other: only the collector frees their weights, caches and graphs.
+    # Steps and their runner refer to each other until the collector runs.
     gc.collect()
     config = Config.from_fields(
         num_kvcache_blocks=num_blocks,
@@ -146,13 +157,21 @@ def runner_of(
         (Path(name) / "config.json").write_text(json.dumps(fields_of(bench, shape)))
         model_config = ModelConfig.from_checkpoint(Path(name))
         backend = TritonAttentionBackend(bench.device)
-        runner = RandomRunner(config, Path(name), model_config, bench.device, bench.dtype, backend=backend)
-        runner.launcher = StepLauncher(runner, bench.seam, max_num_seqs)
-        runner.load()
-    needed, free = num_blocks * runner.caches.block_bytes, bench.free_bytes()
+        loaded = load_model(
+            config,
+            Path(name),
+            model_config,
+            bench.device,
+            bench.dtype,
+            operators=None,
+            backend=backend,
+            seam=bench.seam,
+            read_weights=random_weights,
+        )
+    needed, free = num_blocks * loaded.layer_caches().block_bytes, bench.free_bytes()
     if needed > free:
         raise MemoryError(f"a KV cache of {needed / 2**30:.1f} GiB does not fit, {free / 2**30:.1f} GiB are free")
-    runner.allocate_kv_cache(num_blocks)
+    runner = SizedRunner(loaded, num_blocks)
     for pool in runner.caches.pools:
         # Layer by layer: random numbers of all at once would take as much again.
         for page in range(pool.shape[1]):
@@ -176,7 +195,7 @@ def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
 class Decodes:
     """Sequences of one context each, whose caches are as the pool was filled."""
 
-    def __init__(self, bench: Bench, runner: RandomRunner, batch: int, context: int, *, steps: int) -> None:
+    def __init__(self, bench: Bench, runner: SizedRunner, batch: int, context: int, *, steps: int) -> None:
         """For `steps` steps at most, in blocks of shuffled order."""
         self._bench, self._runner = bench, runner
         blocks = -(-(context + steps + 1) // BLOCK_SIZE)
@@ -245,9 +264,9 @@ class _Runners:
     batches: tuple[int, ...]
     context: int
     _shape: str = ""
-    _runner: RandomRunner | None = None
+    _runner: SizedRunner | None = None
 
-    def of(self, shape: str) -> RandomRunner:
+    def of(self, shape: str) -> SizedRunner:
         if self._runner is None or self._shape != shape:
             self._runner = None
             most = max(self.batches)
@@ -316,13 +335,13 @@ _REPEATS = 5
 def prefill_cases(bench: Bench) -> Iterator[Case]:
     """Whole prompts, and one in chunks behind what is computed already."""
     longest = bench.size(8192, 16)
-    runners: list[RandomRunner] = []
+    runners: list[SizedRunner] = []
     for length, cached in ((longest, 0), (longest // 4, 0), (longest // 4, longest * 3 // 4)):
         name = f"8B, {length} tokens" + (f" behind {cached}" if cached else "")
         yield Case(name, lambda length=length, cached=cached: _prefill_measure(bench, runners, length, cached))  # type: ignore[misc]
 
 
-def _prefill_measure(bench: Bench, runners: list[RandomRunner], length: int, cached: int) -> Values:
+def _prefill_measure(bench: Bench, runners: list[SizedRunner], length: int, cached: int) -> Values:
     longest = bench.size(8192, 16)
     if not runners:
         blocks = longest // BLOCK_SIZE + 1
@@ -366,7 +385,7 @@ def _prefill_measure(bench: Bench, runners: list[RandomRunner], length: int, cac
     }
 
 
-def operations_of(runner: RandomRunner, length: int, cached: int) -> float:
+def operations_of(runner: SizedRunner, length: int, cached: int) -> float:
     """Two a weight and token, of the head for the last token alone; four a query's and key's dimension and head."""
     config = runner.model_config
     assert isinstance(config, ModelConfig)
@@ -397,7 +416,7 @@ class Interval(NamedTuple):
 class Loop:
     """The scheduler and the runner, as the engine core drives them; outputs go nowhere."""
 
-    def __init__(self, bench: Bench, runner: RandomRunner, batch: int, context: int, *, steps: int) -> None:
+    def __init__(self, bench: Bench, runner: SizedRunner, batch: int, context: int, *, steps: int) -> None:
         """`batch` sequences, whose prompts are computed by the time `steps` decode steps begin."""
         self.scheduler = Scheduler(runner.config)
         record = FlightRecord.of_its_own(runner.config.max_num_seqs)

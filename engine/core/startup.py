@@ -74,49 +74,41 @@ def load_model(
     _refuse_unsupported(config)
     path = resolve_checkpoint(config.model)
     ranks = None if start_ranks is None else start_ranks(path)
-    from engine.runner.build import build_runner
-    from engine.runner.shard_runner import ShardRunner
+    from engine.runner.build import load_rank
+    from engine.runner.start import start_runner
 
     phases.end("import")
     shard, seat = None if ranks is None else ranks.shard, None if links is None else links.seat
-    asked = config
-    runner, config, model_config, own_cpus, group, world = build_runner(config, path, shard, seat, share)
-    _check_token_ids(asked, model_config.vocab_size)
-    if ranks is not None:
-        others_cpus, others_parameters = ranks.wait_loaded()
-    if links is not None:
-        links.meet(config.parallel_config.rank_start_timeout)
+    loaded, own_cpus, group, world = load_rank(config, path, shard, seat, share)
+    _check_token_ids(config, loaded.model_config.vocab_size)
+    config = loaded.config
+    others_cpus, others_parameters = frozenset[int](), 0
+
+    def meet() -> None:
+        nonlocal others_cpus, others_parameters
+        if ranks is not None:
+            others_cpus, others_parameters = ranks.wait_loaded()
+        if links is not None:
+            links.meet(config.parallel_config.rank_start_timeout)
+        if ranks is not None:
+            assert group is not None
+            ranks.join(group, None if world is None else world.join)
+        elif world is not None:
+            world.join()
+
+    def agree(size: "KVCacheSize") -> tuple[int, int]:
+        nonlocal config
+        if ranks is not None:
+            size = size.of_ranks(ranks.shard.size, *ranks.agree(size.num_blocks, size.num_slots))
+        _log_cache(config, size, loaded.model_config.architecture)
+        config = _with_async_scheduling(_with_cache(config, size), loaded.device.type)
+        return size.num_blocks, size.num_slots
+
+    runner = start_runner(loaded, meet=meet, agree=agree, on_phase=phases.end)
+    info = _model_info(config, loaded.model_config, runner, own_cpus)
     if ranks is not None:
         assert group is not None
-        ranks.join(group, None if world is None else world.join)
-    elif world is not None:
-        world.join()
-    phases.end("load")
-    size = runner.kv_cache_size()
-    if ranks is not None:
-        size = size.of_ranks(ranks.shard.size, *ranks.agree(size.num_blocks, size.num_slots))
-    logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
-    if size.num_slots < config.max_num_seqs:
-        logger.warning(
-            "%d sequences run at a time, not max_num_seqs %d: %s keeps a state for each, and those of more would fill "
-            "over half of the KV cache's memory",
-            size.num_slots,
-            config.max_num_seqs,
-            model_config.architecture,
-        )
-    if config.speculative_config is not None:
-        drafts = config.speculative_config
-        how = drafts.num_speculative_tokens, drafts.speculative_method
-        logger.info("Steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
-    config = _with_async_scheduling(_with_cache(config, size), runner.device.type)
-    runner.allocate_kv_cache(size.num_blocks, size.num_slots)
-    phases.end("kv-cache")
-    runner.warm_up()
-    info = _model_info(config, model_config, runner, own_cpus)
-    if ranks is not None:
-        assert isinstance(runner, ShardRunner)
-        assert group is not None
-        runner.other_ranks = ranks.open_steps(group)
+        runner.lead(ranks.open_steps(group))
         info = msgspec.structs.replace(
             info,
             own_cpus=sorted(own_cpus | others_cpus),
@@ -131,6 +123,22 @@ def load_model(
         blocks_at_first=runner.blocks_at_first,
         world=world,
     )
+
+
+def _log_cache(config: Config, size: "KVCacheSize", architecture: str) -> None:
+    logger.info("KV cache of %d blocks, %.2f GiB: %s", size.num_blocks, size.num_bytes / 2**30, size.reason)
+    if size.num_slots < config.max_num_seqs:
+        logger.warning(
+            "%d sequences run at a time, not max_num_seqs %d: %s keeps a state for each, and those of more would fill "
+            "over half of the KV cache's memory",
+            size.num_slots,
+            config.max_num_seqs,
+            architecture,
+        )
+    if config.speculative_config is not None:
+        drafts = config.speculative_config
+        how = drafts.num_speculative_tokens, drafts.speculative_method
+        logger.info("Steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":

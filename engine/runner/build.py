@@ -1,4 +1,4 @@
-"""`build_runner`: from a configuration and a checkpoint to a loaded `ModelRunner`, on every rank alike.
+"""`load_rank`: from a configuration and a checkpoint to a `LoadedModel`, on every rank alike.
 
 Called by the engine core's start-up, and by the processes of further ranks.
 """
@@ -21,9 +21,8 @@ from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cp
 from engine.distributed.lockstep import Arrivals, Seat
 from engine.distributed.processes import keep_threads_on
 from engine.distributed.rank_steps import RankGroup
+from engine.runner.loaded_model import LoadedModel, load_model, start_operators
 from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
-from engine.runner.model_runner import ModelRunner
-from engine.runner.shard_runner import ShardRunner
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.attention.backend import require_backend
 from models.config.fields import Fields
@@ -143,12 +142,10 @@ class RankCollectives(Collectives, RankGroup, Protocol):
     """A rank's end of its group, as the layers use it too."""
 
 
-class BuiltRunner(NamedTuple):
-    """A loaded model, without a KV cache. `config` has filled in what the checkpoint decides."""
+class LoadedRank(NamedTuple):
+    """A rank's model before it has met the others."""
 
-    runner: ModelRunner
-    config: Config
-    model_config: CheckpointConfig
+    loaded: LoadedModel
     own_cpus: frozenset[int]
     """CPUs that other processes keep off."""
     group: RankCollectives | None
@@ -157,13 +154,13 @@ class BuiltRunner(NamedTuple):
     """Of the ranks of all replicas, where they compute in lockstep; to be joined before the group."""
 
 
-def build_runner(
+def load_rank(
     config: Config,
     path: Path,
     shard: Shard | None = None,
     seat: Seat | None = None,
     share: HostShare = HostShare(),  # noqa: B008, immutable
-) -> BuiltRunner:
+) -> LoadedRank:
     """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served.
 
     `seat`: of this replica among those that compute in lockstep; `share`: what of the host is this replica's.
@@ -189,26 +186,33 @@ def build_runner(
     experts = None
     if config.parallel_config.enable_expert_parallel:
         experts = ExpertParallel() if seat is None else ExpertParallel(seat.replica, seat.num_replicas, world)
-    group = None
-    if shard is None:
-        alone = TensorParallel(experts=experts)
-        runner = ModelRunner(config, path, model_config, device, dtype, alone, share.available_bytes)
-    else:
-        group = _collectives(config, shard, device, world)
+    group = None if shard is None else _collectives(config, shard, device, world)
+    parallel = TensorParallel(experts=experts)
+    if shard is not None:
         parallel = TensorParallel(shard.rank, shard.size, group, experts)
-        runner = ShardRunner(config, path, model_config, device, dtype, parallel, shard.available_bytes)
-    runner.replicas_here = share.places
+    operators = start_operators(config, device, dtype)
     pinned: frozenset[int] = frozenset()
     if plan is not None:
-        pinned = pin(plan, runner.operators)
-        by = "torch" if runner.operators is None else f"the {library.INSTRUCTION_SETS[runner.operators.isa]} operators"
+        pinned = pin(plan, operators)
+        by = "torch" if operators is None else f"the {library.INSTRUCTION_SETS[operators.isa]} operators"
         logger.info("%s, by %s", plan, by)
-    runner.load(progress=sys.stderr.isatty() and (shard is None or shard.rank == 0))
-    if config.enable_prefix_caching and not runner.config.enable_prefix_caching:
+    loaded = load_model(
+        config,
+        path,
+        model_config,
+        device,
+        dtype,
+        operators=operators,
+        parallel=parallel,
+        available_bytes=share.available_bytes if shard is None else shard.available_bytes,
+        num_local_replicas=share.places,
+        progress=sys.stderr.isatty() and (shard is None or shard.rank == 0),
+    )
+    if config.enable_prefix_caching and not loaded.config.enable_prefix_caching:
         logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
-    if runner.caches.have_states and (caution := ptxas.caution(device)) is not None:
+    if loaded.layer_caches().have_states and (caution := ptxas.caution(device)) is not None:
         logger.info("%s", caution)
-    return BuiltRunner(runner, runner.config, model_config, pinned, group, world)
+    return LoadedRank(loaded, pinned, group, world)
 
 
 def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:

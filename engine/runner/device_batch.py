@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.runner.device import Device, Uploads
+from engine.runner.device import Device, Downloads, Uploads
 from engine.runner.input_batch import StepInputs, TableChanges
 from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.ops.memory import Send
@@ -73,8 +73,9 @@ class Place(NamedTuple):
 class DeviceBatch:
     """The last token of each slot, and how a step's arrays get to the device."""
 
-    def __init__(self, device: Device, uploads: Uploads, max_num_seqs: int) -> None:
-        self._device, self._uploads = device, uploads
+    def __init__(self, device: Device, max_num_seqs: int) -> None:
+        self.device = device
+        self.uploads, self.downloads = Uploads(device), Downloads(device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device.torch_device)
         """Of each slot, what it sampled last; and one of nobody's, for rows that pad captured graphs."""
 
@@ -83,9 +84,9 @@ class DeviceBatch:
 
         Tokens that nobody has read are taken from where they were sampled.
         """
-        if self._device.is_host and place.tables is None:
+        if self.device.is_host and place.tables is None:
             return self._on_host(inputs, place, graph_size)
-        upload = self._uploads.begin()
+        upload = self.uploads.begin()
         are_all_unread = len(inputs.unread_rows) == len(inputs.input_ids)
         known = [] if are_all_unread else [inputs.input_ids, inputs.unread_tokens, inputs.slots[inputs.unread_rows]]
         positions, last_tokens, sampled, slots, *tokens = upload.add(
@@ -133,7 +134,7 @@ class DeviceBatch:
             if captured is not None:
                 return captured[:, : inputs.num_blocks]
         shape = len(inputs.slots), inputs.num_blocks
-        return torch.empty(shape, dtype=torch.int32, device=self._device.torch_device)
+        return torch.empty(shape, dtype=torch.int32, device=self.device.torch_device)
 
 
 def _adapters(inputs: StepInputs) -> npt.NDArray[np.int64]:

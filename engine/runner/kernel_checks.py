@@ -1,4 +1,4 @@
-"""Whether the kernels give the right numbers for the loaded model, found before it is served. Called by the runner.
+"""Whether the kernels give the right numbers for the loaded model, found before it is served. Called by the loaded.
 
 Compilers err: a release of Triton, or of what assembles its kernels, may give other numbers than were written, and
 nothing else would tell. What is wrong is left to torch, where torch can do it.
@@ -8,16 +8,18 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import nn
 
 from engine.doctor_report import ANOTHER_TRITON
 from engine.runner.device import at_start
+from engine.runner.loaded_model import LoadedModel
 from engine.runner.warm_up import dummy_prompt
 from models.attention.backend import AttentionBackend
-from models.attention.context import DPMetadata, forward_context, set_kv_cache_data
+from models.attention.context import forward_context, set_kv_cache_data
 from models.layers.base import CausalLM
 from models.layers.moe import FusedMoE
 from models.ops import aiter, triton
@@ -25,29 +27,26 @@ from models.ops import registry as backends
 from models.ops.self_test import Check, wrong
 from models.ops.stored_weight import make_dense, stored_of
 
-if TYPE_CHECKING:
-    from engine.runner.model_runner import ModelRunner
-
 _log = logging.getLogger(__name__)
 
 
-def check_kernels(runner: "ModelRunner") -> AttentionBackend:
-    """Leave to torch what kernels compute wrongly on any rank; the attention backend from here on.
+def check_kernels(loaded: LoadedModel) -> LoadedModel:
+    """Leave to torch what kernels compute wrongly on any rank; the model with the attention backend from here on.
 
     An operator that `kernel_backend` names as Triton's stays with it, and a warning says what is wrong. Raises
     `ValueError`, a sentence, where nothing else can compute it. Nothing is kept of the caches.
     """
-    device, backend = runner.device, runner.backend
+    device, backend = loaded.device, loaded.backend
     if device.type == "cpu" and not triton.active():
-        return backend
+        return loaded
     start = time.perf_counter()
     # A rank without Triton has nothing to look at, but the others wait for its word.
-    uses = _uses(runner) if triton.active() else {}
-    asked = backends.named(runner.config.kernel_backend, backends.TRITON)
+    uses = _uses(loaded) if triton.active() else {}
+    asked = backends.named(loaded.config.kernel_backend, backends.TRITON)
     # All ranks ask of all operators, in the same order, whatever their own layers are.
     for operator in _OPERATORS:
         reason = what_is_wrong(uses.get(operator, ()), device, operator)
-        if runner.parallel.agree(reason is None, device):
+        if loaded.parallel.agree(reason is None, device):
             continue
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
         said += reason or "those of another rank are"
@@ -62,9 +61,9 @@ def check_kernels(runner: "ModelRunner") -> AttentionBackend:
                 f"attention=triton to serve all the same; {ANOTHER_TRITON}"
             )
         _log.warning("%s. Plain torch computes them, slowly; %s", said, ANOTHER_TRITON)
-        backend = _leave_to_torch(operator, runner.model, device) or backend
+        backend = _leave_to_torch(operator, loaded.model, device) or backend
     _log.info("Triton's kernels were compared with torch in %.1f s", time.perf_counter() - start)
-    return backend
+    return replace(loaded, backend=backend)
 
 
 _LATENTS = "latents"
@@ -76,39 +75,37 @@ _FUSED = frozenset({"norm", "activation"})
 """By torch's compiler, where that is asked for."""
 
 
-def _uses(runner: "ModelRunner") -> dict[str, list[Check]]:
+def _uses(loaded: LoadedModel) -> dict[str, list[Check]]:
     """What the model asks of kernels, found by a pass that attends to nothing and runs none."""
     from engine.runner.kernel_cases import uses_of
     from engine.sampling.kernel_check import SamplingForm
     from models.attention.observer import ObservingBackend
 
-    device, experts = runner.device, runner.parallel.experts
-    is_compiled = runner.config.compilation_config.compilation_level > 0
+    device, caches = loaded.device, loaded.layer_caches()
+    is_compiled = loaded.compilation_level > 0
     observer = ObservingBackend(device)
-    block_size, have_states = runner.config.kv_cache_block_size, runner.caches.have_states
+    block_size, have_states = loaded.config.kv_cache_block_size, caches.have_states
     context, token = dummy_prompt(observer, 0, block_size, device, have_states=have_states)
-    in_lockstep = experts is not None and experts.exchange is not None
-    replicas = DPMetadata((1,) * experts.num_replicas) if experts is not None and in_lockstep else None
-    set_kv_cache_data(runner.caches.allocate(1, 1))
+    set_kv_cache_data(caches.allocate(1, 1))
     try:
         with (
             torch.inference_mode(),
-            nullcontext() if in_lockstep else runner.parallel.alone(),
+            nullcontext() if loaded.exchange is not None else loaded.parallel.alone(),
             triton.idle(),
             torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
-            forward_context(token.metadata, context, replicas),
+            forward_context(token.metadata, context, loaded.dp_metadata(1)),
         ):
-            runner.model(token.input_ids, token.positions)
+            loaded.model(token.input_ids, token.positions)
     finally:
         set_kv_cache_data({})
     found = uses_of(
-        runner.model,
+        loaded.model,
         observer,
-        runner.dtype,
-        runner.config.max_num_batched_tokens,
-        tokens_a_row=1 + runner.config.num_drafts,
+        loaded.dtype,
+        loaded.config.max_num_batched_tokens,
+        tokens_a_row=1 + loaded.config.num_drafts,
     )
-    found["sampling"] = [SamplingForm(runner.model_config.vocab_size).check]
+    found["sampling"] = [SamplingForm(loaded.model_config.vocab_size).check]
     by_torch = _FUSED if is_compiled else frozenset()
     return {operator: checks for operator, checks in found.items() if _are_ours(operator) and operator not in by_torch}
 

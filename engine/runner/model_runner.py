@@ -1,121 +1,46 @@
-"""`ModelRunner`: runs one rank's model, step by step: `prepare_model`, `run_model`, `postprocess`.
+"""`ModelRunner`: runs one rank's model step by step, with its KV cache and the rows of the running sequences.
 
-Owned by the engine core, which calls `load`, `kv_cache_size`, `allocate_kv_cache`, `warm_up`, and then `forward`.
+Complete once constructed; `engine.runner.start` has what comes before. The engine core calls `forward`, or `launch`
+to run ahead of what it has read; each step goes through `prepare_model`, `run_model` and sampling. Of several ranks,
+rank 0 schedules and samples: it sends each step to the others, which `follow`. They choose among their shards' argmax
+tokens where all rows are greedy, so that no logits move. The steps of the start, which measure memory and warm up, are
+run by each rank by itself, in the same order.
 """
 
-import dataclasses
-import functools
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
-from engine.config.config import Config
-from engine.distributed.host_resources import available_host_memory
+from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import TokenLogprobs
-from engine.runner.device import TorchDeviceMemory, at_start, device_of, in_step
-from engine.runner.device_batch import DeviceInputs, Place, ResidentTables
+from engine.runner.device import in_step
+from engine.runner.device_batch import DeviceBatch, DeviceInputs, Place, ResidentTables
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
-from engine.runner.kernel_checks import check_kernels
-from engine.runner.kv_cache import KV_CACHE_DTYPES, CommittedBlocks, LayerCaches
-from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST, KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
-from engine.runner.step_launcher import LaunchedStep, StepLauncher, mark_unusable, output_of
-from engine.runner.warm_up import (
-    StepSizes,
-    WarmUpRow,
-    WarmUpStep,
-    compile_kernels,
-    dummy_batch,
-    dummy_prompt,
-    run_largest_step,
-)
-from engine.sampling.logprobs import read_prompt_logprobs
+from engine.runner.kv_cache import CommittedBlocks
+from engine.runner.launched_step import LaunchedStep, mark_unusable, output_of
+from engine.runner.loaded_model import LoadedModel
+from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
+from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
+from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
-from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler
+from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argmax_of_shard, argmax_over_ranks
 from engine.speculative.drafts import most_choices
-from models.architectures.config import CheckpointConfig, ModelConfig
-from models.attention.backend import AttentionBackend, select_backend
-from models.attention.context import Context, DPMetadata, forward_context, set_kv_cache_data
+from models.architectures.config import ModelConfig
+from models.architectures.llama import LlamaForCausalLM
+from models.attention.context import Context, forward_context, set_kv_cache_data
 from models.attention.cpu_native import NativeMetaData
-from models.layers.base import CausalLM
-from models.loading.loader import load_model
-from models.lora.adapters import group_by_adapter, load_adapters
+from models.layers.linear import ParallelLMHead
+from models.lora.adapters import group_by_adapter
 from models.ops import triton
-from models.ops.cpu import runtime
+from models.ops.cpu.collectives import SharedMemoryCollectives
 from models.ops.cpu.program import NotRecordable, Program, record
 from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
-from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
-from models.quantization.config import ROUNDINGS
-
-# [recorded_pass] `record_pass`: the model's pass on a CPU as one call of the compiled operators. Used by the model
-# runner.
-
-
-def record_pass(
-    operators: Library,
-    model: CausalLM,
-    backend: AttentionBackend,
-    num_tokens: int,
-    dp_metadata: DPMetadata | None,
-) -> Program:
-    """Of up to so many tokens. What it needs for the largest step takes memory as far as steps have used it.
-
-    Raises `NotRecordable`.
-    """
-    none = np.zeros(0, dtype=np.int64)
-    metadata = backend.build_metadata(
-        query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
-    )
-
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        context = Context(positions=positions, is_prefill=False, batch_size=0)
-        with forward_context(metadata, context, dp_metadata):
-            return model(input_ids, positions)
-
-    return record(operators, forward, num_tokens)
-
-
-# [compiled_model] Where torch compiles the model (`compilation_level`): whether it can, and what is said when it
-# fails.
-#
-# `models.layers.compilation`, and with it torch's compiler, is imported only where it was asked for.
-
-
-def compile_model(level: int, model: CausalLM, model_config: CheckpointConfig, *, has_operators: bool) -> None:
-    """Have the layers compiled by the steps of the start, at level 3. Raises `ValueError` where they cannot be.
-
-    `has_operators`: whether the CPU's compiled operators compute the model.
-    """
-    if level == 0:
-        return
-    reason = None
-    if has_operators:
-        reason = "the CPU's operators compute this model already; set cpu_operators to false"
-    elif not isinstance(model_config, ModelConfig):
-        reason = f"{model_config.architecture} runs by {model_config.runs_by}, which is not cut at its attention"
-    if reason is not None:
-        raise ValueError(f"compilation_level is {level}, but {reason}, or set compilation_level to 0")
-    from models.layers.compilation import compile_layers
-
-    num_layers = compile_layers(model)
-    _log.info("torch compiles %d layers, between their calls of attention", num_layers)
-
-
-def compiling(level: int) -> AbstractContextManager[None]:
-    """Around a step of the start. Raises `ValueError`, in words, where torch fails to compile what the step runs."""
-    if level == 0:
-        return nullcontext()
-    from models.layers.compilation import compile_errors_as_value_errors
-
-    return compile_errors_as_value_errors()
-
 
 _log = logging.getLogger(__name__)
 
@@ -123,113 +48,89 @@ _log = logging.getLogger(__name__)
 class ModelRunner:
     """The model, its KV cache, and the rows of the running sequences on one device."""
 
-    model: CausalLM
-    caches: LayerCaches
-    committed: CommittedBlocks
-    program: Program | None = None
-    """The model's pass as one call; None where it runs operator by operator."""
-    replicas_here: int = 1
-    """That share the host's memory."""
-    tokens_across_dp: tuple[int, ...] = ()
-    """How many each replica computes in the next step, where they do so in lockstep."""
-    spare_block: int | None = None
-    """Of the cache, which no sequence uses: dummy steps between those of sequences write there."""
-    graphs: DecodeGraphs | None = None
-    """Where decode steps are replayed."""
-    tables: ResidentTables | None = None
-    """Block tables on the device, where the attention backend reads them there."""
-    _step_seconds = 0.0
-    """Of the last one."""
-    _num_slots = 0
-    """Sequences that may run, for which layers keep states."""
+    def __init__(self, loaded: LoadedModel, num_blocks: int, num_slots: int | None = None) -> None:
+        """Allocate a KV cache of `num_blocks`, and register it with the forward context.
 
-    def __init__(
-        self,
-        config: Config,
-        model_path: Path,
-        model_config: CheckpointConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        parallel: TensorParallel = SINGLE_RANK,
-        available_bytes: int | None = None,
-        backend: AttentionBackend | None = None,
-    ) -> None:
-        """The CPU's operators run on as many threads as torch does.
-
-        `available_bytes`: of the host's memory, for the weights; None: what is available when they are loaded.
-        `backend`: of attention; None: the device's.
+        `num_slots`: sequences that may run; None is `max_num_seqs`. Raises `ValueError` where memory is refused.
         """
-        self.parallel = parallel
-        self.available_bytes = available_bytes
-        self.operators = None
-        if device.type == "cpu" and dtype is torch.bfloat16 and config.cpu_operators:
-            self.operators = runtime.start(torch.get_num_threads())
-        self.config = config
-        self.model_path = model_path
-        self.model_config = model_config
-        self.device = device
-        self.dtype = dtype
-        self.max_model_len = config.max_model_len or model_config.max_model_len
-        self.backend = select_backend(device) if backend is None else backend
-        self.sampler = Sampler()
+        config = loaded.config
+        self.loaded = loaded
+        self.config, self.model_config, self.model = config, loaded.model_config, loaded.model
+        self.parallel, self.device, self.dtype = loaded.parallel, loaded.device, loaded.dtype
+        self.backend = loaded.backend
+        self.tokens_across_dp: tuple[int, ...] = ()
+        """The number of tokens that each replica computes in the next step, where they do so in lockstep."""
+        self._ranks: RankSteps | None = None
+        """On rank 0, sends each step to the other ranks, once they have started."""
+        self._followed: StepInputs | None = None
+        """On other ranks, the last step, unless it failed here."""
+        self._chooses_by_shard = False
+        """Whether the ranks choose among their argmax tokens in the running step."""
+        self._last_step_seconds = 0.0
+
+        self.num_slots = config.max_num_seqs if num_slots is None else num_slots
+        # The cache of one block is that of the step that measures memory.
+        is_serving = num_blocks > 1
+        why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model)
+        has_graphs = why_eager is None and is_serving
+        self.spare_block = num_blocks if has_graphs or loaded.exchange is not None else None
+        """A block of the cache that no sequence uses: dummy and padding rows write there."""
+        self.caches = loaded.layer_caches()
+        set_kv_cache_data(
+            self.caches.allocate(num_blocks + (self.spare_block is not None), self.num_slots + has_graphs)
+        )
+        on_host = self.device.type == "cpu"
+        self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
         self.input_batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
+            max_model_len=loaded.max_model_len,
             block_size=config.kv_cache_block_size,
-            vocab_size=model_config.vocab_size,
+            vocab_size=self.model_config.vocab_size,
             seed=config.seed,
             device_has_tables=self.backend.reads_tables_on_device,
         )
-
-    @functools.cached_property
-    def launcher(self) -> StepLauncher:
-        """Runs steps ahead of the host."""
-        return StepLauncher(self, device_of(self.device), self.config.max_num_seqs)
-
-    def load(self, *, progress: bool = False) -> None:
-        """Read the checkpoint. Raises `CheckpointError` for a bad one, `ValueError` for one that cannot run so."""
-        with at_start("the model", "serve a smaller or a quantised one"):
-            self.model = self.read_weights(progress=progress)
-        load_adapters(self.model, self.config.lora_paths, dtype=self.dtype, device=self.device)
-        has_operators = self.operators is not None
-        compile_model(self._compilation_level, self.model, self.model_config, has_operators=has_operators)
-        self.caches = LayerCaches(
-            self.model.kv_cache_layers(),
-            self.backend,
-            block_size=self.config.kv_cache_block_size,
-            num_slots=self.config.max_num_seqs,
-            dtype=self.dtype,
-            device=self.device,
-            kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
-        )
-        if self.caches.have_states and self.config.num_drafts:
-            raise ValueError(
-                f"num_speculative_tokens is {self.config.num_drafts}, but {self.model_config.architecture} "
-                "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
+        self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
+        self.tables: ResidentTables | None = None
+        """Block tables on the device, where the attention backend reads them there."""
+        if self.backend.reads_tables_on_device:
+            self.tables = ResidentTables(self.num_slots, self.input_batch.max_blocks, num_blocks, self.device)
+        self.graphs: DecodeGraphs | None = None
+        """Where decode steps are replayed."""
+        if has_graphs:
+            self.graphs = make_graphs(
+                config,
+                loaded.seam,
+                self.parallel,
+                self.model,
+                self.backend,
+                self.caches,
+                max_model_len=loaded.max_model_len,
+                spare_block=num_blocks,
+                spare_slot=self.num_slots,
             )
-        if self.caches.have_states and self.config.enable_prefix_caching:
-            # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
-            self.config = self.config.model_copy(update={"enable_prefix_caching": False})
+        elif why_eager and is_serving:
+            _log.info("Decodes run eagerly: %s", why_eager)
+        self.program: Program | None = None
+        """The model's pass as one call; None where it runs operator by operator."""
+        self.greedy_head: GreedyHead | None = None
+        """Chooses argmax tokens from hidden states, without logits in between."""
+        if loaded.operators is not None and is_serving:
+            self._record(loaded.operators)
+        self.sampler = Sampler()
 
-    def read_weights(self, *, progress: bool) -> CausalLM:
-        """The model with the checkpoint's weights."""
-        available = available_host_memory() if self.available_bytes is None else self.available_bytes
-        # Rope types that depend on the context's length depend on the length that is served.
-        served = dataclasses.replace(self.model_config, max_model_len=self.max_model_len)
-        return load_model(
-            self.model_path,
-            served,
-            dtype=self.dtype,
-            device=self.device,
-            progress=progress,
-            parallel=self.parallel,
-            available_bytes=available if self.device.type == "cpu" else None,
-            weight_bits=ROUNDINGS.get(self.config.quantization_config.quantization, 16),
-        )
+    def _record(self, operators: Library) -> None:
+        try:
+            self.program = record_pass(self.loaded, operators)
+        except NotRecordable as reason:
+            _log.info("Steps run operator by operator: %s", reason)
+        if isinstance(self.model_config, ModelConfig):
+            most = self.config.max_num_seqs
+            max_rows = most_choices(most) if self.config.num_drafts else most
+            self.greedy_head = GreedyHead.of(operators, self._shard_logits, self.model_config.hidden_size, max_rows)
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query of the loaded model sees, its own included; None: all before it."""
+        """Tokens that a query of the model sees, its own included; None: all before it."""
         return self.caches.window
 
     @property
@@ -237,226 +138,155 @@ class ModelRunner:
         """Blocks of the cache that are used before cached ones are given out; None: all of them."""
         if self.device.type != "cpu" or self.caches.block_bytes == 0:
             return None
-        return -(-CPU_BYTES_AT_FIRST // (self._num_ranks * self.caches.block_bytes))
-
-    def kv_cache_size(self) -> KVCacheSize:
-        """How large a KV cache fits beside the loaded model, once its kernels are checked. Raises `ValueError` when
-        none does, or they are wrong.
-        """
-        self.backend = check_kernels(self)
-        sizes = {"block_bytes": self.caches.block_bytes, "slot_bytes": self.caches.slot_bytes}
-        return kv_cache_size(
-            self.config,
-            max_model_len=self.max_model_len,
-            budget=lambda: (
-                cpu_budget(self.config, activations=self._activation_bytes(), ranks=self._num_ranks)
-                if self.device.type == "cpu"
-                else gpu_budget(
-                    self.config, TorchDeviceMemory(self.device), self.worst_case_step, agree=self._agree, **sizes
-                )
-            ),
-            **sizes,
-        )
-
-    def allocate_kv_cache(self, num_blocks: int, num_slots: int | None = None) -> None:
-        """Make what the layers keep, and register it with the forward context. `num_slots`: None is `max_num_seqs`."""
-        on_host = self.device.type == "cpu"
-        why_eager = why_no_graphs(self.config, self.launcher.device, self.parallel, self.model)
-        # A cache of one block is the profiling step's.
-        has_graphs = why_eager is None and num_blocks > 1
-        self.spare_block = num_blocks if has_graphs or self._is_in_lockstep else None
-        self._num_slots = spare_slot = self.config.max_num_seqs if num_slots is None else num_slots
-        caches = self.caches.allocate(num_blocks + (self.spare_block is not None), spare_slot + has_graphs)
-        set_kv_cache_data(caches)
-        self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
-        if self.backend.reads_tables_on_device:
-            self.tables = None  # Not both at a time.
-            self.tables = ResidentTables(spare_slot, self.input_batch.max_blocks, num_blocks, self.device)
-        self.graphs = None
-        if has_graphs:
-            self.graphs = make_graphs(
-                self.config,
-                self.launcher.device,
-                self.parallel,
-                self.model,
-                self.backend,
-                self.caches,
-                max_model_len=self.max_model_len,
-                spare_block=num_blocks,
-                spare_slot=spare_slot,
-            )
-        elif why_eager and num_blocks > 1:
-            _log.info("Decodes run eagerly: %s", why_eager)
-        self.program = None
-        self.greedy_head = None
-        if self.operators is not None and num_blocks > 1:
-            try:
-                self.program = self._record(self.operators)
-            except NotRecordable as reason:
-                _log.info("Steps run operator by operator: %s", reason)
-            if isinstance(self.model_config, ModelConfig):
-                hidden_size, max_rows = self.model_config.hidden_size, self._most_choices
-                self.greedy_head = GreedyHead.of(self.operators, self._own_logits, hidden_size, max_rows)
-
-    def _activation_bytes(self) -> int:
-        """What the largest step may commit beside weights and cache, as far as it is known before one has run."""
-        if self.operators is None:
-            return 0
-        set_kv_cache_data(self.caches.allocate(1, 1))
-        try:
-            return self._record(self.operators).num_bytes + (self._exchange.num_bytes if self._exchange else 0)
-        except NotRecordable:
-            return 0
-        finally:
-            set_kv_cache_data({})
-
-    def _agree(self, is_so: bool) -> bool:
-        return self.parallel.agree(is_so, self.device)
+        return -(-CPU_BYTES_AT_FIRST // (self.loaded.num_local_ranks * self.caches.block_bytes))
 
     @property
-    def _compilation_level(self) -> int:
-        return self.config.compilation_config.compilation_level
+    def step_sizes(self) -> StepSizes:
+        """What a step has at most."""
+        config = self.config
+        return StepSizes(config.max_num_batched_tokens, self.num_slots, self.loaded.max_model_len, config.num_drafts)
 
-    @property
-    def _num_ranks(self) -> int:
-        """Of all replicas here: those that share the host's memory."""
-        return self.parallel.size * self.replicas_here
-
-    @property
-    def _is_in_lockstep(self) -> bool:
-        """Whether each pass is one of other replicas too."""
-        return self._exchange is not None
-
-    @property
-    def _exchange(self) -> Exchange | None:
-        return None if self.parallel.experts is None else self.parallel.experts.exchange
-
-    def _dp_metadata(self, num_tokens: int) -> DPMetadata | None:
-        """What each replica computes in a pass in which this one computes so many, dummies included."""
-        if self.parallel.experts is None or self._exchange is None:
-            return None
-        # Before the first step all replicas compute the same, to measure and to warm up.
-        return DPMetadata(self.tokens_across_dp or (num_tokens,) * self.parallel.experts.num_replicas)
-
-    def _record(self, operators: Library) -> Program:
-        """The pass as one call. Raises `NotRecordable`."""
-        num_tokens = self.config.max_num_batched_tokens
-        return record_pass(operators, self.model, self.backend, num_tokens, self._dp_metadata(num_tokens))
+    # Steps of the start, and dummy steps
 
     def warm_up(self) -> None:
         """Run one prefill of a token, so that what torch sets up on first use is set up before the first request; on
         a GPU all that makes Triton compile what requests will need."""
-        self._dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
-        if self._compilation_level:
-            # What is compiled for one token is of its own.
-            self._dummy_step(WarmUpStep([WarmUpRow(2, 2)]))
+        self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
+        if self.loaded.compilation_level:
+            # What is compiled for one token serves one token only.
+            self.run_dummy_step(WarmUpStep([WarmUpRow(2, 2)]))
         if triton.active():
-            sizes = self._step_sizes._replace(max_num_seqs=self._num_slots)
-            compile_kernels(sizes, self._dummy_step, self.parallel)
+            compile_kernels(self.step_sizes, self.run_dummy_step, self.parallel)
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
         self.committed.at_start()
 
-    def worst_case_step(self, num_seqs: int) -> None:
-        """The step that takes most memory, where so many sequences may run.
-
-        Raises `ValueError`, a sentence, where there is not as much.
-        """
-        self.allocate_kv_cache(1, num_seqs)
-        run_largest_step(self._step_sizes._replace(max_num_seqs=num_seqs), self._dummy_step)
-        set_kv_cache_data({})
-
-    @property
-    def _most_choices(self) -> int:
-        """Tokens that are chosen in a step."""
-        most = self.config.max_num_seqs
-        return most_choices(most) if self.config.num_drafts else most
-
-    @property
-    def _step_sizes(self) -> StepSizes:
-        config = self.config
-        return StepSizes(config.max_num_batched_tokens, config.max_num_seqs, self.max_model_len, config.num_drafts)
-
-    def _dummy_step(self, step: WarmUpStep) -> None:
-        """Compute sequences of nobody's. All write to one block: to the first, which a real sequence overwrites before
-        use, or to a spare one."""
+    def run_dummy_step(self, step: WarmUpStep) -> None:
+        """Compute dummy sequences. All write to one block: the first, which a real sequence overwrites before use, or
+        the spare one."""
         batch = dummy_batch(step, self.config.kv_cache_block_size, self.spare_block or 0)
-        with compiling(self._compilation_level):
+        with self.loaded.compiling():
             self._compute(batch)
 
     def dummy_prefill(self) -> None:
-        """A pass over a token that is nobody's, while no sequence runs: other replicas need this one's experts."""
-        context, token = self._dummy
-        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, self._dp_metadata(1)):
-            self._hidden_states(token, 1, has_adapters=False)
-
-    @functools.cached_property
-    def _dummy(self) -> tuple[Context, DeviceInputs]:
+        """Compute a dummy token while no sequence runs: other replicas need this one's experts."""
+        if self.parallel.size > 1:
+            self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
+            return
         assert self.spare_block is not None
         block_size, have_states = self.config.kv_cache_block_size, self.caches.have_states
-        return dummy_prompt(self.backend, self.spare_block, block_size, self.device, have_states=have_states)
+        context, token = dummy_prompt(self.backend, self.spare_block, block_size, self.device, have_states=have_states)
+        metadata = self.loaded.dp_metadata(1, self.tokens_across_dp)
+        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, metadata):
+            self._hidden_states(token, 1, has_adapters=False)
+
+    # Steps
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
         # Before a step, the outputs of the last one have been sent.
-        self.committed.after_step(self._step_seconds)
+        self.committed.after_step(self._last_step_seconds)
         start = time.perf_counter()
         with in_step():
             output = self._compute(batch)
-        self._step_seconds = time.perf_counter() - start
-        self._after_step()
+        self._last_step_seconds = time.perf_counter() - start
+        self._count_step()
         return output
 
-    def _after_step(self) -> None:
-        # Of several ranks, each counts as a step begins.
-        if self.graphs is not None and self.parallel.size == 1:
-            self.graphs.count_step()
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Have the device compute a step, and sample unless that needs tokens that are not read yet.
+
+        Each step must be read, or waited for, before the one after the next is launched.
+        """
+        self.committed.after_step(self._last_step_seconds)
+        start = time.perf_counter()
+        with in_step():
+            with torch.inference_mode():
+                inputs, on_device = self.prepare_model(batch)
+                logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
+            self.input_batch.reserve(inputs)
+            step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
+            if inputs.sampling is not None:
+                step.launch_sampler(inputs.sampling)
+        self._last_step_seconds = time.perf_counter() - start
+        self._count_step()
+        return step
+
+    def lead(self, ranks: RankSteps) -> None:
+        """From now on, send each step to the other ranks, which have started."""
+        self._ranks = ranks
+
+    def follow(self, message: StepMessage) -> None:
+        """Compute this rank's part of a step that rank 0 sent."""
+        self.committed.after_step(self._last_step_seconds)
+        if message.sampled and self._followed is not None:
+            self.input_batch.keep(self._followed, np.array(message.sampled, dtype=np.int64))
+        self._followed = None
+        batch = rank_batch(message, self.config.kv_cache_block_size)
+        self._chooses_by_shard = message.is_greedy
+        self.tokens_across_dp = message.tokens_across_dp
+        with torch.inference_mode():
+            inputs, on_device = self.prepare_model(batch)
+            # What a step that fails here samples on rank 0 is never sent.
+            self._followed = inputs
+            self.run_model(inputs, on_device, batch.prompt_spans)
 
     def prepare_ahead(self) -> bool:
-        """Do a little of what makes later steps quicker; whether there is more of it."""
-        # Other ranks hear of steps only.
+        """While idle, do a little of what makes later steps quicker; whether there is more of it."""
+        # Other ranks are not notified between steps.
         if self.graphs is not None and self.parallel.size == 1 and self.graphs.capture_next():
             return True
         return self.committed.at_rest()
 
-    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin a step whose rows may need tokens that the device has sampled and nobody has read."""
-        self.committed.after_step(self._step_seconds)
-        start = time.perf_counter()
-        with in_step():
-            step = self.launcher.launch(batch)
-        self._step_seconds = time.perf_counter() - start
-        self._after_step()
-        return step
+    def _count_step(self) -> None:
+        """Of several ranks, each counts as a step begins, see `prepare_model`."""
+        if self.graphs is not None and self.parallel.size == 1:
+            self.graphs.count_step()
 
     def _compute(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        with torch.inference_mode():
-            inputs, on_device = self.prepare_model(batch)
-            logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
-            output = self.postprocess(batch, inputs, logits)
-            output.prompt_logprobs = prompt_logprobs
-            return output
+        try:
+            with torch.inference_mode():
+                inputs, on_device = self.prepare_model(batch)
+                logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
+                if self.parallel.rank:
+                    return ScheduledBatchOutput({})
+                output = self.postprocess(batch, inputs, logits)
+                output.prompt_logprobs = prompt_logprobs
+                return output
+        except BaseException as error:
+            if self._ranks is not None:
+                self._ranks.abandon(error)
+            raise
+
+    # The three phases of a step
 
     def prepare_model(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
-        """Bring the rows up to date, and build the step's arrays, here and on the device."""
-        self.input_batch.apply(batch)
-        return self._step_inputs(batch)
+        """Bring the rows up to date, and build the step's arrays, here and on the device.
 
-    def _step_inputs(self, batch: StepRows) -> tuple[StepInputs, DeviceInputs]:
+        Rank 0 sends the step to the others as soon as the rows are known.
+        """
+        self.input_batch.apply(batch)
+        is_dummy = isinstance(batch, ScheduledBatch) and batch.is_dummy_run
+        if self._ranks is not None and isinstance(batch, ScheduledBatch):
+            self._chooses_by_shard = self.input_batch.are_greedy(batch.slots)
+            self._ranks.begin(batch, is_greedy=self._chooses_by_shard, tokens_across_dp=self.tokens_across_dp)
+        if self.graphs is not None and self.parallel.size > 1 and not is_dummy:
+            # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
+            self.graphs.count_step()
         inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.alike)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
         if highest_block != self.spare_block:
             self.committed.use(highest_block)
         size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
-        shown = inputs if self.graphs is None else self.graphs.pad(inputs, size)
+        padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
         place = Place(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
-        return inputs, self.launcher.batch.assemble(shown, self.input_batch.table_changes, place, size)
+        return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, place, size)
 
     def run_model(
         self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]
     ) -> tuple[torch.Tensor | LaunchedTokens, dict[int, list[TokenLogprobs]] | None]:
         """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
 
-        The tokens themselves, where each row takes the likeliest and the model's head tells it without logits.
+        The tokens themselves, where each row takes the argmax and the model's head gives it without logits.
         """
         num_rows = len(inputs.query_lens)
         context = Context(
@@ -469,51 +299,15 @@ class ModelRunner:
         if inputs.adapters is not None and not on_device.graph_size:
             lora = group_by_adapter(inputs.adapters, inputs.query_lens, self.device)
         num_tokens, has_adapters = len(inputs.input_ids), inputs.adapters is not None
-        with forward_context(on_device.metadata, context, self._dp_metadata(num_tokens), lora=lora):
+        dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
+        with forward_context(on_device.metadata, context, dp_metadata, lora=lora):
             hidden = self._hidden_states(on_device, num_tokens, has_adapters=has_adapters)  # [T, H]
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
             if len(on_device.last_tokens) < len(hidden):
                 hidden = hidden[on_device.last_tokens]
-            return self._choices(hidden, inputs), prompt_logprobs
-
-    def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
-        """By sequence. # hidden [T, H]"""
-        return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
-
-    def _choices(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
-        """See `run_model`. # [S, H]"""
-        head = self._greedy_head_for(hidden, inputs)
-        if head is not None and inputs.sampling is not None and inputs.sampling.is_greedy:
-            return LaunchedTokens.of_host(*head.choose(hidden))
-        return self.model.compute_logits(hidden)
-
-    def _greedy_head_for(self, hidden: torch.Tensor, inputs: StepInputs) -> GreedyHead | None:
-        head = self.greedy_head
-        return head if head is not None and inputs.adapters is None and len(hidden) <= head.max_rows else None
-
-    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose rows of the head are here. # [S, H] -> [S, tokens] float32"""
-        return self.model.compute_logits(hidden)
-
-    def _keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
-        """Remember what the step's rows sampled, for the next step."""
-        self.input_batch.keep(inputs, token_ids)
-
-    def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
-        """Of the step's tokens but for those that pad it. # [num_tokens, H]"""
-        if self.graphs is not None and step.graph_size:
-            return self.graphs.run(step, num_tokens)
-        if self.program is None or has_adapters or num_tokens > self.program.max_tokens:
-            return self.model(step.input_ids, step.positions)
-        assert isinstance(step.metadata, NativeMetaData)
-        experts, dp_metadata = self.parallel.experts, self._dp_metadata(num_tokens)
-        step.metadata.step.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
-        hidden = self.program.run(step.input_ids, step.positions, step.metadata.step)
-        if self._exchange is not None:
-            self._exchange.check()
-        return hidden
+            return self._logits_or_tokens(hidden, inputs), prompt_logprobs
 
     def postprocess(
         self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | LaunchedTokens
@@ -526,11 +320,96 @@ class ModelRunner:
         """Have the device sample, unless the model's head did. # [S, V] float32, overwritten"""
         if isinstance(logits, LaunchedTokens):
             return logits
-        device = self.launcher.device
-        return self.sampler.launch(logits, rows, None if device.is_host else self.launcher.uploads.send)
+        send = None if self.device_batch.device.is_host else self.device_batch.uploads.send
+        return self.sampler.launch(logits, rows, send)
 
     def finish(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
         """Keep a step's tokens for the next one, and report them by sequence."""
         sampled = mark_unusable(sampled, inputs)
-        self._keep(inputs, sampled.token_ids)
+        self.input_batch.keep(inputs, sampled.token_ids)
+        if self._ranks is not None:
+            self._ranks.end(sampled.token_ids.tolist())
         return output_of(batch, inputs, sampled, self.dtype)
+
+    def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
+        """Of the step's tokens, without those that pad it. # [num_tokens, H]"""
+        hidden = self._run_pass(step, num_tokens, has_adapters=has_adapters)
+        if isinstance(self.parallel.collectives, SharedMemoryCollectives):
+            self.parallel.collectives.check()
+        return hidden
+
+    def _run_pass(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
+        if self.graphs is not None and step.graph_size:
+            return self.graphs.run(step, num_tokens)
+        if self.program is None or has_adapters or num_tokens > self.program.max_tokens:
+            return self.model(step.input_ids, step.positions)
+        assert isinstance(step.metadata, NativeMetaData)
+        experts, exchange = self.parallel.experts, self.loaded.exchange
+        dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
+        step.metadata.step.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
+        hidden = self.program.run(step.input_ids, step.positions, step.metadata.step)
+        if exchange is not None:
+            exchange.check()
+        return hidden
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, spans: list[PromptSpan]) -> dict[int, list[TokenLogprobs]]:
+        """By sequence, on rank 0. # hidden [T, H]"""
+        if self.parallel.rank == 0:
+            return read_prompt_logprobs(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
+        compute_prompt_logits(hidden, self.model.compute_logits, spans, self.model_config.vocab_size)
+        return {}
+
+    def _logits_or_tokens(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
+        """See `run_model`. # [S, H]"""
+        head = self.greedy_head
+        if head is not None and (inputs.adapters is not None or len(hidden) > head.max_rows):
+            head = None
+        if self.parallel.size > 1:
+            return (
+                self._argmax_over_ranks(hidden, head) if self._chooses_by_shard else self.model.compute_logits(hidden)
+            )
+        if head is not None and inputs.sampling is not None and inputs.sampling.is_greedy:
+            return LaunchedTokens.of_host(*head.choose(hidden))
+        return self.model.compute_logits(hidden)
+
+    def _argmax_over_ranks(self, hidden: torch.Tensor, head: GreedyHead | None) -> LaunchedTokens:
+        first_token = self._lm_head.first_row
+        # A vocabulary may end before the last ranks' shares begin.
+        if head is None or first_token >= self._lm_head.vocab_size:
+            peaks, token_ids = argmax_of_shard(self._shard_logits(hidden), first_token)
+        else:
+            chosen, values = head.choose(hidden)
+            peaks, token_ids = torch.from_numpy(values), torch.from_numpy(chosen) + first_token
+        return argmax_over_ranks(peaks, token_ids, self.parallel)
+
+    def _shard_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the tokens whose rows of the head are on this rank. # [S, H] -> [S, tokens] float32"""
+        if self.parallel.size == 1:
+            return self.model.compute_logits(hidden)
+        self._lm_head.gives_parts = True
+        try:
+            return self.model.compute_logits(hidden)
+        finally:
+            self._lm_head.gives_parts = False
+
+    @property
+    def _lm_head(self) -> ParallelLMHead:
+        return cast(LlamaForCausalLM, self.model).lm_head
+
+
+def record_pass(loaded: LoadedModel, operators: Library) -> Program:
+    """The model's pass of up to `max_num_batched_tokens` as one call of the compiled operators.
+
+    The memory for the largest step is committed as far as steps have used it. Raises `NotRecordable`.
+    """
+    num_tokens, none = loaded.config.max_num_batched_tokens, np.zeros(0, dtype=np.int64)
+    metadata = loaded.backend.build_metadata(
+        query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
+    )
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context = Context(positions=positions, is_prefill=False, batch_size=0)
+        with forward_context(metadata, context, loaded.dp_metadata(num_tokens)):
+            return loaded.model(input_ids, positions)
+
+    return record(operators, forward, num_tokens)

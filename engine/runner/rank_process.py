@@ -64,26 +64,28 @@ def main() -> int:
 
 def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     steps = open_steps(launch.steps, launch.shard.rank, launch.shard.size)
-    from engine.runner.build import build_runner
-    from engine.runner.shard_runner import ShardRunner
+    from engine.runner.build import load_rank
+    from engine.runner.memory_sizing import KVCacheSize
+    from engine.runner.start import start_runner
     from models.errors import CollectiveAborted
 
-    runner, config, _, own_cpus, group, world = build_runner(
-        config, Path(launch.path), launch.shard, launch.seat, launch.share
-    )
-    assert isinstance(runner, ShardRunner)
+    loaded, own_cpus, group, world = load_rank(config, Path(launch.path), launch.shard, launch.seat, launch.share)
     assert group is not None
-    num_parameters = sum(weight.numel() for weight in runner.model.parameters())
-    _send(core, RankLoaded(sorted(own_cpus), num_parameters))
-    _expect(core, Join)
-    if world is not None:
-        world.join()
-    group.join()
-    size = runner.kv_cache_size()
-    _send(core, RankSized(size.num_blocks, size.num_slots))
-    allocate = _expect(core, Allocate)
-    runner.allocate_kv_cache(allocate.num_blocks, allocate.num_slots)
-    runner.warm_up()
+
+    def meet() -> None:
+        num_parameters = sum(weight.numel() for weight in loaded.model.parameters())
+        _send(core, RankLoaded(sorted(own_cpus), num_parameters))
+        _expect(core, Join)
+        if world is not None:
+            world.join()
+        group.join()
+
+    def agree(size: KVCacheSize) -> tuple[int, int]:
+        _send(core, RankSized(size.num_blocks, size.num_slots))
+        allocate = _expect(core, Allocate)
+        return allocate.num_blocks, allocate.num_slots
+
+    runner = start_runner(loaded, meet=meet, agree=agree)
     gc.freeze()
     _send(core, RankServes())
     while True:

@@ -7,13 +7,14 @@ rank does what.
 import os
 import sys
 import time
+from typing import NoReturn
 
 import torch
 
 from engine.core import main as core_main
 from engine.distributed import rank_link as rank_proc
-from engine.runner import rank_process
-from engine.runner.shard_runner import ShardRunner
+from engine.runner import build, rank_process
+from engine.runner.model_runner import ModelRunner
 
 FAULTS = dict(each.split(":") for each in os.environ.get("FAULTY_RANK", "").split())
 """By the number of a rank; `RANK:FAULT`, separated by spaces."""
@@ -23,7 +24,7 @@ RAISING = 301
 
 def _raise_on_token(rank: int) -> None:
     """Raise in the middle of a step, behind its first collective."""
-    forward = ShardRunner.run_model
+    forward = ModelRunner.run_model
 
     def run_model(self, inputs, metadata, spans):  # type: ignore[no-untyped-def]
         if self.parallel.rank == rank and RAISING + rank in inputs.input_ids:
@@ -31,7 +32,7 @@ def _raise_on_token(rank: int) -> None:
             raise RuntimeError(f"division by cucumber of {len(hidden)} tokens")
         return forward(self, inputs, metadata, spans)
 
-    ShardRunner.run_model = run_model  # type: ignore[method-assign]
+    ModelRunner.run_model = run_model  # type: ignore[method-assign]
 
 
 def _prepare(fault: str, rank: int) -> None:
@@ -40,22 +41,22 @@ def _prepare(fault: str, rank: int) -> None:
             _raise_on_token(rank)
         case "load":
 
-            def load(self, *, progress: bool = False) -> None:  # type: ignore[no-untyped-def]
+            def load(*arguments: object, **fields: object) -> NoReturn:
                 raise ValueError("the shard is damaged")
 
-            ShardRunner.load = load  # type: ignore[method-assign]
+            build.load_model = load
         case "late":
 
-            def wait(self, *, progress: bool = False) -> None:  # type: ignore[no-untyped-def]
+            def wait(*arguments: object, **fields: object) -> None:
                 time.sleep(3600)
 
-            ShardRunner.load = wait  # type: ignore[method-assign]
+            build.load_model = wait  # type: ignore[assignment]
         case "bug":
 
             def warm_up(self) -> None:  # type: ignore[no-untyped-def]
                 raise ZeroDivisionError("division by cucumber")
 
-            ShardRunner.warm_up = warm_up  # type: ignore[method-assign]
+            ModelRunner.warm_up = warm_up  # type: ignore[method-assign]
 
 
 def main() -> int:

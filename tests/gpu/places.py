@@ -14,11 +14,10 @@ import torch
 from engine.config.config import Config
 from engine.runner.device import Device, GPUDevice
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.triton import TritonAttentionBackend
-from models.loading.checkpoint import read_checkpoint_config
 from models.ops import triton as kernels
+from tests.parity.runners import load
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.triton_interpreter import INTERPRETED
 
@@ -51,18 +50,8 @@ class Place:
         fields["compilation_config"] = {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
         config = Config(**fields)
         assert config.num_kvcache_blocks is not None
-        runner = ModelRunner(
-            config,
-            checkpoint,
-            read_checkpoint_config(checkpoint, config.model_impl),
-            self.device,
-            dtype,
-            backend=self.backend(),
-        )
-        runner.launcher = StepLauncher(runner, self.seam(), config.max_num_seqs)
-        runner.load()
-        runner.allocate_kv_cache(config.num_kvcache_blocks)
-        return runner
+        loaded = load(checkpoint, config, dtype, self.device, backend=self.backend(), seam=self.seam())
+        return ModelRunner(loaded, config.num_kvcache_blocks)
 
 
 HAS_GPU = torch.cuda.is_available()

@@ -9,8 +9,9 @@ import torch
 
 from engine.config.config import Config
 from engine.runner import graphs as graph_runner
-from engine.runner.build import build_runner
+from engine.runner.build import load_rank
 from engine.runner.model_runner import ModelRunner
+from engine.runner.start import measure_kv_cache
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.gpu.places import ANYWHERE_LONG, ON_GPU, Place
@@ -61,10 +62,10 @@ def test_graphs_and_steps_ahead_give_the_tokens_of_eager_steps(
     assert runner.graphs is not None
     assert runner.graphs.captured_sizes == list(sizes)
     assert answers(waiting(runner, sequences(lengths))) == expected
-    launcher = runner.launcher
+    device_batch = runner.device_batch
     ahead = Ahead(runner)
-    # It makes a launcher over a late CPU.
-    runner.launcher = launcher
+    # It put one of a late CPU there.
+    runner.device_batch = device_batch
     assert answers(ahead.run(sequences(lengths))) == expected
 
 
@@ -96,14 +97,14 @@ def test_a_model_that_does_not_fit_is_refused_in_a_sentence(
     place.backend()
     little_memory(32 << 20)
     with pytest.raises(ValueError, match=r"does not fit the (GPU|memory of device)"):
-        build_runner(Config(model=str(path), device="cuda"), path)
+        load_rank(Config(model=str(path), device="cuda"), path)
 
 
 @ON_GPU
 def test_a_cache_that_does_not_fit_says_how_much_is_missing(place: Place, checkpoint: Path) -> None:
-    built = build_runner(Config(model=str(checkpoint), device="cuda", gpu_memory_utilization=0.001), checkpoint)
+    built = load_rank(Config(model=str(checkpoint), device="cuda", gpu_memory_utilization=0.001), checkpoint)
     with pytest.raises(ValueError, match=r"are missing: free memory or raise gpu_memory_utilization"):
-        built.runner.kv_cache_size()
+        measure_kv_cache(built.loaded)
 
 
 @ON_GPU

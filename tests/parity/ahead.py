@@ -8,8 +8,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
+from engine.runner.device_batch import DeviceBatch
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sequence import Sequence
 from tests.parity.delayed_device import DelayedDevice
 
@@ -21,7 +21,7 @@ class Ahead:
         self.runner = runner
         self.scheduler = Scheduler(runner.config)
         self.device = DelayedDevice()
-        runner.launcher = StepLauncher(runner, self.device, runner.config.max_num_seqs)
+        runner.device_batch = DeviceBatch(self.device, runner.config.max_num_seqs)
         self.outputs: list[RequestOutput] = []
         self.record = FlightRecord.of_its_own(runner.config.max_num_seqs)
         self.steps: list[str] = []

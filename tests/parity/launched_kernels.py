@@ -19,12 +19,13 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.gpu import absent
-from engine.runner.step_launcher import StepLauncher
+from engine.runner.device_batch import DeviceBatch
 from engine.sequence import Sequence
 from models.ops.triton.configs import TARGETS, Target
 from tests.parity.ahead import Ahead
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
 from tests.parity.paged_model import prompt
+from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
 
@@ -62,8 +63,7 @@ def launch_all(path: Path, dtype: torch.dtype) -> None:
     sizes = {"cudagraph_capture_sizes": (2, 4)}
     runner = runner_for(path, dtype, compilation_config=sizes, cpu_operators=False, **_LIMITS)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     runner.warm_up()
     assert runner.graphs is not None
     while runner.graphs.capture_next():
@@ -71,7 +71,7 @@ def launch_all(path: Path, dtype: torch.dtype) -> None:
     assert runner.graphs.captured_sizes == [2, 4], "the log says what a capture failed with"
     ahead = Ahead(runner)
     ahead.device = device
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
     ahead.run(
         Sequence(prompt(3 + 20 * place, seed=place), 16, params, id=place) for place, params in enumerate(EACH_CHOICE)
     )

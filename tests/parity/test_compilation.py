@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
-from engine.runner.step_launcher import StepLauncher
+from engine.runner import loaded_model
 from models.layers import compilation
 from models.layers.compilation import compile_layers
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Row, prompt
+from tests.parity.runners import rebuilt
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
@@ -82,14 +82,13 @@ def test_layers_of_a_kind_share_what_is_compiled_for_any_number_of_tokens(tmp_pa
 def test_steps_of_the_start_compile_all_and_graphs_replay_it(
     checkpoint: Path, prompts: list[list[int]], pieces: Pieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
     expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:8])))
     assert pieces.sizes == []
     runner = runner_for(checkpoint, compilation_config={**LEVEL_3, "cudagraph_capture_sizes": (1, 8)})
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     runner.warm_up()
     compiled = len(pieces.sizes)
     assert compiled > 0

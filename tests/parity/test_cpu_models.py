@@ -149,14 +149,13 @@ import sys
 import torch
 from models.demo import CHECKPOINT_DIR
 from engine.config.config import Config
+from engine.runner.loaded_model import load_model, start_operators
 from engine.runner.model_runner import ModelRunner
 from models.loading.checkpoint import read_checkpoint_config
-path = CHECKPOINT_DIR
-runner = ModelRunner(
-    Config(num_kvcache_blocks=64), path, read_checkpoint_config(path, "auto"), torch.device("cpu"), torch.bfloat16
-)
-runner.load()
-runner.allocate_kv_cache(64)
+path, config, cpu = CHECKPOINT_DIR, Config(num_kvcache_blocks=64), torch.device("cpu")
+operators = start_operators(config, cpu, torch.bfloat16)
+model_config = read_checkpoint_config(path, "auto")
+runner = ModelRunner(load_model(config, path, model_config, cpu, torch.bfloat16, operators=operators), 64)
 assert runner.program is not None
 print({"sympy", "torch._dynamo", "transformers"} & set(sys.modules))
 """

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.device import HostDevice, Uploads
-from engine.runner.device_batch import ResidentTables
+from engine.runner.device_batch import DeviceBatch, ResidentTables
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.runners import rebuilt
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, VOCAB_SIZE, checkpoint, prompts, runner_for
@@ -27,7 +27,7 @@ __all__ = ["checkpoint", "prompts"]
 
 @pytest.fixture
 def on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", CapturedTorchBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", CapturedTorchBackend)
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
 
 
@@ -44,17 +44,16 @@ def test_tables_on_the_device_give_the_tokens_of_tables_on_the_host(
     checkpoint: Path, prompts: list[list[int]], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(waiting(runner_for(checkpoint, **fields), sequences(prompts[:8])))
-    monkeypatch.setattr(model_runner, "select_backend", CapturedTorchBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", CapturedTorchBackend)
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **fields)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(runner.config.num_kvcache_blocks or NUM_BLOCKS)
+    runner = rebuilt(runner, device, runner.config.num_kvcache_blocks or NUM_BLOCKS)
     assert runner.tables is not None
     assert answers(waiting(runner, sequences(prompts[:8]))) == expected
     ahead = Ahead(runner)
     ahead.device = device
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
     before = device.num_replayed
     assert answers(ahead.run(sequences(prompts[:8]))) == expected
     assert device.num_replayed > before
@@ -79,7 +78,7 @@ def test_a_decode_is_one_copy_whose_bytes_do_not_grow_with_the_context(checkpoin
     sent = []
     for length in (17, 193):
         runner, ahead = decoding(checkpoint, length)
-        uploads = runner.launcher.uploads
+        uploads = runner.device_batch.uploads
         copies, num_bytes = uploads.num_copies, uploads.num_bytes
         for _ in range(5):
             assert ahead.pipeline.advance(ahead.on_read) is None

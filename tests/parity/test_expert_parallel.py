@@ -27,7 +27,6 @@ from models.layers import moe
 from models.layers.moe import FusedMoE
 from models.layers.parameter import fill_rows, pack_products, packed_of
 from models.layers.routing import softmax_top_k
-from models.loading.checkpoint import read_checkpoint_config
 from models.loading.loader import load_model
 from models.ops.cpu.collectives import SharedMemoryExchange, _Shape
 from models.ops.cpu.program import Program
@@ -35,6 +34,7 @@ from models.ops.cpu.runtime import load_library
 from models.parallel.tensor_parallel import Exchange, ExpertParallel, TensorParallel
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import CPU
+from tests.parity.runners import load as load_for_runner
 from tests.parity.test_cpu_models import _fields
 from tests.parity.test_cpu_operators import bf16, operators
 from tests.parity.test_cpu_operators import pytestmark as needs_operators
@@ -279,7 +279,6 @@ def test_the_exchange_is_part_of_the_recorded_step(tmp_path: Path, architecture:
     variant = next(each for each in all_variants() if each.architecture == architecture)
     path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
     config = Config(num_kvcache_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
-    model_config = read_checkpoint_config(path, config.model_impl)
     library = load_library()
     assert library is not None
     found = []
@@ -287,9 +286,8 @@ def test_the_exchange_is_part_of_the_recorded_step(tmp_path: Path, architecture:
     with open_memory() as memory:
         exchange = SharedMemoryExchange(library, 0, 1, memory, config.max_num_batched_tokens)
         for experts in (None, ExpertParallel(0, 1, exchange)):
-            runner = ModelRunner(config, path, model_config, CPU, torch.bfloat16, TensorParallel(experts=experts))
-            runner.load()
-            runner.allocate_kv_cache(8)
+            parallel = TensorParallel(experts=experts)
+            runner = ModelRunner(load_for_runner(path, config, torch.bfloat16, parallel=parallel), 8)
             assert runner.program is not None
             found += [states_of(runner, using) for using in (runner.program, None)]
         runner.tokens_across_dp = (0,)
@@ -304,12 +302,9 @@ def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Pa
     variant = next(each for each in all_variants() if each.architecture == architecture)
     path = make_checkpoint(tmp_path, variant.family, dtype=torch.bfloat16, **_fields(variant))
     config = Config(num_kvcache_blocks=8, max_num_seqs=4)
-    model_config = read_checkpoint_config(path, config.model_impl)
     for rank in range(2):
         parallel = TensorParallel(rank, 2, PartialResults(), ExpertParallel())
-        runner = ModelRunner(config, path, model_config, CPU, torch.bfloat16, parallel)
-        runner.load()
-        runner.allocate_kv_cache(8)
+        runner = ModelRunner(load_for_runner(path, config, torch.bfloat16, parallel=parallel), 8)
         program = runner.program
         assert program is not None
         recorded, alone = (states_of(runner, using) for using in (program, None))
@@ -319,7 +314,7 @@ def test_whole_experts_of_one_replica_are_part_of_the_recorded_step(tmp_path: Pa
 def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
     """The hidden state that a prompt ends with, by a recorded step or operator by operator."""
     seen: list[torch.Tensor] = []
-    choose = type(runner)._choices
+    choose = type(runner)._logits_or_tokens
 
     def note(hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
         seen.append(hidden.clone())
@@ -327,8 +322,8 @@ def states_of(runner: ModelRunner, program: Program | None) -> torch.Tensor:
 
     runner.program = program
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_choices", note)
-        runner._dummy_step(WarmUpStep([WarmUpRow(23, 23)]))
+        patch.setattr(runner, "_logits_or_tokens", note)
+        runner.run_dummy_step(WarmUpStep([WarmUpRow(23, 23)]))
     [hidden] = seen
     return hidden
 

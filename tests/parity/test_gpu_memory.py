@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from engine.batch import StepOutOfMemory
-from engine.runner import model_runner
 from engine.runner.device import at_start, in_step
 from engine.runner.model_runner import ModelRunner
+from engine.runner.start import run_worst_case
+from models.loading import loader
 from tests.parity.ahead import answers, by_core, waiting
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import checkpoint, prompts, runner_for
@@ -41,16 +42,16 @@ def test_the_largest_step_that_does_not_fit_names_its_flag(checkpoint: Path, mon
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     runner = runner_for(checkpoint, max_num_batched_tokens=300)
-    monkeypatch.setattr(ModelRunner, "_dummy_step", fail)
+    monkeypatch.setattr(ModelRunner, "run_dummy_step", fail)
     with pytest.raises(ValueError, match=r"max_num_batched_tokens 300, .* lower max_num_batched_tokens$"):
-        runner.worst_case_step(runner.config.max_num_seqs)
+        run_worst_case(runner.loaded, runner.config.max_num_seqs)
 
 
 def test_a_model_that_does_not_fit_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **fields: Any) -> None:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    monkeypatch.setattr(model_runner, "load_model", fail)
+    monkeypatch.setattr(loader, "load_model", fail)
     with pytest.raises(ValueError, match="the model does not fit the GPU"):
         runner_for(checkpoint)
 

@@ -15,19 +15,17 @@ from engine.batch import ScheduledBatch
 from engine.core.scheduler import Scheduler
 from engine.distributed.rank_steps import decode_step, encode_step
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
-from engine.runner.device import Graph, HostDevice, Uploads
+from engine.runner import loaded_model
+from engine.runner.device import Graph, HostDevice
 from engine.runner.device_batch import DeviceBatch, DeviceInputs, Place
 from engine.runner.graphs import GraphRunner, GraphShape
 from engine.runner.input_batch import InputBatch, StepInputs
+from engine.runner.kv_cache import LayerCaches
 from engine.runner.model_runner import ModelRunner
-from engine.runner.shard_runner import ShardRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.attention.backend import AttentionBackend
 from models.attention.context import Context, forward_context
-from models.loading.checkpoint import read_checkpoint_config
 from models.lora import adapters as captured
 from models.ops.types import StateCache
 from models.parallel.tensor_parallel import TensorParallel
@@ -38,6 +36,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.delayed_device import DelayedDevice
 from tests.parity.paged_model import prompt
 from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.runners import load, rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.tolerance import assert_within, with_bound
@@ -48,21 +47,20 @@ __all__ = ["checkpoint"]
 
 @pytest.fixture(autouse=True)
 def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
 
 
-def captured_all(runner: ModelRunner) -> GraphDevice:
-    """Give a runner a device with graphs, and have it capture all sizes; it must want to."""
+def captured_all(runner: ModelRunner) -> tuple[ModelRunner, GraphDevice]:
+    """The runner on a device with graphs, of which it captures all sizes; it must want to."""
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     assert runner.graphs is not None
     while runner.graphs.capture_next():
         pass
     assert runner.graphs.captured_sizes == [2, 4]
     device.num_replayed = 0  # What tried the graphs does not count.
-    return device
+    return runner, device
 
 
 def sequences(adapters: tuple[int, ...] = (0, 0, 0), max_tokens: tuple[int, ...] = (5, 9, 13)) -> list[Sequence]:
@@ -77,21 +75,23 @@ def sequences(adapters: tuple[int, ...] = (0, 0, 0), max_tokens: tuple[int, ...]
 SIZES = {"cudagraph_capture_sizes": (2, 4)}
 
 
-def test_rows_with_recurrent_states_leave_the_states_of_others_alone(tmp_path: Path) -> None:
+def test_rows_with_recurrent_states_leave_the_states_of_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_checkpoint(tmp_path, QWEN3_NEXT[0].family, **QWEN3_NEXT[0].overrides)
     fields: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 5}
     expected = answers(waiting(runner_for(path, **fields), sequences()))
     runner = runner_for(path, compilation_config=SIZES, **fields)
     caches: list[StateCache] = []
-    keep = runner.caches.allocate
+    allocate = LayerCaches.allocate
 
     def kept(*args: Any) -> Any:
-        made = keep(*args)
+        made = allocate(*args)
         caches.extend(cache for cache in made.values() if isinstance(cache, StateCache))
         return made
 
-    runner.caches.allocate = kept  # type: ignore[method-assign]
-    device = captured_all(runner)
+    monkeypatch.setattr(LayerCaches, "allocate", kept)
+    runner, device = captured_all(runner)
     states = [tensor for cache in caches for tensor in cache.tensors]
     assert {len(state) for state in states} == {6}, "a slot to spare"
     assert not any(state[:5].any() for state in states), "the pass before a capture writes to nobody's state"
@@ -120,7 +120,7 @@ def test_each_row_has_its_own_adapter(adapted: tuple[Path, tuple[str, str]], ada
     plain = answers(waiting(runner_for(path), sequences()))
     assert (expected == plain) == (not any(adapters)), "the adapters change nothing here"
     runner = runner_for(path, lora=flags, compilation_config=SIZES)
-    device = captured_all(runner)
+    runner, device = captured_all(runner)
     assert answers(waiting(runner, sequences(adapters))) == expected
     assert device.num_replayed == 12
 
@@ -131,8 +131,7 @@ def test_adapters_of_many_ranks_leave_decodes_eager_and_say_so(
     monkeypatch.setattr(captured, "MAX_RANKS", 19)
     caplog.set_level("INFO")
     runner = runner_for(adapted[0], lora=adapted[1], compilation_config=SIZES)
-    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, GraphDevice(), NUM_BLOCKS)
     assert runner.graphs is None
     assert "Decodes run eagerly: the adapters have 20 ranks together, and a graph takes 19" in caplog.messages
 
@@ -159,14 +158,10 @@ class Twins:
         self.is_capturing = False
 
 
-def shard(path: Path, collectives: Twins, rank: int = 0) -> ShardRunner:
+def shard(path: Path, collectives: Twins, rank: int = 0) -> ModelRunner:
     base = runner_for(path, compilation_config=SIZES)
     parallel = TensorParallel(rank, 2, collectives)
-    config = read_checkpoint_config(path, "auto")
-    runner = ShardRunner(base.config, path, config, torch.device("cpu"), torch.float32, parallel)
-    runner.load()
-    runner.allocate_kv_cache(NUM_BLOCKS)
-    return runner
+    return ModelRunner(load(path, base.config, parallel=parallel), NUM_BLOCKS)
 
 
 def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> None:
@@ -174,7 +169,7 @@ def test_a_rank_replays_its_part_of_what_ranks_exchange(checkpoint: Path) -> Non
     runner = shard(checkpoint, collectives)
     expected = answers(waiting(runner, sequences()))
     sums = collectives.num_sums
-    device = captured_all(runner)
+    runner, device = captured_all(runner)
     # Of each size one pass is run with the other rank, of two sums a layer and the embedding's, and three more with a
     # replay behind each. Five times all agree: that none fails, that none lacks memory, that all have captured, that
     # no sum of the graph's is unknown, that replays are right.
@@ -190,9 +185,8 @@ def test_ranks_capture_by_counted_steps_and_give_up_together(
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 2)
     ranks = [shard(checkpoint, Twins(other_fails=other_fails), rank) for rank in range(2)]
     graphs = []
+    ranks = [rebuilt(runner, GraphDevice(), NUM_BLOCKS) for runner in ranks]
     for runner in ranks:
-        runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
-        runner.allocate_kv_cache(NUM_BLOCKS)
         assert runner.graphs is not None
         graphs.append(runner.graphs)
         runner.prepare_ahead()
@@ -238,8 +232,7 @@ def test_ranks_know_when_a_graph_is_captured_and_run_nothing_meanwhile(
 
 def test_what_ranks_exchange_through_the_host_is_in_no_graph(checkpoint: Path) -> None:
     runner = shard(checkpoint, Twins(are_captured=False))
-    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, GraphDevice(), NUM_BLOCKS)
     assert runner.graphs is None
 
 
@@ -248,11 +241,10 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
     checkpoint: Path, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows of three tokens behind contexts of other lengths, in a graph of four, then two rows in the same."""
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: backend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: backend())
     runner = runner_for(checkpoint)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS + 1)
+    runner = rebuilt(runner, device, NUM_BLOCKS + 1)
     # Slots 0 to 2, and their blocks, stay written.
     waiting(runner, sequences(max_tokens=(1, 1, 1)))
     shape = GraphShape(block_size=16, max_blocks=16, spare_block=NUM_BLOCKS, spare_slot=64, query_len=3)
@@ -308,7 +300,7 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
         )
     )
     assert inputs.query_len == inputs.num_decodes == 3
-    on_device = DeviceBatch(device, Uploads(device), 4)
+    on_device = DeviceBatch(device, 4)
     on_device.last_tokens[:] = torch.tensor([70, 71, 72, 73, 0])
     place = Place(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)
     shape = GraphShape(block_size=16, max_blocks=4, spare_block=9, spare_slot=4, query_len=3)
@@ -350,4 +342,4 @@ def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], leng
 
 def assembled(runner: ModelRunner, inputs: StepInputs, size: int) -> DeviceInputs:
     place = Place(runner.backend, runner.tables, have_states=False, graphs_take_adapters=False)
-    return runner.launcher.batch.assemble(inputs, runner.input_batch.table_changes, place, size)
+    return runner.device_batch.assemble(inputs, runner.input_batch.table_changes, place, size)

@@ -12,13 +12,11 @@ from engine.runner import graphs as graph_runner
 from engine.runner.device import Graph
 from engine.runner.graphs import GraphMemory
 from engine.runner.model_runner import ModelRunner
-from engine.runner.shard_runner import ShardRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.runner.warm_up import StepSizes, compile_kernels
-from models.loading.checkpoint import read_checkpoint_config
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
+from tests.parity.runners import load
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
@@ -128,14 +126,8 @@ def rank_of(path: Path, parallel: TensorParallel, device: GraphDevice) -> ModelR
     """A rank, alone or of several, whose graphs may be of 8, 4, 2 and 1 rows."""
     sizes = {"cudagraph_capture_sizes": (1, 2, 4, 8)}
     config = Config(num_kvcache_blocks=NUM_BLOCKS, max_model_len=256, max_num_seqs=64, compilation_config=sizes)
-    kind = ShardRunner if parallel.size > 1 else ModelRunner
-    model_config = read_checkpoint_config(path, "auto")
-    cpu = torch.device("cpu")
-    runner = kind(config, path, model_config, cpu, torch.float32, parallel, backend=CapturingBackend())
-    runner.load()
-    runner.launcher = StepLauncher(runner, device, config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
-    return runner
+    loaded = load(path, config, parallel=parallel, backend=CapturingBackend(), seam=device)
+    return ModelRunner(loaded, NUM_BLOCKS)
 
 
 def break_pass(runner: ModelRunner, rows: int, error: RuntimeError) -> None:
@@ -200,7 +192,7 @@ def test_a_warm_up_step_that_one_rank_has_no_memory_for_leaves_no_other_waiting(
         runner = rank_of(checkpoint, parallel, GraphDevice())
         if parallel.rank:
             break_pass(runner, 8, torch.OutOfMemoryError(OUT_OF_MEMORY))
-        compile_kernels(StepSizes(16, 4, 64), runner._dummy_step, parallel)
+        compile_kernels(StepSizes(16, 4, 64), runner.run_dummy_step, parallel)
         # They still find each other.
         return int(parallel.all_reduce(torch.ones(1, 1)).item())
 

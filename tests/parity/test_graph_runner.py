@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.device import Graph
+from engine.runner.device_batch import DeviceBatch
 from engine.runner.graphs import capture_sizes
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from models.attention.backend import AttentionMetaData
 from models.attention.context import get_forward_context
@@ -20,6 +20,7 @@ from models.parallel.tensor_parallel import ExpertParallel, TensorParallel
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.delayed_device import DelayedDevice
+from tests.parity.runners import rebuilt
 from tests.parity.test_deferred_output import sequences
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, prompts, runner_for
 
@@ -52,7 +53,7 @@ class GraphDevice(DelayedDevice):
 
 @pytest.fixture(autouse=True)
 def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1)
 
 
@@ -60,8 +61,7 @@ def graphed(checkpoint: Path, sizes: tuple[int, ...] = SIZES, **fields: Any) -> 
     """A runner on a device with graphs."""
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": sizes}, **fields)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     return runner, device
 
 
@@ -77,7 +77,7 @@ def test_graphs_are_captured_behind_traffic_and_give_the_tokens_of_eager_steps(
     before = device.num_replayed
     ahead = Ahead(runner)
     ahead.device = device
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+    runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
     assert answers(ahead.run(sequences(prompts[:12]))) == expected
     assert device.num_replayed > before
     assert device.num_captured == len(SIZES)
@@ -172,11 +172,9 @@ def test_a_backend_without_graphs_is_asked_once(checkpoint: Path, monkeypatch: p
 def test_enforce_eager_and_models_that_cannot_be_replayed_have_no_graphs(checkpoint: Path) -> None:
     runner, _ = graphed(checkpoint)
     assert runner.graphs is not None
-    runner.config = runner.config.model_copy(
-        update={"compilation_config": runner.config.compilation_config.model_copy(update={"enforce_eager": True})}
-    )
-    runner.allocate_kv_cache(NUM_BLOCKS)
-    assert runner.graphs is None
+    eager = runner.config.compilation_config.model_copy(update={"enforce_eager": True})
+    config = runner.config.model_copy(update={"compilation_config": eager})
+    assert rebuilt(runner, config=config).graphs is None
 
 
 def test_replicas_that_exchange_tokens_have_a_spare_block_and_no_graphs(checkpoint: Path) -> None:
@@ -186,8 +184,7 @@ def test_replicas_that_exchange_tokens_have_a_spare_block_and_no_graphs(checkpoi
         """Asked nothing here."""
 
     experts = ExpertParallel(0, 2, Others())  # type: ignore[arg-type]
-    runner.parallel = TensorParallel(experts=experts)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, parallel=TensorParallel(experts=experts))
     assert runner.graphs is None
     assert runner.spare_block == NUM_BLOCKS
 
@@ -227,9 +224,7 @@ def test_graphs_whose_replays_are_not_the_pass_are_dropped(
     expected = answers(waiting(runner_for(checkpoint), sequences(prompts[:6])))
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 4)})
     device = StaleDevice()
-    device.runner = runner
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    device.runner = runner = rebuilt(runner, device, NUM_BLOCKS)
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
     assert runner.graphs.captured_sizes == []

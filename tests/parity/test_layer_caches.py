@@ -1,5 +1,6 @@
 """What the layers declare is what is allocated, and what the memory's sizing counts."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.core.startup import PhaseClock, load_model
 from engine.runner.kv_cache import LayerCaches
+from engine.runner.start import measure_kv_cache
 from models.attention.backend import select_backend
 from models.layers.base import KVCacheSpec, VectorCacheSpec
 from models.ops.types import StateCache
@@ -38,11 +40,11 @@ def checkpoint(directory: Path, architecture: str, **overrides: object) -> Path:
 def test_what_is_allocated_is_what_was_counted(tmp_path: Path, architecture: str, kv_cache_dtype: str) -> None:
     path = checkpoint(tmp_path, architecture)
     runner = runner_for(path, max_num_seqs=3, quantization_config={"kv_cache_dtype": kv_cache_dtype})
-    runner.config = runner.config.model_copy(update={"num_kvcache_blocks": 5})
+    config = runner.config.model_copy(update={"num_kvcache_blocks": 5})
     states = [layer for layer in runner.caches.allocate(5).values() if isinstance(layer, StateCache)]
     allocated = [*runner.caches.pools, *(tensor for layer in states for tensor in layer.tensors)]
     num_bytes = sum(tensor.nbytes for tensor in allocated)
-    assert runner.kv_cache_size().num_bytes == num_bytes
+    assert measure_kv_cache(dataclasses.replace(runner.loaded, config=config)).num_bytes == num_bytes
 
 
 def test_a_blocks_pages_of_all_layers_lie_together_an_odd_number_of_them() -> None:

@@ -10,9 +10,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from models.architectures.registry import ARCHITECTURES as REGISTERED
@@ -24,6 +23,7 @@ from tests.parity.idle_kernels import allocate_zeros
 from tests.parity.paged_model import prompt
 from tests.parity.quantized_checkpoints import write_pair
 from tests.parity.recorded_graph import NotCapturable, RecordedGraph, RecordingDevice
+from tests.parity.runners import rebuilt
 from tests.parity.test_quantization import FORMATS
 from tests.parity.test_triton_quantized_models import write_experts
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, runner_for
@@ -60,7 +60,7 @@ def test_every_architecture_is_among_them() -> None:
 
 @pytest.fixture(autouse=True)
 def _captures(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
 
 
@@ -84,8 +84,7 @@ def runner_of(path: Path, how: dict[str, Any], **fields: Any) -> ModelRunner:
 def captured(path: Path, **fields: Any) -> tuple[ModelRunner, RecordingDevice]:
     """A runner whose steps of up to SIZE rows are recorded."""
     runner, device = runner_of(path, {"cudagraph_capture_sizes": (SIZE,)}, **fields), RecordingDevice()
-    runner.launcher = StepLauncher(runner, device, SIZE)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     assert runner.graphs is not None
     runner.graphs.capture_next()
     device.num_replayed = 0  # What tried the graph does not count.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
+from engine.runner.start import run_worst_case
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.drafts import Drafts
@@ -23,6 +23,7 @@ from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import prompt
 from tests.parity.paged_torch import CapturedTorchBackend
+from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, checkpoint, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -142,13 +143,12 @@ def test_rows_that_verify_drafts_are_replayed(
     """Rows of fewer drafts are filled up with tokens that were computed before."""
     expected = answers(waiting(runner_for(checkpoint), sequences()))
     oracle(expected)
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: backend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: backend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **SPECULATIVE)
     steps = Ahead(runner) if ahead else None
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     graphs = runner.graphs
     assert graphs is not None
     assert graphs.alike is not None
@@ -181,13 +181,12 @@ def test_prompts_are_read_beside_rows_that_verify_drafts(
         params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
         return [Sequence(prompt(9 + 20 * i, seed=i, vocab_size=160), 16, params, id=i) for i in range(4)]
 
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     fields: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 24}
     expected = answers(waiting(runner_for(checkpoint, **fields), asked()))
     oracle(expected)
     runner = runner_for(checkpoint, **fields, **SPECULATIVE)
-    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, GraphDevice(), NUM_BLOCKS)
     assert runner.graphs is not None
     assert answers(waiting(runner, asked())) == expected
 
@@ -195,11 +194,10 @@ def test_prompts_are_read_beside_rows_that_verify_drafts(
 def test_a_device_of_wrong_graphs_is_asked_for_none_of_drafts(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner.GraphRunner, "_is_right", lambda *_: False)
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **SPECULATIVE)
-    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, GraphDevice(), NUM_BLOCKS)
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
     assert told_lengths(runner) == [(1, []), (1 + K, [])]
@@ -221,7 +219,7 @@ def test_tritons_kernels_verify_drafts(
     oracle: Install,
 ) -> None:
     """Rows of as many drafts by the kernel of decodes, others as spans."""
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
     path = make_checkpoint(tmp_path, family, **{**overrides, "vocab_size": 160})
 
@@ -251,5 +249,5 @@ def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyP
     runner.warm_up()
     assert seen == [(rows, rows * (1 + K)) for rows in (1, 2, 4, 6)]
     seen.clear()
-    runner.worst_case_step(6)
+    run_worst_case(runner.loaded, 6)
     assert seen == [(6, 6 * (1 + K))]

@@ -12,14 +12,14 @@ from engine.client.llm_engine import LLMEngine
 from engine.config.config import Config, SpeculativeConfig
 from engine.core.scheduler import Scheduler
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
-from engine.runner.step_launcher import StepLauncher
+from engine.runner import loaded_model
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.speculative.drafts import Drafts
 from tests.parity.ahead import answers, waiting
 from tests.parity.capturing_backend import CapturingBackend
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import checkpoint, runner_for
 
@@ -30,13 +30,12 @@ def test_rows_that_a_graph_takes_without_drafts_are_replayed_with_them_too(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 rows: 64 choices have no room for 3 drafts of each, and graphs of drafts end at 64 // 4 = 16 rows."""
-    monkeypatch.setattr(model_runner, "select_backend", lambda device: CapturingBackend())
+    monkeypatch.setattr(loaded_model, "select_backend", lambda device: CapturingBackend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     fields: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3, "prompt_lookup_min": 1}}
     runner = runner_for(checkpoint, max_num_seqs=24, max_num_batched_tokens=1024, **fields)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, 24)
-    runner.allocate_kv_cache(128)
+    runner = rebuilt(runner, device, 128)
     graphs = runner.graphs
     assert graphs is not None
     while graphs.capture_next():

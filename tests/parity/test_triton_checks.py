@@ -8,9 +8,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.runner import doctor, kernel_checks, model_runner
+from engine.runner import doctor, kernel_checks, loaded_model
 from engine.runner import kernel_cases as usual
 from engine.runner.kernel_checks import check_kernels, what_is_wrong
+from engine.runner.loaded_model import LoadedModel
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.kernel_check import SamplingForm
 from engine.sequence import Sequence
@@ -257,11 +258,11 @@ def test_a_broken_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def triton_backend(triton_kernels: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models attend by kernels."""
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
 
 
-def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> ModelRunner:
-    return runner_for(path, dtype, cpu_operators=False, max_num_batched_tokens=40, **fields)
+def loaded(path: Path, dtype: torch.dtype = torch.float32, **fields: Any) -> LoadedModel:
+    return runner_for(path, dtype, cpu_operators=False, max_num_batched_tokens=40, **fields).loaded
 
 
 def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
@@ -270,7 +271,7 @@ def only(patch: pytest.MonkeyPatch, *operators: str) -> None:
     patch.setattr(
         kernel_checks,
         "_uses",
-        lambda runner: {name: every(runner)[name] for name in operators if name in every(runner)},
+        lambda model: {name: every(model)[name] for name in operators if name in every(model)},
     )
 
 
@@ -299,10 +300,10 @@ def test_what_a_model_uses_is_looked_at_once_for_layers_that_are_alike(
 
 @pytest.mark.usefixtures("triton_backend")
 def test_a_sound_model_runs_as_it_was_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"), BF16)
+    model = loaded(make_checkpoint(tmp_path, "qwen3"), BF16)
     with caplog.at_level("INFO"):
-        runner.kv_cache_size()
-    assert runner.backend.name == "triton"
+        model = check_kernels(model)
+    assert model.backend.name == "triton"
     assert not triton.left()
     assert "Triton's kernels were compared with torch in" in caplog.text
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -312,24 +313,24 @@ def test_a_sound_model_runs_as_it_was_to(tmp_path: Path, caplog: pytest.LogCaptu
 def test_what_is_wrong_is_left_to_torch_and_answers_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    model = loaded(make_checkpoint(tmp_path, "qwen3"))
     break_kernels(monkeypatch, "rms_norm_kernel", "gated_kernel", "attention_prefill_kernel")
     only(monkeypatch, "norm", "activation", "attention")
-    runner.kv_cache_size()
-    assert runner.backend.name == "torch"
+    model = check_kernels(model)
+    assert model.backend.name == "torch"
     assert triton.left() == {"norm", "activation", "attention"}
     for operator in ("norm", "activation", "attention"):
         assert f"Triton's kernels for {operator} are wrong on cpu by Triton" in caplog.text
     assert "what rounding explains: a norm of 64. Plain torch computes them, slowly; another release" in caplog.text
     monkeypatch.undo()
-    found = logits_of(runner)
+    found = logits_of(model)
     triton.stop()
     torch.testing.assert_close(found, logits_of(loaded(tmp_path)), atol=1e-4, rtol=1e-4)
 
 
-def logits_of(runner: ModelRunner) -> torch.Tensor:
+def logits_of(model: LoadedModel) -> torch.Tensor:
     """Of a prompt's last token."""
-    runner.allocate_kv_cache(20)
+    runner = ModelRunner(model, 20)
     found: list[torch.Tensor] = []
     compute = runner.model.compute_logits
     runner.model.compute_logits = lambda hidden: found.append(compute(hidden)) or found[-1].clone()  # type: ignore
@@ -343,20 +344,20 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"), kernel_backend=("triton", "norm=triton"))
+    model = loaded(make_checkpoint(tmp_path, "qwen3"), kernel_backend=("triton", "norm=triton"))
     break_kernels(monkeypatch, "rms_norm_kernel", "gated_kernel")
     only(monkeypatch, "norm", "activation")
-    check_kernels(runner)
+    model = check_kernels(model)
     assert triton.left() == {"activation"}
     assert "They compute all the same, as kernel_backend says norm=triton; another release" in caplog.text
 
 
 @pytest.mark.usefixtures("triton_backend")
 def test_what_aiter_computes_is_left_to_its_own_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
-    assert set(kernel_checks._uses(runner)) == {"attention", "norm", "activation", "sampling"}
+    model = loaded(make_checkpoint(tmp_path, "qwen3"))
+    assert set(kernel_checks._uses(model)) == {"attention", "norm", "activation", "sampling"}
     monkeypatch.setattr(aiter, "takes", lambda operator: operator in ("attention", "norm"))
-    assert set(kernel_checks._uses(runner)) == {"activation", "sampling"}
+    assert set(kernel_checks._uses(model)) == {"activation", "sampling"}
     latent = loaded(make_checkpoint(tmp_path / "latent", INDEXED.family, **INDEXED.overrides))
     assert "latents" in kernel_checks._uses(latent), "which aiter never has"
 
@@ -364,9 +365,9 @@ def test_what_aiter_computes_is_left_to_its_own_probe(tmp_path: Path, monkeypatc
 @pytest.mark.usefixtures("triton_backend")
 def test_an_operator_of_torch_s_is_not_looked_at(tmp_path: Path) -> None:
     """An FP8 cache that the hardware's kernels could not read ends no start then."""
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    model = loaded(make_checkpoint(tmp_path, "qwen3"))
     triton.leave_to_torch(frozenset({"attention"}))
-    assert "attention" not in kernel_checks._uses(runner)
+    assert "attention" not in kernel_checks._uses(model)
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -374,13 +375,13 @@ def test_latents_that_are_wrong_end_the_start_since_nothing_else_computes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(tmp_path, INDEXED.family, **INDEXED.overrides)
-    runner = loaded(path)
+    model = loaded(path)
     break_kernels(monkeypatch, "latent_store_kernel")
     only(monkeypatch, "latents")
     with pytest.raises(
         ValueError, match=r"^Triton's kernels for latents are wrong on cpu .* set kernel_backend to att"
     ):
-        check_kernels(runner)
+        model = check_kernels(model)
     check_kernels(loaded(path, kernel_backend=("attention=triton",)))
     assert not triton.left()
 
@@ -391,14 +392,14 @@ def test_weights_that_stay_quantised_become_dense_where_their_kernels_are_wrong(
 ) -> None:
     quantize, config = FORMATS["awq"]
     pair = q.write_pair(tmp_path, quantize, config, hidden_size=192, intermediate_size=320)
-    runner = loaded(pair.quantised)
-    assert any(stored_of(parameter) is not None for parameter in runner.model.parameters())
+    model = loaded(pair.quantised)
+    assert any(stored_of(parameter) is not None for parameter in model.model.parameters())
     break_kernels(monkeypatch, "four_bit_gemm_kernel")
     monkeypatch.setattr(products, "_ROWS", (3,))
     only(monkeypatch, "linear")
-    check_kernels(runner)
-    assert all(stored_of(parameter) is None for parameter in runner.model.parameters())
-    found, expected = logits_of(runner), logits_of(loaded(pair.dense))
+    model = check_kernels(model)
+    assert all(stored_of(parameter) is None for parameter in model.model.parameters())
+    found, expected = logits_of(model), logits_of(loaded(pair.dense))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -406,7 +407,7 @@ def test_weights_that_stay_quantised_become_dense_where_their_kernels_are_wrong(
 def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"))
+    model = loaded(make_checkpoint(tmp_path, "qwen3"))
     asked: list[bool] = []
 
     def agree(self: TensorParallel, is_so: bool, device: torch.device) -> bool:
@@ -415,7 +416,7 @@ def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
 
     monkeypatch.setattr(TensorParallel, "agree", agree)
     only(monkeypatch, "norm")
-    check_kernels(runner)
+    model = check_kernels(model)
     assert asked == [True] * 8  # Of each operator once, whatever the model uses.
     assert triton.left() == {"norm"}
     assert "those of another rank are" in caplog.text
@@ -425,10 +426,10 @@ def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
 def test_a_cache_in_fp8_that_the_hardware_has_not_ends_the_start_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = loaded(make_checkpoint(tmp_path, "qwen3"), quantization_config={"kv_cache_dtype": "fp8"})
+    model = loaded(make_checkpoint(tmp_path, "qwen3"), quantization_config={"kv_cache_dtype": "fp8"})
     monkeypatch.setattr(configs, "INTERPRETER", configs.TARGETS["gfx90a"])
     with pytest.raises(ValueError, match=r"^kv_cache_dtype is fp8, which gfx90a does not compute; set it to auto$"):
-        check_kernels(runner)
+        model = check_kernels(model)
 
 
 def fail_with(error: Exception) -> Check:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engine.runner import graphs as graph_runner
-from engine.runner import model_runner
+from engine.runner import loaded_model
 from engine.runner.device import Downloads, Uploads, device_of
+from engine.runner.device_batch import DeviceBatch
 from engine.runner.model_runner import ModelRunner
-from engine.runner.step_launcher import StepLauncher
 from engine.sampling.counter_rng import request_key
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
 from engine.sampling.sampler import SampledTokens, Sampler
@@ -21,6 +21,7 @@ from models.attention.triton import TritonAttentionBackend
 from models.ops import triton as kernels
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice, read
+from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import NUM_BLOCKS, VOCAB_SIZE, checkpoint, runner_for
 from tests.parity.triton_interpreter import DEVICE, INTERPRETED, requires_interpreter, triton_kernels
@@ -136,8 +137,7 @@ def runner_of(checkpoint: Path, *, enforce_eager: bool = False) -> tuple[ModelRu
     how = {"cudagraph_capture_sizes": (2, 4), "enforce_eager": enforce_eager}
     runner = runner_for(checkpoint, compilation_config=how)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    runner = rebuilt(runner, device, NUM_BLOCKS)
     steps: list[torch.Tensor] = []
     compute = runner.model.compute_logits
 
@@ -153,7 +153,7 @@ def runner_of(checkpoint: Path, *, enforce_eager: bool = False) -> tuple[ModelRu
 @requires_interpreter
 @pytest.mark.usefixtures("triton_kernels")
 def test_a_replayed_padded_decode_is_the_eager_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     runner, _, eager = runner_of(checkpoint, enforce_eager=True)
     expected = answers(waiting(runner, sequences()))
@@ -171,6 +171,6 @@ def test_a_replayed_padded_decode_is_the_eager_one(checkpoint: Path, monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     ahead = Ahead(replaying)
     ahead.device = device
-    replaying.launcher = StepLauncher(replaying, device, replaying.config.max_num_seqs)
+    replaying.device_batch = DeviceBatch(device, replaying.config.max_num_seqs)
     assert answers(ahead.run(sequences())) == expected
     assert device.num_replayed == 10

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.launch import Launches, empty_kernel
 from engine.batch import StepOutOfMemory
-from engine.runner import kernel_checks, model_runner
-from engine.runner.step_launcher import StepLauncher
+from engine.runner import kernel_checks, loaded_model
+from engine.runner.device_batch import DeviceBatch
 from engine.runner.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from engine.sequence import Sequence
 from models.attention.triton import TritonAttentionBackend
@@ -23,6 +23,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, Collectives, Exchange, 
 from tests.parity.ahead import Ahead
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.idle_kernels import EACH_CHOICE, allocate_zeros
+from tests.parity.runners import rebuilt
 from tests.parity.test_graph_runner import GraphDevice
 from tests.parity.test_worker_model_runner import VOCAB_SIZE, runner_for
 from tests.parity.triton_interpreter import requires_interpreter, triton_kernels
@@ -73,7 +74,7 @@ def fake_gpu(
 def test_after_the_warm_up_a_varied_load_compiles_nothing(
     variant: Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     path = (
         make_checkpoint(tmp_path, "qwen3")
         if variant is None
@@ -81,14 +82,13 @@ def test_after_the_warm_up_a_varied_load_compiles_nothing(
     )
     runner = runner_for(path, compilation_config={"cudagraph_capture_sizes": (2, 4)}, **LIMITS)
     device = GraphDevice()
-    runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
-    runner.allocate_kv_cache(100)
+    runner = rebuilt(runner, device, 100)
     with Launches() as warming:
         runner.warm_up()
     with Launches() as serving:
         ahead = Ahead(runner)
         ahead.device = device
-        runner.launcher = StepLauncher(runner, device, runner.config.max_num_seqs)
+        runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
         ahead.run(load())
     assert serving.signatures
     new = [signature for signature in serving.signatures if signature not in warming.signatures]
@@ -109,15 +109,15 @@ def test_after_the_warm_up_a_varied_load_compiles_nothing(
 def test_what_checks_of_kernels_compile_requests_need(
     variant: Variant | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_runner, "select_backend", TritonAttentionBackend)
+    monkeypatch.setattr(loaded_model, "select_backend", TritonAttentionBackend)
     family, overrides = ("qwen3", {}) if variant is None else (variant.family, variant.overrides)
     runner = runner_for(make_checkpoint(tmp_path, family, **overrides), **LIMITS)
-    runner.launcher = StepLauncher(runner, GraphDevice(), runner.config.max_num_seqs)
+    runner.device_batch = DeviceBatch(GraphDevice(), runner.config.max_num_seqs)
     with Launches() as checking, torch.inference_mode():
-        for check in itertools.chain.from_iterable(kernel_checks._uses(runner).values()):
+        for check in itertools.chain.from_iterable(kernel_checks._uses(runner.loaded).values()):
             # Nothing is right where kernels compute nothing: each is heard to the end.
             list(check(Numbers(runner.device)))
-    runner.allocate_kv_cache(100)
+    runner = rebuilt(runner, num_blocks=100)
     with Launches() as warming:
         runner.warm_up()
     assert checking.signatures

@@ -1,5 +1,6 @@
 """The model runner on a small random checkpoint: transformers' greedy tokens, however the work is cut up."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.runner.model_runner import ModelRunner
+from engine.runner.start import measure_kv_cache, run_worst_case
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from models.loading.checkpoint import read_checkpoint_config
+from tests.parity.runners import load, rebuilt
 
 VOCAB_SIZE = 160
 NUM_NEW = 20
@@ -73,11 +75,8 @@ def expected(reference: Qwen3ForCausalLM, prompts: list[list[int]]) -> list[list
 
 def runner_for(checkpoint: Path, dtype: torch.dtype = torch.float32, **fields: object) -> ModelRunner:
     config = Config(**{"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": 256, "max_num_seqs": 64, **fields})
-    model_config = read_checkpoint_config(checkpoint, config.model_impl)
-    runner = ModelRunner(config, checkpoint, model_config, torch.device("cpu"), dtype)
-    runner.load()
-    runner.allocate_kv_cache(config.num_kvcache_blocks or 0)
-    return runner
+    assert config.num_kvcache_blocks is not None
+    return ModelRunner(load(checkpoint, config, dtype), config.num_kvcache_blocks)
 
 
 def generate(runner: ModelRunner, scheduler: Scheduler, prompts: list[list[int]], params=GREEDY) -> list[list[int]]:
@@ -222,16 +221,16 @@ def test_broken_logits_fail_their_request_and_no_other(checkpoint, prompts, expe
 
 def test_warming_up_and_measuring_leave_no_trace(checkpoint, prompts, expected):
     runner = runner_for(checkpoint, max_num_batched_tokens=300)
-    runner.worst_case_step(runner.config.max_num_seqs)
-    runner.allocate_kv_cache(NUM_BLOCKS)
+    run_worst_case(runner.loaded, runner.config.max_num_seqs)
+    runner = rebuilt(runner, num_blocks=NUM_BLOCKS)
     runner.warm_up()
     assert generate(runner, Scheduler(runner.config), prompts[:6]) == expected[:6]
 
 
 def test_the_cache_size_is_counted_in_blocks_of_all_layers(checkpoint):
     runner = runner_for(checkpoint)
-    assert runner.kv_cache_size().num_blocks == NUM_BLOCKS
+    assert measure_kv_cache(runner.loaded).num_blocks == NUM_BLOCKS
     one_block = 2 * 2 * (16 * 2 * 16) * 4  # layers, K and V, block * heads * head_dim, float32
-    assert runner.kv_cache_size().num_bytes == NUM_BLOCKS * one_block
-    runner.config = Config(cpu_kvcache_gib=100.5 * one_block / 2**30)
-    assert runner.kv_cache_size().num_blocks == 100
+    assert measure_kv_cache(runner.loaded).num_bytes == NUM_BLOCKS * one_block
+    config = Config(cpu_kvcache_gib=100.5 * one_block / 2**30)
+    assert measure_kv_cache(dataclasses.replace(runner.loaded, config=config)).num_blocks == 100

@@ -10,7 +10,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from engine.text.structured.spec import GrammarSpec, InvalidGrammar
 from engine.text.tokenizer import Tokenizer
 from models.architectures.config import ModelConfig
 from tests.parity.checkpoints import make_checkpoint
+from tests.parity.runners import load
 
 MAX_TOKENS = 96
 EXAMPLES = 25
@@ -45,9 +45,7 @@ class Engine:
             scheduling_policy="mixed",
             eos_token_id=model.eos_token_ids[0],
         )
-        self.runner = ModelRunner(self.config, checkpoint, model, torch.device("cpu"), torch.float32)
-        self.runner.load()
-        self.runner.allocate_kv_cache(22)
+        self.runner = ModelRunner(load(checkpoint, self.config), 22)
         self.matchers = Matchers(lambda: self.tokenizer, model.vocab_size, model.eos_token_ids)
         self.matchers.load()
         self.compiler = GrammarCompiler(vocab_size=model.vocab_size)

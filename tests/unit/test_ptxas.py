@@ -72,21 +72,14 @@ def test_nobody_says_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_told_when_a_model_with_recurrent_layers_is_served(
     have_states: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Runner:
-        caches = SimpleNamespace(have_states=have_states)
-        operators = None
+    def load_model(config: Config, *_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(config=config, layer_caches=lambda: SimpleNamespace(have_states=have_states))
 
-        def __init__(self, config: Config, *_: Any) -> None:
-            self.config = config
-
-        def load(self, **_: Any) -> None:
-            """Nothing to read."""
-
-    monkeypatch.setattr(build, "ModelRunner", Runner)
+    monkeypatch.setattr(build, "load_model", load_model)
     monkeypatch.setattr(build, "settle", lambda *_, **__: None)
     monkeypatch.setattr(build, "pin", lambda *_: frozenset())
     monkeypatch.setattr(ptxas, "caution", lambda device: f"known of {device}")
     path = Path(models.__file__).parent / "demo" / "checkpoint"
     with caplog.at_level("INFO"):
-        build.build_runner(Config(model=str(path), device="cpu"), path)
+        build.load_rank(Config(model=str(path), device="cpu"), path)
     assert ("known of cpu" in caplog.text) == have_states

@@ -1,4 +1,4 @@
-"""`StepLauncher`: runs a model runner's steps without waiting for their tokens, as asynchronous scheduling wants it.
+"""`LaunchedStep`: a step on the device whose tokens are read later, as asynchronous scheduling wants it.
 
 Sampled tokens stay on the device by slot; a row whose last token has not been read yet takes it from there.
 """
@@ -9,8 +9,7 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
-from engine.runner.device import Device, Download, Downloads, Uploads, in_step
-from engine.runner.device_batch import DeviceBatch
+from engine.runner.device import Download, in_step
 from engine.runner.input_batch import StepInputs
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens
@@ -20,34 +19,12 @@ if TYPE_CHECKING:
     from engine.runner.model_runner import ModelRunner
 
 
-class StepLauncher:
-    """Launches steps in order; each must be read, or waited for, before the one after the next is launched."""
-
-    def __init__(self, runner: "ModelRunner", device: Device, max_num_seqs: int) -> None:
-        self.runner = runner
-        self.device = device
-        self.uploads = Uploads(device)
-        self.downloads = Downloads(device)
-        self.batch = DeviceBatch(device, self.uploads, max_num_seqs)
-
-    def launch(self, batch: ScheduledBatch) -> "LaunchedStep":
-        """Have the device compute a step, and sample unless that needs tokens that are not read yet."""
-        with torch.inference_mode():
-            inputs, on_device = self.runner.prepare_model(batch)
-            logits, prompt_logprobs = self.runner.run_model(inputs, on_device, batch.prompt_spans)
-        self.runner.input_batch.reserve(inputs)
-        step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
-        if inputs.sampling is not None:
-            step.launch_sampler(inputs.sampling)
-        return step
-
-
 class LaunchedStep:
     """One step on the device."""
 
     def __init__(
         self,
-        launcher: StepLauncher,
+        runner: "ModelRunner",
         batch: ScheduledBatch,
         inputs: StepInputs,
         slots: torch.Tensor,
@@ -55,7 +32,7 @@ class LaunchedStep:
         prompt_logprobs: dict[int, list[TokenLogprobs]] | None,
     ) -> None:
         """`slots`: those that sample, on the device."""
-        self._launcher, self._batch, self._inputs, self._slots = launcher, batch, inputs, slots
+        self._runner, self._batch, self._inputs, self._slots = runner, batch, inputs, slots
         self._logits: torch.Tensor | LaunchedTokens | None = logits
         self._prompt_logprobs = prompt_logprobs
         self._tokens: LaunchedTokens | None = None
@@ -64,37 +41,36 @@ class LaunchedStep:
     def sample(self) -> None:
         """Launch the sampler, if it was not yet: the steps before have been read."""
         if self._tokens is None:
-            self.launch_sampler(self._launcher.runner.input_batch.sampling_rows(self._inputs))
+            self.launch_sampler(self._runner.input_batch.sampling_rows(self._inputs))
 
     def launch_sampler(self, rows: SamplingRows) -> None:
         """Have the device sample, keep the tokens for the next step, and copy them to the host."""
-        launcher = self._launcher
+        device_batch = self._runner.device_batch
         assert self._logits is not None
         with torch.inference_mode(), in_step():
-            self._tokens = tokens = launcher.runner.launch_sampler(self._logits, rows)
+            self._tokens = tokens = self._runner.launch_sampler(self._logits, rows)
             # A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
             if not self._inputs.has_drafts:
-                last_tokens = launcher.batch.last_tokens
+                last_tokens = device_batch.last_tokens
                 last_tokens.index_copy_(0, self._slots, tokens.token_ids.to(last_tokens.device))
             words = (tokens.candidates.words, tokens.logprobs)
-            self._downloads = [launcher.downloads.begin(each) for each in words if each is not None]
+            self._downloads = [device_batch.downloads.begin(each) for each in words if each is not None]
         # They may be most of the memory that a step takes.
         self._logits = None
 
     def result(self) -> ScheduledBatchOutput:
         """Wait for the step's tokens. Raises what the step raised."""
         assert self._tokens is not None
-        launcher = self._launcher
         sampled = self._tokens.read(*(download.wait() for download in self._downloads))
         for download in self._downloads:
-            launcher.downloads.give_back(download)
-        output = launcher.runner.finish(self._batch, self._inputs, sampled)
+            self._runner.device_batch.downloads.give_back(download)
+        output = self._runner.finish(self._batch, self._inputs, sampled)
         output.prompt_logprobs = self._prompt_logprobs
         return output
 
     def wait(self) -> None:
         """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
-        self._launcher.device.record().synchronize()
+        self._runner.device_batch.device.record().synchronize()
 
 
 def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:

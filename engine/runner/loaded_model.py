@@ -1,0 +1,183 @@
+"""`LoadedModel`: a rank's model with all that is decided before it has a KV cache; `load_model` reads its weights."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config.config import Config
+from engine.distributed.host_resources import available_host_memory
+from engine.runner.device import Device, at_start, device_of
+from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
+from models.architectures.config import CheckpointConfig, ModelConfig
+from models.attention.backend import AttentionBackend, select_backend
+from models.attention.context import DPMetadata
+from models.layers.base import CausalLM
+from models.loading import loader
+from models.lora.adapters import load_adapters
+from models.ops.cpu import runtime
+from models.ops.cpu.runtime import Library
+from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
+from models.quantization.config import ROUNDINGS
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model on one device. A runner adds the KV cache and the rows of the running sequences."""
+
+    config: Config
+    """With prefix caching off where the model keeps states that no prefix shares."""
+    model_config: CheckpointConfig
+    model: CausalLM
+    device: torch.device
+    seam: Device
+    """Copies, events and graphs of `device`."""
+    dtype: torch.dtype
+    backend: AttentionBackend
+    parallel: TensorParallel = SINGLE_RANK
+    operators: Library | None = None
+    """The CPU's compiled operators, where they compute the model."""
+    num_local_replicas: int = 1
+    """Replicas that share the host's memory."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.config.max_model_len or self.model_config.max_model_len
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks of all replicas that share the host's memory."""
+        return self.parallel.size * self.num_local_replicas
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """How replicas exchange tokens, where they compute each step together."""
+        return None if self.parallel.experts is None else self.parallel.experts.exchange
+
+    @property
+    def compilation_level(self) -> int:
+        """Whether torch compiles the layers: 3, or 0."""
+        return self.config.compilation_config.compilation_level
+
+    def layer_caches(self) -> LayerCaches:
+        """What the layers keep, laid out but not allocated."""
+        return LayerCaches(
+            self.model.kv_cache_layers(),
+            self.backend,
+            block_size=self.config.kv_cache_block_size,
+            num_slots=self.config.max_num_seqs,
+            dtype=self.dtype,
+            device=self.device,
+            kv_dtype=KV_CACHE_DTYPES[self.config.quantization_config.kv_cache_dtype],
+        )
+
+    def dp_metadata(self, num_tokens: int, tokens_across_dp: tuple[int, ...] = ()) -> DPMetadata | None:
+        """What each replica computes in a pass of `num_tokens` here, dummy tokens included; None: it is alone.
+
+        `tokens_across_dp`: as the replicas agreed; empty: all compute the same, as in the steps of the start.
+        """
+        if self.parallel.experts is None or self.exchange is None:
+            return None
+        return DPMetadata(tokens_across_dp or (num_tokens,) * self.parallel.experts.num_replicas)
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Around a step of the start. Raises `ValueError` where torch fails to compile what the step runs."""
+        if self.compilation_level == 0:
+            return nullcontext()
+        from models.layers.compilation import compile_errors_as_value_errors
+
+        return compile_errors_as_value_errors()
+
+
+def start_operators(config: Config, device: torch.device, dtype: torch.dtype) -> Library | None:
+    """Have the CPU's compiled operators compute on as many threads as torch does; None where torch computes."""
+    if device.type != "cpu" or dtype is not torch.bfloat16 or not config.cpu_operators:
+        return None
+    return runtime.start(torch.get_num_threads())
+
+
+def load_model(
+    config: Config,
+    path: Path,
+    model_config: CheckpointConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    operators: Library | None,
+    parallel: TensorParallel = SINGLE_RANK,
+    available_bytes: int | None = None,
+    num_local_replicas: int = 1,
+    backend: AttentionBackend | None = None,
+    seam: Device | None = None,
+    progress: bool = False,
+    read_weights: Callable[..., CausalLM] | None = None,
+) -> LoadedModel:
+    """Read the checkpoint. Raises `CheckpointError` for a bad one, `ValueError` for one that cannot run so.
+
+    `available_bytes`: of the host's memory, for the weights; None: what is available now. `backend`: of attention;
+    None: the device's. `seam`: None for the device's own. `read_weights`: in place of `loader.load_model`.
+    """
+    available = available_host_memory() if available_bytes is None else available_bytes
+    # Rope types that depend on the context's length depend on the length that is served.
+    served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)
+    with at_start("the model", "serve a smaller or a quantised one"):
+        model = (read_weights or loader.load_model)(
+            path,
+            served,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            parallel=parallel,
+            available_bytes=available if device.type == "cpu" else None,
+            weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
+        )
+    load_adapters(model, config.lora_paths, dtype=dtype, device=device)
+    loaded = LoadedModel(
+        config=config,
+        model_config=model_config,
+        model=model,
+        device=device,
+        seam=device_of(device) if seam is None else seam,
+        dtype=dtype,
+        backend=select_backend(device) if backend is None else backend,
+        parallel=parallel,
+        operators=operators,
+        num_local_replicas=num_local_replicas,
+    )
+    _compile(loaded)
+    if not loaded.layer_caches().have_states:
+        return loaded
+    if config.num_drafts:
+        raise ValueError(
+            f"num_speculative_tokens is {config.num_drafts}, but {model_config.architecture} "
+            "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
+        )
+    # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
+    return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
+
+
+def _compile(loaded: LoadedModel) -> None:
+    """Have torch compile the layers in the steps of the start, at `compilation_level` 3. Raises `ValueError`.
+
+    `models.layers.compilation`, and with it torch's compiler, is imported only where it was asked for.
+    """
+    level, architecture = loaded.compilation_level, loaded.model_config.architecture
+    if level == 0:
+        return
+    reason = None
+    if loaded.operators is not None:
+        reason = "the CPU's operators compute this model already; set cpu_operators to false"
+    elif not isinstance(loaded.model_config, ModelConfig):
+        reason = f"{architecture} runs by {loaded.model_config.runs_by}, which is not cut at its attention"
+    if reason is not None:
+        raise ValueError(f"compilation_level is {level}, but {reason}, or set compilation_level to 0")
+    from models.layers.compilation import compile_layers
+
+    _log.info("torch compiles %d layers, between their calls of attention", compile_layers(loaded.model))

@@ -1,0 +1,84 @@
+"""The start of a rank's runner, in one order for all ranks: rank 0 in the engine core, and the rank processes.
+
+load weights (`build`) -> meet the other ranks and replicas -> check the kernels -> measure the KV cache, and agree on
+its size -> construct the runner -> warm up. Rank 0 then begins to send steps, and the others follow them.
+"""
+
+from collections.abc import Callable
+
+from engine.runner.device import TorchDeviceMemory
+from engine.runner.kernel_checks import check_kernels
+from engine.runner.loaded_model import LoadedModel
+from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
+from engine.runner.model_runner import ModelRunner, record_pass
+from engine.runner.warm_up import run_largest_step
+from models.attention.context import set_kv_cache_data
+from models.ops.cpu.program import NotRecordable
+
+
+def start_runner(
+    loaded: LoadedModel,
+    *,
+    meet: Callable[[], None],
+    agree: Callable[[KVCacheSize], tuple[int, int]],
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> ModelRunner:
+    """A warm runner. Raises `ValueError`, a sentence, for what cannot be served.
+
+    `meet` waits until all ranks have loaded, and joins them; `agree` makes of the KV cache that this rank has room for
+    the number of blocks and of slots that all have; `on_phase` is called with the name of each phase that has ended.
+    """
+    meet()
+    on_phase("load")
+    loaded = check_kernels(loaded)
+    num_blocks, num_slots = agree(measure_kv_cache(loaded))
+    runner = ModelRunner(loaded, num_blocks, num_slots)
+    on_phase("kv-cache")
+    runner.warm_up()
+    return runner
+
+
+def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
+    """How large a KV cache fits next to the model. Raises `ValueError` when none does."""
+    config, caches = loaded.config, loaded.layer_caches()
+    sizes = {"block_bytes": caches.block_bytes, "slot_bytes": caches.slot_bytes}
+    return kv_cache_size(
+        config,
+        max_model_len=loaded.max_model_len,
+        budget=lambda: (
+            cpu_budget(config, activations=_activation_bytes(loaded), ranks=loaded.num_local_ranks)
+            if loaded.device.type == "cpu"
+            else gpu_budget(
+                config,
+                TorchDeviceMemory(loaded.device),
+                lambda num_seqs: run_worst_case(loaded, num_seqs),
+                agree=lambda is_so: loaded.parallel.agree(is_so, loaded.device),
+                **sizes,
+            )
+        ),
+        **sizes,
+    )
+
+
+def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
+    """Run the step that takes most memory, where so many sequences may run, with a cache of one block.
+
+    Raises `ValueError`, a sentence, where the device has too little.
+    """
+    runner = ModelRunner(loaded, 1, num_seqs)
+    run_largest_step(runner.step_sizes, runner.run_dummy_step)
+    set_kv_cache_data({})
+
+
+def _activation_bytes(loaded: LoadedModel) -> int:
+    """What the largest step may commit besides weights and cache, as far as it is known before one has run."""
+    if loaded.operators is None:
+        return 0
+    set_kv_cache_data(loaded.layer_caches().allocate(1, 1))
+    try:
+        recorded = record_pass(loaded, loaded.operators).num_bytes
+        return recorded + (0 if loaded.exchange is None else loaded.exchange.num_bytes)
+    except NotRecordable:
+        return 0
+    finally:
+        set_kv_cache_data({})

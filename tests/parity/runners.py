@@ -1,0 +1,36 @@
+"""Makes model runners for tests."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config.config import Config
+from engine.runner.device import Device
+from engine.runner.loaded_model import LoadedModel, load_model, start_operators
+from engine.runner.model_runner import ModelRunner
+from models.loading.checkpoint import read_checkpoint_config
+
+CPU = torch.device("cpu")
+
+
+def load(
+    checkpoint: Path, config: Config, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **how: Any
+) -> LoadedModel:
+    """A checkpoint's model; `how` as `load_model` takes it."""
+    model_config = read_checkpoint_config(checkpoint, config.model_impl)
+    operators = start_operators(config, device, dtype)
+    return load_model(config, checkpoint, model_config, device, dtype, operators=operators, **how)
+
+
+def rebuilt(
+    runner: ModelRunner, seam: Device | None = None, num_blocks: int | None = None, **changes: Any
+) -> ModelRunner:
+    """Another runner of the same model: with other caches, on another device, or with other changes."""
+    if seam is not None:
+        changes["seam"] = seam
+    if num_blocks is None:
+        num_blocks = runner.config.num_kvcache_blocks
+    assert num_blocks is not None
+    return ModelRunner(dataclasses.replace(runner.loaded, **changes), num_blocks)
