@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import decoding, front_end, parallel, startup, step_time
+from benchmarks import chart, decoding, front_end, parallel, startup, step_time
 from benchmarks.report import PAGE, Table, machine, marked, put_section
 
 BENCHMARKS: dict[str, Callable[[], Table]] = {
@@ -40,6 +40,8 @@ def main() -> None:
         sys.stdout.flush()
         if not options.no_page:
             put_section(PAGE, name, marked(name, f"{table}\n{machine()}\n"))
+    if not options.no_page:
+        chart.draw_where_possible(PAGE)
 
 
 if __name__ == "__main__":

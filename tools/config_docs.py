@@ -1,6 +1,6 @@
-"""Writes the configuration tables of README.md and docs/configuration.md: `python -m tools.config_docs [--check]`.
+"""Writes the tables of docs/configuration.md: `python -m tools.config_docs [--check]`.
 
-A table lies between two markers in its page; what is around them is written by hand. `make lint` checks them.
+They lie between two markers of the page, whose other text is written by hand. `make lint` checks them.
 """
 
 import sys
@@ -15,11 +15,6 @@ CLOSING = "<!-- end of the configuration table -->"
 _ROOT = Path(__file__).parent.parent
 
 
-def brief_table() -> str:
-    """Flag, default and meaning of every setting: the README's table."""
-    return "".join(_table(("Flag", "Default", "Meaning"), (_brief_row(setting) for setting in SETTINGS)))
-
-
 def full_tables() -> str:
     """Every name, type and default of every setting, a table a section: docs/configuration.md's."""
     lines: list[str] = []
@@ -31,27 +26,25 @@ def full_tables() -> str:
     return "".join(lines) + "\n"
 
 
-PAGES = {"README.md": brief_table, "docs/configuration.md": full_tables}
-"""What each page has between its markers."""
+PAGE = "docs/configuration.md"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the pages, or with `--check` only compare; 1 when one is out of date."""
+    """Write the page, or with `--check` only compare; 1 when it is out of date."""
     check = list(argv) == ["--check"]
     if argv and not check:
         sys.stderr.write("usage: python -m tools.config_docs [--check]\n")
         return 2
-    stale = 0
-    for page, table in PAGES.items():
-        path = _ROOT / page
-        text = path.read_text(encoding="utf-8")
-        updated = with_table(text, table())
-        if text != updated and check:
-            stale = 1
-            sys.stderr.write(f"{page} is not what engine/config/config.py says; run make docs\n")
-        elif text != updated:
-            path.write_text(updated, encoding="utf-8")
-    return stale
+    path = _ROOT / PAGE
+    text = path.read_text(encoding="utf-8")
+    updated = with_table(text, full_tables())
+    if text == updated:
+        return 0
+    if check:
+        sys.stderr.write(f"{PAGE} is not what engine/config/config.py says; run make docs\n")
+        return 1
+    path.write_text(updated, encoding="utf-8")
+    return 0
 
 
 def with_table(page: str, table: str) -> str:
@@ -66,10 +59,6 @@ def with_table(page: str, table: str) -> str:
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> Iterator[str]:
     for cells in (head, ["---"] * len(head), *rows):
         yield f"| {' | '.join(cells)} |\n"
-
-
-def _brief_row(setting: Setting) -> Sequence[str]:
-    return _code(setting.flag), _code(setting.default), _cell(setting.meaning)
 
 
 def _full_row(setting: Setting) -> Sequence[str]:

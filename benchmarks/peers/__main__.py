@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import chart
 from benchmarks.checkpoints import QWEN3_06B
 from benchmarks.peers import page
 from benchmarks.peers.load import WORKLOADS, LoadError
@@ -127,6 +128,7 @@ def _write(path: Path, described: str, everyone: Sequence[Contestant], results: 
         if each.name in results.contestants()
     }
     page.put(path, page.section(described, everyone, commands, results))
+    chart.draw_where_possible(path)
     _say(f"the section is in {path}")
 
 
