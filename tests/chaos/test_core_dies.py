@@ -50,6 +50,7 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_at_random_moment
     assert after[FAILED] == before[FAILED]
 
 
+@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
 async def test_every_answer_is_the_same_when_the_core_is_killed_again_while_it_starts(
     mortal: ChaosServer, undisturbed: dict[str, Outcome], moments: random.Random
 ) -> None:
@@ -59,6 +60,7 @@ async def test_every_answer_is_the_same_when_the_core_is_killed_again_while_it_s
     assert mortal.metric(FAILED) == failed
 
 
+@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
 async def test_every_answer_is_the_same_when_the_core_stops_without_dying(
     mortal: ChaosServer, undisturbed: dict[str, Outcome], moments: random.Random
 ) -> None:
@@ -104,6 +106,7 @@ async def test_a_prompt_goes_on_when_the_core_is_killed_in_the_midst_of_its_chun
     assert server.restarts() >= attempt + 1
 
 
+@pytest.mark.slow  # Of a stub: tests/e2e/test_core_restarts.py.
 async def test_what_is_asked_while_the_core_starts_again_waits_for_it(
     mortal: ChaosServer, checkpoint: HeldCheckpoint
 ) -> None:

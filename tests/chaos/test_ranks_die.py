@@ -25,6 +25,7 @@ def family(server: ChaosServer) -> set[psutil.Process]:
 KILL, STOP = ChaosServer.kill_rank, ChaosServer.stop_rank
 
 
+@pytest.mark.slow  # One kind of request: tests/e2e/test_tensor_parallel.py.
 @pytest.mark.parametrize(
     ("asks", "loads"),
     [

@@ -119,6 +119,9 @@ def test_a_killed_server_leaves_no_process_no_socket_and_no_shared_memory(
     server = start_server()
     with server.connect("/v1/completions", {**ENDLESS, "stream": True, "n": 4}) as reader:
         assert reader.recv(1)
+        with server.http() as http:  # Starts the process that checks grammars.
+            form = {"structured_outputs": {"choice": ["a", "b"]}, "max_tokens": 2, "ignore_eos": False}
+            assert http.post("/v1/completions", json={**ENDLESS, **form}).status_code == 200
         disturb(server, moment)
         children = server.process.children(recursive=True)
         assert children

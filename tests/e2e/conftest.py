@@ -17,11 +17,16 @@ from tests.e2e.kaon_host import KEY, KaonHost, free_ports
 from tests.e2e.kaon_server import KaonServer, free_port
 
 
+def run_stub_cores(patch: pytest.MonkeyPatch) -> None:
+    """Have engine cores run `stub_core`."""
+    patch.setattr(core_process, "CORE_MODULE", "stub_core")
+    patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
 @pytest.fixture
 def stub_core(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes engine cores run `stub_core`, whose model samples one and the same token; call it to choose a fault."""
-    monkeypatch.setattr(core_process, "CORE_MODULE", "stub_core")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    run_stub_cores(monkeypatch)
     return lambda fault: monkeypatch.setenv("STUB_CORE", fault)
 
 

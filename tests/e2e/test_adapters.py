@@ -95,7 +95,7 @@ def test_chats_and_responses_choose_an_adapter_too(served: KaonServer) -> None:
     assert len({text for _, text in chats}) == len(MODELS)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_offline_engine_takes_adapters_by_name(
     ranks: int, directory: Path, expected: dict[str, list[list[int]]]
 ) -> None:
@@ -120,6 +120,7 @@ def test_models_are_listed_and_others_are_not_found(served: KaonServer) -> None:
             client.completions.create(model="tall", prompt="x")
 
 
+@pytest.mark.slow  # The sentence: tests/unit/test_lora_config.py.
 def test_an_adapter_that_cannot_be_served_ends_the_server_with_a_sentence(start_server: Any, tmp_path: Path) -> None:
     running = start_server(lora=[f"mine={tmp_path / 'absent'}"])
     assert running.wait() == 1

@@ -36,6 +36,7 @@ def test_a_checkpoint_that_is_not_there_ends_serve_with_one_sentence_and_exit_co
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow  # The sentence: tests/unit/test_settings.py.
 def test_more_threads_than_cpus_end_serve_with_one_sentence_and_exit_code_1() -> None:
     done = kaon("serve", "--port", "0", "--cpu-threads", "1024", "--log-level", "error")
     cpus = len(os.sched_getaffinity(0))

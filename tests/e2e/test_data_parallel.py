@@ -201,18 +201,19 @@ def test_deaths_of_any_core_at_random_moments_lose_and_repeat_nothing() -> None:
     run = Run(parallel_config=replicas(3), max_core_restarts=100)
     with run.manager:
         run.manager.wait_ready(WAIT_SECONDS)
-        for request_id in range(200):
+        for request_id in range(100):
             run.add(request_id, max_tokens=100)
             if request_id % 25 == 24 and run.manager.serving:
                 kill(run.manager, rng.choice(run.manager.serving))
             step = run.manager.get_outputs(0.003)
             if step is not None:
                 run.take(step)
-        run.until_ended(*range(200))
-        run.assert_complete(*range(200), max_tokens=100)
+        run.until_ended(*range(100))
+        run.assert_complete(*range(100), max_tokens=100)
         assert not run.manager.live
 
 
+@pytest.mark.slow  # Of one core: test_core_restarts.py.
 def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
     for request_id in range(10):
         run.add(request_id, max_tokens=1500)
@@ -225,6 +226,7 @@ def test_a_stopped_core_is_replaced_and_the_others_go_on(run: Run) -> None:
     assert run.manager.pids[1] != pids[1]
 
 
+@pytest.mark.slow  # Of one core: test_core_restarts.py.
 def test_a_request_that_kills_its_core_ends_alone(run: Run) -> None:
     for request_id in range(6):
         run.add(request_id, max_tokens=1000)
@@ -331,6 +333,7 @@ def _rest(manager: CoreManager) -> StepOutputs | None:
         return None
 
 
+@pytest.mark.slow  # Killed ones: the test after the next.
 def test_cores_that_cannot_start_are_told_of_in_one_sentence_and_leave_nothing(
     stub_core: Callable[[str], None],
 ) -> None:

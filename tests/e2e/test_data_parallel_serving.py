@@ -47,6 +47,7 @@ def alone() -> list[list[int]]:
         return answers(engine)
 
 
+@pytest.mark.slow  # Behind HTTP: the next test but one.
 def test_replicas_answer_what_one_alone_does_also_when_one_is_killed(alone: list[list[int]]) -> None:
     with engine_of(2) as engine:
         assert answers(engine) == alone
@@ -203,6 +204,7 @@ def test_choices_of_a_prompt_are_computed_once(pair: KaonServer) -> None:
     assert sorted(now - then for now, then in zip(counts(pair, *counters), before, strict=True)) == [0, 32]
 
 
+@pytest.mark.slow  # Of one core: tests/chaos/test_shutdown.py.
 def test_streams_end_first_when_the_server_is_told_to_end(own_pair: KaonServer) -> None:
     cores = replicas_of(own_pair)
     texts: list[str] = []
@@ -228,6 +230,7 @@ def test_no_replica_outlives_a_server_that_is_killed(own_pair: KaonServer) -> No
     wait_gone(core.pid for core in cores)
 
 
+@pytest.mark.slow  # By the manager: test_data_parallel.py.
 def test_a_replica_that_is_started_no_more_ends_the_server_which_says_so(
     start_server: Callable[..., KaonServer],
 ) -> None:

@@ -47,23 +47,25 @@ def assert_same(ahead: list[dict[str, Any]], waiting: list[dict[str, Any]]) -> N
             assert numbers[0] == pytest.approx(numbers[1], abs=1e-3)
 
 
+@pytest.mark.slow  # All kinds at once: the next test.
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_request_gets_the_same_answer(engines: list[LLMEngine], kind: str) -> None:
-    params = SamplingParams(**{"max_tokens": 24, **KINDS[kind]})
+    params = SamplingParams(**{"max_tokens": 16, **KINDS[kind]})
     waiting, ahead = (engine.generate(PROMPTS, params, use_tqdm=False) for engine in engines)
     assert_same(ahead, waiting)
 
 
 def test_all_kinds_in_one_batch_get_the_same_answers(engines: list[LLMEngine]) -> None:
     prompts = [prompt for prompt in PROMPTS for _ in KINDS]
-    params = [SamplingParams(**{"max_tokens": 24, **kind}) for _ in PROMPTS for kind in KINDS.values()]
+    params = [SamplingParams(**{"max_tokens": 16, **kind}) for _ in PROMPTS for kind in KINDS.values()]
     waiting, ahead = (engine.generate(prompts, params, use_tqdm=False) for engine in engines)
     assert_same(ahead, waiting)
 
 
+@pytest.mark.slow  # One replica: the tests above.
 def test_several_replicas_are_each_one_step_ahead(engines: list[LLMEngine]) -> None:
     prompts = [prompt for prompt in PROMPTS for _ in KINDS]
-    params = [SamplingParams(**{"max_tokens": 24, **kind}) for _ in PROMPTS for kind in KINDS.values()]
+    params = [SamplingParams(**{"max_tokens": 16, **kind}) for _ in PROMPTS for kind in KINDS.values()]
     with LLMEngine(
         num_kvcache_blocks=96,
         dtype="float32",

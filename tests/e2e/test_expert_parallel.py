@@ -24,7 +24,7 @@ from tests.parity.paged_model import prompt
 from tests.parity.variants import all_variants
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 _IN_PARTS: dict[str, Any] = {"scheduling_policy": "mixed", "max_num_batched_tokens": 16}
 PROMPTS = [prompt(37), prompt(3, seed=7), prompt(21, seed=6), prompt(50, seed=5), prompt(9, seed=4), prompt(2, seed=3)]
 
@@ -100,9 +100,10 @@ def test_a_request_gets_the_tokens_of_one_rank_whoever_else_is_served(alone: LLM
     check_tokens(two, tokens(alone, PROMPTS))
 
 
+@pytest.mark.slow  # The exchange by itself: tests/parity/test_expert_parallel.py.
 @pytest.mark.parametrize(
     ("size", "collectives"),
-    [(1, "gloo"), *(pytest.param(2, each, marks=pytest.mark.slow) for each in ("shared_memory", "gloo"))],
+    [(1, "gloo"), (2, "shared_memory"), (2, "gloo")],
 )
 def test_so_it_does_by_gloo_and_over_several_ranks(
     checkpoint: Path, alone: LLMEngine, size: int, collectives: str
@@ -112,6 +113,7 @@ def test_so_it_does_by_gloo_and_over_several_ranks(
         check_tokens(engine, tokens(alone, PROMPTS))
 
 
+@pytest.mark.slow  # One layer: tests/parity/test_expert_parallel.py.
 def test_in_bfloat16_the_tokens_are_those_of_one_rank_too(checkpoint: Path) -> None:
     """Each expert's product is one rank's, and a token adds up what it gets in its own order."""
     with engine_of(checkpoint, 1, dtype="bfloat16") as engine:
@@ -139,7 +141,7 @@ def mortal(checkpoint: Path) -> Iterator[LLMEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_requests_of_all_replicas_go_on_when_one_is_killed(
     mortal: LLMEngine, alone: LLMEngine, victim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +159,7 @@ def test_requests_of_all_replicas_go_on_when_one_is_killed(
     assert f"replica {victim} is gone, with which this one computes in lockstep" in caplog.text
 
 
+@pytest.mark.slow  # While they compute: the test above.
 def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_again(
     mortal: LLMEngine, alone: LLMEngine
 ) -> None:
@@ -168,6 +171,7 @@ def test_an_idle_replica_that_is_killed_takes_the_others_along_and_all_serve_aga
     assert tokens(mortal, PROMPTS[:2]) == expected
 
 
+@pytest.mark.slow  # Replicas by themselves: test_data_parallel.py.
 def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LLMEngine, alone: LLMEngine) -> None:
     """Those that wait for it learn that it will not come, and meet the next one."""
     expected = tokens(alone, PROMPTS[:2])
@@ -182,6 +186,7 @@ def test_a_replica_that_is_killed_while_all_start_again_is_waited_for(mortal: LL
     assert [result["token_ids"] for result in mortal.collect(ids)] == expected
 
 
+@pytest.mark.slow  # Part by part: tests/unit/test_supervisor_stalls.py.
 def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(mortal: LLMEngine, alone: LLMEngine) -> None:
     expected = tokens(alone, PROMPTS[:1], LONG)
     before = mortal._core.pids
@@ -192,9 +197,10 @@ def test_an_idle_replica_that_is_stopped_holds_nobody_up_for_long(mortal: LLMEng
     assert not set(before) & set(mortal._core.pids)
 
 
+@pytest.mark.slow  # Part by part: tests/unit/test_dp_engine_core.py.
 @pytest.mark.parametrize(
     ("fault", "place"),
-    [("raise", 0), *(pytest.param(fault, len(PROMPTS), marks=pytest.mark.slow) for fault in ("raise", "hang"))],
+    [("raise", 0), ("raise", len(PROMPTS)), ("hang", len(PROMPTS))],
 )
 def test_a_request_that_no_step_can_compute_ends_alone(
     checkpoint: Path, alone: LLMEngine, monkeypatch: pytest.MonkeyPatch, fault: str, place: int
@@ -249,6 +255,7 @@ def test_replicas_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
 # -- what cannot be served --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # The sentence: tests/parity/test_expert_parallel.py.
 @pytest.mark.parametrize(
     ("replicas", "size", "sentence"),
     [
@@ -286,7 +293,7 @@ def test_one_rank_has_nobody_to_share_experts_with() -> None:
     ("fault", "sentence"),
     [
         ("1:absent", "replica 1 did not meet replica 0 within rank_start_timeout 1 s"),
-        ("1:bug", "engine core 1.*: ZeroDivisionError: division by cucumber"),
+        pytest.param("1:bug", "engine core 1.*: ZeroDivisionError: division by cucumber", marks=pytest.mark.slow),
     ],
 )
 def test_a_replica_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(

@@ -130,7 +130,14 @@ def test_a_grammar_that_cannot_be_followed_is_a_400_that_names_its_field(client:
     assert len(error.value.body["message"]) < 600
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*{1000}{1000}", "(x+x+)+y", "(.*a){30}", "a{1,9999}"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a|a)*{1000}{1000}",
+        "(.*a){30}",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("(a+)+$", "(x+x+)+y", "a{1,9999}")),
+    ],
+)
 def test_a_catastrophic_regex_is_followed_or_refused_and_holds_nobody_up(client: OpenAI, pattern: str) -> None:
     outcome = "followed"
     try:
@@ -172,7 +179,7 @@ def test_hostile_grammars_leave_the_streams_of_others_and_the_engine_alone(serve
         chunks = client.completions.create(
             model=MODEL,
             prompt="Hello",
-            max_tokens=200,
+            max_tokens=100,
             temperature=1.0,
             seed=4,
             stream=True,
@@ -181,7 +188,7 @@ def test_hostile_grammars_leave_the_streams_of_others_and_the_engine_alone(serve
         return [chunk.choices[0].text for chunk in chunks]
 
     expected, core = "".join(stream()), server.core.pid
-    hostile = ["products of alternatives", "long chain of rules", "a chain of references"]
+    hostile = ["products of alternatives", "long chain of rules"]
     with ThreadPoolExecutor() as pool:
         neighbour = pool.submit(stream)
         for number, name in enumerate(hostile):
@@ -200,6 +207,7 @@ def is_zombie(process: psutil.Process) -> bool:
     return False
 
 
+@pytest.mark.slow  # With all other processes: tests/chaos/test_shutdown.py.
 def test_the_checking_process_ends_with_the_server(start_server: Any) -> None:
     server = start_server().ready()
     with server.client() as client:

@@ -14,12 +14,29 @@ from engine.messages import StepOutputs
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import InvalidRequest
 from engine.text.request_state import RequestDelta
+from tests.e2e.conftest import run_stub_cores
 
 pytestmark = pytest.mark.usefixtures("stub_core")
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LLMEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        run_stub_cores(patch)
+        engine = LLMEngine()
+    with engine:
+        yield engine
+
+
 @pytest.fixture
-def engine() -> Iterator[LLMEngine]:
+def engine(shared: LLMEngine) -> LLMEngine:
+    """For tests that leave it as it was; the others take `own_engine`."""
+    assert not shared._core.live
+    return shared
+
+
+@pytest.fixture
+def own_engine() -> Iterator[LLMEngine]:
     with LLMEngine() as engine:
         yield engine
 
@@ -71,12 +88,12 @@ def test_a_list_of_token_ids_given_many_times_is_as_many_prompts_for_the_replica
         assert min(shares) >= 2, shares
 
 
-def test_a_list_that_the_caller_changes_afterwards_is_what_it_was(engine: LLMEngine) -> None:
+def test_a_list_that_the_caller_changes_afterwards_is_what_it_was(own_engine: LLMEngine) -> None:
     prompt = [7, 8, 9]
-    (request_id,) = engine.add_request([prompt], SamplingParams(max_tokens=1000, ignore_eos=True))
+    (request_id,) = own_engine.add_request([prompt], SamplingParams(max_tokens=1000, ignore_eos=True))
     prompt.clear()
-    os.kill(engine._core.pid, signal.SIGKILL)
-    (result,) = engine.collect([request_id])
+    os.kill(own_engine._core.pid, signal.SIGKILL)
+    (result,) = own_engine.collect([request_id])
     assert (result["finish_reason"], result["num_tokens_input"], result["num_tokens_output"]) == ("length", 3, 1000)
 
 
@@ -137,11 +154,11 @@ def test_request_is_collected_once(engine: LLMEngine) -> None:
         engine.collect([request_id])
 
 
-def test_closed_engine_says_so(engine: LLMEngine) -> None:
-    engine.close()
-    engine.close()
+def test_closed_engine_says_so(own_engine: LLMEngine) -> None:
+    own_engine.close()
+    own_engine.close()
     with pytest.raises(EngineDeadError, match="has stopped"):
-        engine.generate("one", use_tqdm=False)
+        own_engine.generate("one", use_tqdm=False)
 
 
 def test_invalid_request_names_its_field(engine: LLMEngine) -> None:
@@ -151,9 +168,9 @@ def test_invalid_request_names_its_field(engine: LLMEngine) -> None:
 
 
 def test_interrupted_generation_is_aborted_and_the_engine_stays_usable(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+    own_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = engine._core.get_outputs
+    receive = own_engine._core.get_outputs
     calls = 0
 
     def interrupt_at_third() -> StepOutputs | None:
@@ -163,13 +180,13 @@ def test_interrupted_generation_is_aborted_and_the_engine_stays_usable(
             raise KeyboardInterrupt
         return receive()
 
-    monkeypatch.setattr(engine._core, "get_outputs", interrupt_at_third)
+    monkeypatch.setattr(own_engine._core, "get_outputs", interrupt_at_third)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(["one", "two"], SamplingParams(max_tokens=8000), use_tqdm=False)
-    assert engine._states == {}
-    (result,) = engine.generate("three", SamplingParams(max_tokens=3), use_tqdm=False)
+        own_engine.generate(["one", "two"], SamplingParams(max_tokens=8000), use_tqdm=False)
+    assert own_engine._states == {}
+    (result,) = own_engine.generate("three", SamplingParams(max_tokens=3), use_tqdm=False)
     assert result["token_ids"] == [5] * 3
-    assert engine._core.live == set()
+    assert own_engine._core.live == set()
 
 
 def test_requests_can_be_added_first_and_collected_later_in_any_order(engine: LLMEngine) -> None:
@@ -230,10 +247,10 @@ def test_a_stream_ends_with_the_error_of_a_core_that_is_not_started_again() -> N
             list(stream)
 
 
-def test_results_are_whole_when_the_core_dies_meanwhile(engine: LLMEngine) -> None:
-    ids = engine.add_request(["a", "b"], SamplingParams(max_tokens=200))
-    os.kill(engine._core.pid, signal.SIGKILL)
-    assert [result["token_ids"] for result in engine.collect(ids)] == [[5] * 200] * 2
+def test_results_are_whole_when_the_core_dies_meanwhile(own_engine: LLMEngine) -> None:
+    ids = own_engine.add_request(["a", "b"], SamplingParams(max_tokens=200))
+    os.kill(own_engine._core.pid, signal.SIGKILL)
+    assert [result["token_ids"] for result in own_engine.collect(ids)] == [[5] * 200] * 2
 
 
 def test_death_of_a_core_that_may_not_be_started_again_is_an_error_and_not_a_hang() -> None:

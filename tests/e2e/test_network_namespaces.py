@@ -53,6 +53,7 @@ def namespaces() -> Iterator[list[str]]:
             subprocess.run([ip, "netns", "delete", name], capture_output=True)
 
 
+@pytest.mark.slow  # Over two loopback addresses: test_several_hosts.py.
 def test_hosts_that_share_no_network_but_a_cable_answer_what_one_does(namespaces: list[str], tmp_path: Path) -> None:
     with engine_of(1) as engine:
         expected = repr(answers(engine))

@@ -61,7 +61,9 @@ def test_each_request_is_answered_once_by_one_of_two_hosts_which_end_together(
     assert "Traceback" not in host.stderr
 
 
-@pytest.mark.parametrize(("why", "code"), [("", 0), ("the tokenizer cannot be read", 1)])
+@pytest.mark.parametrize(
+    ("why", "code"), [pytest.param("", 0, marks=pytest.mark.slow), ("the tokenizer cannot be read", 1)]
+)
 def test_a_host_ends_with_a_server_that_is_told_to_end_or_fails_while_its_cores_load(
     why: str, code: int, port: int, start_host: Callable[..., CoreHost], stub_core: Callable[[str], None]
 ) -> None:
@@ -91,6 +93,7 @@ def two(port: int, start_host: Callable[..., CoreHost]) -> Iterator[tuple[Run, C
 # -- deaths -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # Over a real model: test_replicas_on_hosts_serving.py.
 def test_requests_go_on_when_a_core_on_another_host_is_killed(
     two: tuple[Run, CoreHost], caplog: pytest.LogCaptureFixture
 ) -> None:

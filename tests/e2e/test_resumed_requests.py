@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WAIT_SECONDS = 60
-LENGTH = 48
+LENGTH = 24
 PROMPT = list(range(300, 340))
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -33,11 +33,26 @@ PARAMS = {
 }
 
 
-@pytest.fixture(scope="module", params=["off", "on"])
-def core(request: pytest.FixtureRequest) -> Iterator[CoreManager]:
-    with CoreManager(Config(num_kvcache_blocks=512, async_scheduling=request.param)) as manager:
+AHEAD = ("unseeded", "penalties", "logprobs", "grammar")
+"""Kinds that need what the step before told."""
+
+
+def make_core(async_scheduling: str) -> Iterator[CoreManager]:
+    with CoreManager(Config.from_fields(num_kvcache_blocks=512, async_scheduling=async_scheduling)) as manager:
         manager.wait_ready(WAIT_SECONDS)
         yield manager
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[CoreManager]:
+    """A core that waits for each step."""
+    yield from make_core("off")
+
+
+@pytest.fixture(scope="module")
+def core_ahead() -> Iterator[CoreManager]:
+    """A core that is one step ahead."""
+    yield from make_core("on")
 
 
 def run(core: CoreManager, requests: list[AddRequest]) -> dict[int, tuple[list[int], list[TokenLogprobs], str | None]]:
@@ -60,6 +75,18 @@ def run(core: CoreManager, requests: list[AddRequest]) -> dict[int, tuple[list[i
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_resumed_request_goes_on_as_if_it_had_not_stopped(core: CoreManager, name: str) -> None:
+    assert_goes_on(core, name)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in AHEAD else pytest.mark.slow) for each in PARAMS]
+)
+def test_so_does_one_of_a_core_that_is_one_step_ahead(core_ahead: CoreManager, name: str) -> None:
+    assert_goes_on(core_ahead, name)
+
+
+def assert_goes_on(core: CoreManager, name: str) -> None:
+    """Cut anywhere, a request gets the rest of what it gets uncut."""
     params = msgspec.structs.replace(PARAMS[name], max_tokens=LENGTH, ignore_eos=name not in ("late end", "grammar"))
     whole = AddRequest(0, PROMPT, params)
     tokens, logprobs, end = run(core, [whole])[0]

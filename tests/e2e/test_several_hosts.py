@@ -93,6 +93,7 @@ def test_two_hosts_with_two_ranks_each_answer_what_one_does(
     assert "Traceback" not in host.stderr
 
 
+@pytest.mark.slow  # Experts: test_expert_parallel.py; hosts: the tests here.
 def test_experts_are_spread_over_two_hosts(port: int, start_host: Callable[..., KaonHost], tmp_path: Path) -> None:
     """Whole experts on each: what ranks of one engine add up goes over TCP like any layer's sums."""
     variant = next(each for each in all_variants() if each.architecture == "Qwen3MoeForCausalLM")
@@ -152,9 +153,13 @@ def test_a_host_with_another_key_is_turned_away_and_the_engine_says_who_never_ca
 @pytest.mark.parametrize(
     ("differing", "sentence"),
     [
-        ({"version": "0.0.9"}, "runs Kaon 0.0.9, and the first host"),
+        pytest.param({"version": "0.0.9"}, "runs Kaon 0.0.9, and the first host", marks=pytest.mark.slow),
         ({"dtype": "bfloat16"}, "has dtype bfloat16, and the first host float32"),
-        ({"parallel": {"tensor_parallel_size": 4}}, "has tensor_parallel_size 4, and the first host 2"),
+        pytest.param(
+            {"parallel": {"tensor_parallel_size": 4}},
+            "has tensor_parallel_size 4, and the first host 2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
@@ -181,7 +186,7 @@ def test_a_second_host_of_the_same_number_is_refused_and_disturbs_nobody(
     assert (joined.engine._core.pid, joined.host.ranks()) == (core, ranks)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2])
+@pytest.mark.parametrize("offset", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> None:
     with (
         socket.create_server(("127.0.0.2", port + offset)),
@@ -191,11 +196,13 @@ def test_a_port_in_use_is_named_and_nothing_stays(offset: int, port: int) -> Non
     assert raised.value.usage
 
 
+@pytest.mark.slow  # The sentence: tests/unit/test_cluster.py.
 def test_an_address_of_no_interface_here_is_refused(port: int) -> None:
     with pytest.raises(EngineDeadError, match=r"master_addr is 203\.0\.113\.9, which is no address of this machine"):
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
+@pytest.mark.slow  # The sentence: tests/unit/test_cluster.py.
 def test_without_a_key_nobody_listens_where_others_come(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CLUSTER_KEY_ENV)
     with pytest.raises(
@@ -204,6 +211,7 @@ def test_without_a_key_nobody_listens_where_others_come(port: int, monkeypatch: 
         first_host(port, parallel={"master_addr": "203.0.113.9"})
 
 
+@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
 def test_what_the_engine_cannot_load_ends_the_other_host_too(port: int, start_host: Callable[..., KaonHost]) -> None:
     host = start_host(port, max_model_len=99999999)
     with pytest.raises(EngineDeadError, match="max_model_len is 99999999"):
@@ -248,6 +256,7 @@ def test_the_host_joins_again_when_the_engine_is_killed(joined: Joined) -> None:
     wait_gone(ranks)
 
 
+@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
 def test_requests_go_on_when_a_host_is_killed_and_started_again(
     port: int, start_host: Callable[..., KaonHost], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,6 +276,7 @@ def test_requests_go_on_when_a_host_is_killed_and_started_again(
     assert re.search(r"rank 1 on node 1 \(.+\) is gone: the connection to its host has ended", caplog.text)
 
 
+@pytest.mark.slow  # A harder end: the last test here.
 def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callable[..., KaonHost]) -> None:
     host = start_host(port)
     with first_host(port, max_core_restarts=0) as engine:
@@ -278,6 +288,7 @@ def test_a_host_that_is_told_to_end_leaves_no_rank(port: int, start_host: Callab
             engine.generate(["Hello"], LONG, use_tqdm=False)
 
 
+@pytest.mark.slow  # Of replicas: test_replicas_on_hosts.py.
 def test_a_host_ends_with_a_server_that_is_told_to_end_while_it_loads(
     port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
 ) -> None:

@@ -85,6 +85,7 @@ def test_ranks_answer_what_one_alone_does(
     assert "terminate" not in capfd.readouterr().err
 
 
+@pytest.mark.slow  # In float32: the tests above.
 @needs_operators
 def test_in_bfloat16_ranks_agree_with_one_alone_on_what_is_clear() -> None:
     """Sums are rounded elsewhere, so only the embedded model's sure answers are compared."""
@@ -143,6 +144,7 @@ def test_requests_go_on_when_a_rank_is_stopped(
     assert "engine/runner/rank_process.py" in stacks
 
 
+@pytest.mark.slow  # With its parent: the next test.
 def test_ranks_end_with_a_core_that_is_killed() -> None:
     with engine_of(2, max_core_restarts=0) as engine:
         core = psutil.Process(engine._core.pid)
@@ -239,7 +241,9 @@ def test_where_ranks_cannot_leave_a_step_the_core_ends_and_names_the_rank(
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("1:bug", "tensor-parallel rank 1: ZeroDivisionError: division by cucumber"),
+        pytest.param(
+            "1:bug", "tensor-parallel rank 1: ZeroDivisionError: division by cucumber", marks=pytest.mark.slow
+        ),
         ("0:late 1:load", "tensor-parallel rank 1: the shard is damaged"),
     ],
 )
@@ -253,6 +257,7 @@ def test_a_rank_that_cannot_start_is_told_of_in_a_sentence_and_leaves_nothing(
     wait_gone([pid for pid in children() if pid not in before])
 
 
+@pytest.mark.slow  # Of one rank: test_cli_serve.py.
 def test_threads_that_ranks_do_not_have_are_refused_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     before = children()
     with pytest.raises(EngineDeadError, match="cpu_threads is 1000, but each of 2 ranks may use") as raised:

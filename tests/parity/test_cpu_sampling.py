@@ -222,9 +222,18 @@ def test_the_reference_refuses_a_neighbour() -> None:
     assert [is_drawn(int(tokens[place + step]), row, random) for step in (-1, 0, 1)] == [False, True, False]
 
 
+WIDTHS = (1, 17, 64, 65, 300, 2049, WIDE)
+EACH_PAIR = [
+    pytest.param(threads, filters, width, marks=() if (number + place) % 3 == which else pytest.mark.slow)
+    for which, threads in enumerate(THREADS)
+    for number, filters in enumerate(FILTERS)
+    for place, width in enumerate(WIDTHS)
+]
+"""All threads, filters and widths; in the short form, so that any two of them meet."""
+
+
 @pytest.mark.usefixtures("operators")
-@pytest.mark.parametrize("width", [1, 17, 64, 65, 300, 2049, WIDE])
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("operators", "filters", "width"), EACH_PAIR, indirect=["operators"])
 def test_the_token_is_the_one_in_whose_share_the_number_lies(filters: dict, width: int) -> None:
     logits = rows_of(width)
     for number in NUMBERS:
@@ -248,6 +257,9 @@ def test_a_row_gets_the_same_alone_among_others_and_on_any_number_of_threads(fil
 
 
 @pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(
+    "operators", [pytest.param(each, marks=() if each == 2 else pytest.mark.slow) for each in THREADS], indirect=True
+)
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_torch_draws_the_same_but_for_numbers_at_the_edge_of_a_share(filters: dict) -> None:
     logits = rows_of(2049, seed=3)

@@ -30,7 +30,7 @@ def compile_with(runtime: str, built: Path, *arguments: str) -> Path:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("rounds", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
     built = tmp_path / "operators.so"
     runtime = compile_with("libasan.so", built, CHECKS, "-fno-sanitize-recover=all", "-shared", "-fPIC")
@@ -43,7 +43,7 @@ def test_no_operator_leaves_its_memory(rounds: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("programs", [250, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("programs", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_threads_share_nothing_unordered(programs: int, tmp_path: Path) -> None:
     built = tmp_path / "pool"
     compile_with("libtsan.so", built, "-fsanitize=thread", f"-I{SOURCES}", str(Path(__file__).with_name("cpu_pool.c")))

@@ -42,6 +42,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # One operator: the next test.
 def test_every_operator_and_turn_is_measured_and_written_as_tables() -> None:
     found: dict[str, list[tuple[str, dict[str, Any]]]] = json.loads(
         run("-m", "benchmarks.host", "--target", "sm_90", "--dry")

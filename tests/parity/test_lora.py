@@ -25,6 +25,8 @@ from tests.parity.test_worker_model_runner import runner_for
 from tests.parity.variants import Variant, all_variants
 
 GREEDY_TOKENS = 24
+SHORT = {"LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"}
+"""With keys and values, with latents and experts, and with a state."""
 BASE, WIDE, NARROW = 0, 1, 2
 
 
@@ -84,6 +86,18 @@ def test_rows_of_one_step_get_their_own_adapters_log_probabilities(served: Serve
         assert_computes(served.references[row.adapter], row.tokens, torch.cat([found[0][i], found[1][i]]))
 
 
+few = pytest.mark.parametrize(
+    "served",
+    [
+        pytest.param(each, marks=() if each.architecture in SHORT else pytest.mark.slow, id=each.architecture)
+        for each in first_variants()
+    ],
+    indirect=True,
+)
+"""The architectures of `SHORT`; in the long form, all."""
+
+
+@few
 def test_bfloat16_errs_about_as_much_as_products_beside_transformers_layers(served: Served) -> None:
     """Merged weights err less: they are rounded once."""
     model = PagedModel(served.checkpoint, dtype=torch.bfloat16)
@@ -112,6 +126,7 @@ def _add_product(
     return output + args[0] @ a.T @ b.T * scale
 
 
+@few
 def test_greedy_tokens_are_those_of_merged_weights_in_chunks_with_prefix_hits(served: Served) -> None:
     shared = prompt(40, seed=5)
     prompts = [shared + prompt(9, seed=6), shared + prompt(21, seed=7)]

@@ -119,7 +119,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(
@@ -165,10 +165,10 @@ def fits(counts: np.ndarray, expected: np.ndarray) -> bool:
     "params",
     [
         SamplingParams(),
-        SamplingParams(temperature=0.5),
-        SamplingParams(temperature=2.0, top_k=5),
+        pytest.param(SamplingParams(temperature=0.5), marks=pytest.mark.slow),
+        pytest.param(SamplingParams(temperature=2.0, top_k=5), marks=pytest.mark.slow),
         SamplingParams(top_p=0.8),
-        SamplingParams(min_p=0.2),
+        pytest.param(SamplingParams(min_p=0.2), marks=pytest.mark.slow),
         SamplingParams(temperature=1.5, top_k=9, top_p=0.9, min_p=0.05),
     ],
     ids=named,

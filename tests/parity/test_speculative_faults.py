@@ -57,7 +57,9 @@ def test_rows_that_a_graph_takes_without_drafts_are_replayed_with_them_too(
     assert all(tokens <= 64 for _, tokens, _ in seen), "no more are computed than may be chosen"
 
 
-@pytest.mark.parametrize("drafts", [{}, {"num_speculative_tokens": 4, "prompt_lookup_min": 1}])
+@pytest.mark.parametrize(
+    "drafts", [pytest.param({}, marks=pytest.mark.slow), {"num_speculative_tokens": 4, "prompt_lookup_min": 1}]
+)
 def test_what_comes_before_a_refused_place_is_told(drafts: dict[str, Any]) -> None:
     with LLMEngine(num_kvcache_blocks=64, **drafts) as engine:
         (one,) = engine.io_processor.tokenize("1")[-1:]

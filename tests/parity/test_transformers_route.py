@@ -29,15 +29,51 @@ ONLY_OURS = {
 """Architectures that only our own code serves, with the reason."""
 
 
-def representatives() -> list[Variant]:
-    """The first and the last variant of each architecture that has a class here."""
+SHORT = {
+    "LlamaForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Qwen3NextForCausalLM",
+}
+"""Architectures that have a class here, one of each kind of layer."""
+SHORT_FOREIGN = {
+    "Cohere2",
+    "Gemma2",
+    "GlmMoeDsa",
+    "GPT2",
+    "GPTBigCode",
+    "JetMoe",
+    "Olmo2",
+    "OPT",
+    "Phimoe",
+    "Qwen2Moe",
+    "SmolLM3",
+    "Starcoder2",
+}
+"""Those of which each does something that the others do not: positions, masks, windows, caps, experts, layouts."""
+
+
+def representatives() -> list[object]:
+    """The first and the last variant of each architecture that has a class here; short: the first of some."""
     by_name: dict[str, list[Variant]] = {}
     for variant in all_variants():
         by_name.setdefault(variant.architecture, []).append(variant)
-    return [variant for variants in by_name.values() for variant in (variants[0], variants[-1])]
+    return [
+        pytest.param(variant, marks=() if number == 0 and name in SHORT else pytest.mark.slow)
+        for name, variants in by_name.items()
+        for number, variant in enumerate((variants[0], variants[-1]))
+    ]
 
 
-@pytest.mark.parametrize("foreign", SERVED, ids=lambda foreign: foreign.stem)
+@pytest.mark.parametrize(
+    "foreign",
+    [pytest.param(each, marks=() if each.stem in SHORT_FOREIGN else pytest.mark.slow) for each in SERVED],
+    ids=lambda foreign: foreign.stem,
+)
 def test_a_model_without_a_class_here_computes_what_transformers_computes(foreign: Foreign, tmp_path: Path) -> None:
     path = foreign.checkpoint(tmp_path)
     prove(path, Reference(path))

@@ -125,7 +125,7 @@ def test_drafts_are_verified_several_tokens_a_row(options: AttentionOptions) -> 
     batch.check(batch.decode(options), batch.expected(options))
 
 
-@pytest.mark.parametrize("head_dim", [64, 192])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.slow)])
 def test_many_queries_of_a_head_are_several_tiles(head_dim: int) -> None:
     """Of 105: two of 64, or four of 32."""
     batch = Batch([5, 5], [5, 261], num_heads=42, num_kv_heads=2, head_dim=head_dim)

@@ -210,7 +210,23 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SHORT = {
+    "prefill_first_without_cache",
+    "mixed_with_tiny_steps",
+    "short_context",
+    "few_blocks",
+    "cache_of_one_block_with_delay",
+    "drafts_mixed",
+    "drafts_in_blocks_of_one_token",
+    "drafts_in_a_window",
+    "window_of_one_token",
+}
+"""In which any two kinds of settings meet."""
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in VARIANTS]
+)
 def test_nothing_is_lost_repeated_or_freed_early_one_step_ahead(variant: str) -> None:
     machine = type(f"DeferredMachine_{variant}", (DeferredMachine,), VARIANTS[variant])
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)

@@ -1,5 +1,6 @@
 """Placement under any load: each request is placed once, load stays bounded, and nothing of it stays behind."""
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -94,4 +95,5 @@ class PlacementMachine(RuleBasedStateMachine):
             assert [self.placement.load(replica) for replica in range(self.size)] == [0] * self.size
 
 
+PlacementMachine.TestCase.settings = settings(max_examples=50, deadline=None)
 TestPlacement = PlacementMachine.TestCase

@@ -171,5 +171,5 @@ class Requests(RuleBasedStateMachine):
             self.loop.close()
 
 
-Requests.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+Requests.TestCase.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
 TestRequests = Requests.TestCase

@@ -352,7 +352,23 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SHORT = {
+    "prefill_first",
+    "mixed_with_tiny_steps",
+    "blocks_of_one_token",
+    "short_context",
+    "cache_of_one_block_with_delay",
+    "window_with_drafts",
+    "window_without_cache",
+    "looked_up_mixed_in_few_blocks",
+    "three_drafts_of_one_token_blocks",
+}
+"""In which any two kinds of settings meet."""
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=() if each in SHORT else pytest.mark.slow) for each in VARIANTS]
+)
 def test_every_step_finds_its_kv_and_every_completion_is_its_own(variant: str) -> None:
     machine = type(f"Machine_{variant}", (SchedulingMachine,), VARIANTS[variant])
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)

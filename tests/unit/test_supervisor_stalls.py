@@ -1,4 +1,4 @@
-"""Which core is killed when several that compute in lockstep show no progress."""
+"""Which core is killed when several that compute in lockstep show no progress, and what a death says of requests."""
 
 import pytest
 
@@ -17,6 +17,7 @@ class Link:
     is_gone = False
     is_awaited = False
     last_words = None
+    failure = Failed("it died")
     descriptors = (-1, -1)
 
     def __init__(self) -> None:
@@ -38,6 +39,20 @@ class Link:
     def close(self, why: str = "") -> None:
         self.closed_for = why
 
+    completed_steps = 3
+
+    def wait_end(self) -> int:
+        return 1
+
+    def hears_more(self, exit_code: int) -> bool:
+        return False
+
+    def why_ended(self, exit_code: int) -> Failed:
+        return self.failure
+
+    def running_step(self) -> list[int]:
+        return [7]
+
 
 class Keeper:
     live = ()
@@ -52,6 +67,10 @@ class Keeper:
 
     def on_end(self, failure: Failed) -> None:
         pass
+
+    def on_core_death(self, in_step: list[int] | None, *, killed: bool) -> bool:
+        self.blamed = in_step
+        return False
 
 
 @pytest.fixture
@@ -86,3 +105,14 @@ def test_one_that_waits_for_ever_is_killed_in_the_end(clock: Clock) -> None:
     keeper = Keeper()
     keeper.is_held_up = True
     assert kills_within(keeper, clock, 21) == 1
+
+
+@pytest.mark.parametrize(("collateral", "blamed"), [(False, [7]), (True, None)])
+def test_who_was_in_the_step_is_not_blamed_where_a_core_followed_another_into_its_end(
+    collateral: bool, blamed: list[int] | None
+) -> None:
+    keeper = Keeper()
+    keeper.link.failure = Failed("it died", collateral=collateral)
+    supervisor = Supervisor(Config(), keeper)  # type: ignore[arg-type]
+    supervisor._on_gone()
+    assert keeper.blamed == blamed
