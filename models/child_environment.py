@@ -1,4 +1,4 @@
-"""The environments of child processes that run code of ours. No torch here."""
+"""The environment variables of child processes that run this checkout's code. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 _ROOT = str(Path(__file__).parents[1])
 
 
-def own_code() -> dict[str, str]:
-    """This process' own, by which the child finds the code that this one runs, whatever the directory.
+def code_environment() -> dict[str, str]:
+    """This process' environment, with this checkout on the import path whatever the child's working directory is.
 
     OpenMP threads of the child sleep while they wait, unless the environment says otherwise: threads that spin take
     the cores from the API process and from each other, and with one more busy process on two cores a decode step took
@@ -17,7 +17,9 @@ def own_code() -> dict[str, str]:
     return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
 
 
-def own_code_without_settings() -> dict[str, str]:
-    """The same without what is set for the server, for a child that works on what strangers wrote."""
+def sandbox_environment() -> dict[str, str]:
+    """The environment of a child that processes untrusted input: without Kaon's settings, and with this checkout alone
+    on the import path.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KAON_")}
     return {**kept, "PYTHONPATH": _ROOT}

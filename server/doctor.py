@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report
-from models.child_environment import own_code
+from models.child_environment import code_environment
 
 _SECONDS = 900.0
 """The first kernels of a library may take minutes to compile."""
@@ -43,7 +43,9 @@ def examine(command: Sequence[str], seconds: float = _SECONDS) -> Report:
     # Files instead of pipes: a pipe that a grandchild keeps open would block this process.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
-            done = subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=False, env=own_code())
+            done = subprocess.run(
+                command, stdout=out, stderr=errors, timeout=seconds, check=False, env=code_environment()
+            )
         except subprocess.TimeoutExpired:
             return _without_report(
                 f"the examination of this machine took longer than {seconds:g} s; a driver may hang"

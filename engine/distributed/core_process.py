@@ -28,7 +28,7 @@ from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import Seat
 from engine.distributed.processes import ENDED, REMOVED, family, stopped_process, wait_or_kill
 from engine.messages import Failed
-from models.child_environment import own_code
+from models.child_environment import code_environment
 
 
 class CoreWire(Protocol):
@@ -344,7 +344,7 @@ class CoreProcess:
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
             pass_fds=(self._record_descriptor, *(() if seat is None else seat.memory)),
-            env=own_code(),
+            env=code_environment(),
             process_group=0,
         )
         self._close_theirs()

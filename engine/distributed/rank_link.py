@@ -13,7 +13,7 @@ import msgspec
 from engine.distributed.host_resources import HostShare, Shard
 from engine.distributed.lockstep import Seat
 from engine.distributed.processes import wait_or_kill
-from models.child_environment import own_code
+from models.child_environment import code_environment
 
 
 class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
@@ -218,7 +218,7 @@ class RankProc:
                 [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
                 stdin=theirs.fileno(),
                 pass_fds=descriptors,
-                env=own_code(),
+                env=code_environment(),
                 process_group=0,
             )
         self.send(launch)

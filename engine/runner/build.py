@@ -241,7 +241,7 @@ def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device
         device=device,
         store=Path(seat.directory) / "ranks",
         timeout=timeout,
-        note_arrival=note_arrival,
+        on_collective=note_arrival,
     )
 
 

@@ -285,7 +285,7 @@ class GraphRunner:
         self._memory.begin()
         try:
             # A rank that fails among the others would leave them waiting for its part of a sum.
-            with in_step(), self._parallel.alone():
+            with in_step(), self._parallel.without_collectives():
                 self._seat_nobodys(size)
                 run()
                 self._device.record().synchronize()
@@ -389,7 +389,7 @@ class GraphRunner:
         return graph
 
     def _all_say(self, is_so: bool) -> bool:
-        return self._parallel.agree(is_so, self._device.torch_device)
+        return self._parallel.all_agree(is_so, self._device.torch_device)
 
     def _tell_failure(self, size: int, error: Exception) -> None:
         _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)

@@ -46,7 +46,7 @@ def check_kernels(loaded: LoadedModel) -> LoadedModel:
     # All ranks ask of all operators, in the same order, whatever their own layers are.
     for operator in _OPERATORS:
         reason = what_is_wrong(uses.get(operator, ()), device, operator)
-        if loaded.parallel.agree(reason is None, device):
+        if loaded.parallel.all_agree(reason is None, device):
             continue
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
         said += reason or "those of another rank are"
@@ -90,7 +90,7 @@ def _uses(loaded: LoadedModel) -> dict[str, list[Check]]:
     try:
         with (
             torch.inference_mode(),
-            nullcontext() if loaded.exchange is not None else loaded.parallel.alone(),
+            nullcontext() if loaded.exchange is not None else loaded.parallel.without_collectives(),
             triton.idle(),
             torch.compiler.set_stance("force_eager") if is_compiled else nullcontext(),
             forward_context(token.metadata, context, loaded.dp_metadata(1)),

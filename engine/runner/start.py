@@ -52,7 +52,7 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
                 config,
                 TorchDeviceMemory(loaded.device),
                 lambda num_seqs: run_worst_case(loaded, num_seqs),
-                agree=lambda is_so: loaded.parallel.agree(is_so, loaded.device),
+                agree=lambda is_so: loaded.parallel.all_agree(is_so, loaded.device),
                 **sizes,
             )
         ),

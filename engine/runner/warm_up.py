@@ -65,7 +65,7 @@ def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], paralle
     for step in warm_up_steps(sizes):
         num_steps += 1
         try:
-            with in_step(), nullcontext() if is_in_lockstep else parallel.alone():
+            with in_step(), nullcontext() if is_in_lockstep else parallel.without_collectives():
                 run(step)
         except StepOutOfMemory as error:
             if is_in_lockstep:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.text.chat_template import ChatTemplate
-from models.child_environment import own_code_without_settings
+from models.child_environment import sandbox_environment
 from models.errors import CheckpointError
 
 # [template_worker] Renders one chat template that nobody vouches for, and ends. Run as a process by
@@ -86,7 +86,7 @@ def render_untrusted(
                 input=json.dumps(job).encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=own_code_without_settings(),
+                env=sandbox_environment(),
                 cwd="/",
                 timeout=_WALL_SECONDS,
                 check=False,

@@ -1,4 +1,8 @@
-"""`ProcessGroupCollectives`: a tensor-parallel group by torch.distributed: NCCL, which on ROCm is RCCL, or Gloo."""
+"""Collectives by torch.distributed: NCCL, which on ROCm is RCCL, or Gloo.
+
+In order: `Rendezvous`, by which the ranks of a group find each other; NCCL's settings; `ProcessGroupCollectives`, the
+group of one replica's ranks; and `ReplicaWorld`, the ranks of all replicas, which exchange tokens for experts.
+"""
 
 import ctypes
 import fcntl
@@ -25,93 +29,24 @@ from models.parallel.tensor_parallel import Compute
 if TYPE_CHECKING:
     from models.ops.aiter.all_reduce import FastSum
 
-
-# [token_exchange] `AllToAllExchange`: tokens to the experts of other replicas and back, by a library's all-to-alls.
-
-
-class AllToAllExchange(ABC):
-    """Two all-to-alls a layer: every replica's tokens to all others, and what the experts made of them back.
-
-    How many come is known before, of the step and of what the tokens ask, so nobody has to tell it first. A token goes
-    to each replica once, not to each expert.
-    """
-
-    @abstractmethod
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """To each replica so many of the rows, in the order of replicas; what they sent here, in that order.
-
-        # [sum of sent, ...] -> [sum of received, ...]
-        """
-
-    def across(
-        self,
-        asked: range,
-        local: range,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-        num_tokens_across_dp: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Exchange`."""
-        num_replicas, num_local = len(num_tokens_across_dp), len(local)
-        replica = (local.start - asked.start) // num_local
-        num_own, top_k = num_tokens_across_dp[replica], ids.shape[1]
-        all_hidden, all_ids = self._gather(hidden[:num_own], ids[:num_own], num_tokens_across_dp, replica)
-
-        # Pairs that are asked here, by replica and in the order of its tokens; then by expert.
-        experts = (all_ids - local.start).flatten()
-        here = ((experts >= 0) & (experts < num_local)).nonzero().flatten()
-        order = experts[here].argsort(stable=True)
-        counts = experts[here].bincount(minlength=num_local)
-        answers = hidden.new_empty(len(here), hidden.shape[1])
-        if len(here):
-            answers[order] = compute(all_hidden, counts, here[order] // top_k)
-
-        # Which replica answers each own pair; past the last where none does.
-        answerers = (ids[:num_own] - asked.start).flatten()
-        answerers = torch.where((answerers >= 0) & (answerers < len(asked)), answerers // num_local, num_replicas)
-        by_answerer = answerers.argsort(stable=True)
-        ends = torch.tensor(num_tokens_across_dp).cumsum(0) * top_k
-        up_to = torch.searchsorted(here, ends.to(here.device))
-        received = answerers.bincount(minlength=num_replicas + 1)[:num_replicas]
-        sent = up_to.diff(prepend=up_to.new_zeros(1))
-        to_each, from_each = torch.stack((sent, received)).tolist()
-        products = hidden.new_zeros(ids.numel() + 1, hidden.shape[1])
-        products[: sum(from_each)] = self.all_to_all(answers, to_each, from_each)
-        places = torch.full((ids.numel(),), ids.numel(), device=ids.device)
-        places[by_answerer[: sum(from_each)]] = torch.arange(sum(from_each), device=ids.device)
-        return products, places.view(ids.shape)
-
-    def _gather(
-        self, hidden: torch.Tensor, ids: torch.Tensor, num_tokens: tuple[int, ...], replica: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of all replicas, and whom they ask. # [own, size], [own, top_k] -> [all, size], [all, top_k]"""
-        own_ids, own_hidden = (part.contiguous().view(torch.uint8) for part in (ids.int(), hidden))
-        own = torch.cat((own_ids, own_hidden), 1).repeat(len(num_tokens), 1)
-        arrived = self.all_to_all(own, [num_tokens[replica]] * len(num_tokens), list(num_tokens))
-        all_ids, all_hidden = arrived[:, : own_ids.shape[1]], arrived[:, own_ids.shape[1] :]
-        return all_hidden.contiguous().view(hidden.dtype), all_ids.contiguous().view(torch.int32).long()
-
-
-# [rendezvous] `Rendezvous`: where the ranks of a process group find each other, and the network interface that leads
-# there.
+_log = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
 _SIOCGIFCONF = 0x8912
 _REQUEST_BYTES = 40
-"""Of a `struct ifreq`: 16 of a name, then an address."""
+"""The size of a `struct ifreq`: 16 bytes of a name, then an address."""
 _ANY_PORT = 9
-"""No packet is sent there: the system only says which way it would go."""
+"""No packet is sent: connecting a datagram socket only selects the route."""
 
 
 class Rendezvous:
-    """A file of one host, or a TCP store that rank 0 keeps."""
+    """Where the ranks of a group meet: a file on one host, or a TCP store that rank 0 serves."""
 
     def __init__(self, address: str, timeout: float, listener: int | None = None) -> None:
-        """`address` is `file://` a path that no other group uses, or `tcp://` a host and a port.
+        """`address` is `file://` and a path that no other group uses, or `tcp://`, a host and a port.
 
-        `timeout`: seconds to meet, and of each collective. `listener` is on rank 0 the descriptor of the socket that
-        listens at a TCP address, so that it listens there only; the store takes it over.
+        `timeout`: seconds to meet, and of each collective. `listener`, on rank 0, is the descriptor of the socket that
+        listens at a TCP address, and there only; the store takes it over.
         """
         self._address = urlsplit(address)
         self._listener = listener
@@ -122,17 +57,17 @@ class Rendezvous:
         """Whether all ranks are on this host."""
         return self._address.scheme == "file"
 
-    def beside(self, name: str) -> Path:
-        """A path that no other group uses, of ranks on one host."""
+    def sibling_path(self, name: str) -> Path:
+        """A further path for the ranks of one host, which no other group uses."""
         assert self.is_local
         return Path(f"{self._address.path}.{name}")
 
     def interface(self) -> str:
-        """Name of the interface by which this host reaches the others. Raises `RuntimeError` where there is none."""
+        """The network interface by which this host reaches the others. Raises `RuntimeError` where there is none."""
         return _LOOPBACK if self.is_local else interface_to(self._address.hostname or "")
 
     def store(self, rank: int, size: int) -> Store:
-        """The store, once all ranks have come to it. Raises `RuntimeError` where one does not in time."""
+        """The store, after all ranks have connected. Raises `RuntimeError` where one does not in time."""
         if self.is_local:
             return FileStore(self._address.path, size)
         return TCPStore(
@@ -146,7 +81,7 @@ class Rendezvous:
 
 
 def interface_to(host: str) -> str:
-    """Name of the interface that packets to `host` leave by. Raises `RuntimeError` where it cannot be told."""
+    """The network interface of the route to `host`. Raises `RuntimeError` where it cannot be determined."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -163,13 +98,13 @@ def interface_to(host: str) -> str:
 
 
 def _interfaces_v4() -> dict[str, str]:
-    """Name of the interface by address."""
+    """The names of IPv4 interfaces by address."""
     room = 256
     buffer = bytearray(room * _REQUEST_BYTES)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        told = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(buffer), address))
-    used = struct.unpack("iP", told)[0]
+        output = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", len(buffer), address))
+    used = struct.unpack("iP", output)[0]
     found = {}
     for begin in range(0, used, _REQUEST_BYTES):
         name = bytes(buffer[begin : begin + 16]).partition(b"\0")[0].decode()
@@ -179,129 +114,35 @@ def _interfaces_v4() -> dict[str, str]:
 
 
 def _interfaces_v6() -> dict[str, str]:
-    """As above."""
+    """The names of IPv6 interfaces by address."""
     lines = Path("/proc/net/if_inet6").read_text().splitlines()
     fields = [line.split() for line in lines]
     return {str(ip_address(bytes.fromhex(words[0]))): words[5] for words in fields}
 
 
-# [nccl] What NCCL, and RCCL, which has its name on ROCm, are told before the first group is joined.
-
-
-def prepare(device: torch.device) -> None:
-    """Settings of a group of GPUs; what the environment says already stays."""
-    # It would look into the store from time to time, which is gone by then; deaths are noticed otherwise.
+def set_nccl_defaults(device: torch.device) -> None:
+    """Set NCCL's environment before the first group is joined. Variables that are set already stay."""
+    # Monitoring polls the store, which is closed early. The engine detects the end of ranks itself.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     if torch.version.hip is not None and torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx12"):
-        # Its other protocols count on an order of writes that these GPUs do not keep: with ROCm 7.2 sums hang.
+        # The other protocols rely on an order of writes that these GPUs do not guarantee: with ROCm 7.2 sums hang.
         os.environ.setdefault("NCCL_PROTO", "Simple")
 
 
-# [replica_world] `ReplicaWorld`: the ranks of all replicas that share experts out, joined by torch.distributed; NCCL
-# or Gloo.
-
-
-class ReplicaWorld(AllToAllExchange):
-    """This rank's end of it, and an `Exchange`. A collective that one rank leaves out holds the others up."""
-
-    tensor_group: dist.ProcessGroup
-    """The ranks of this replica."""
-    _column: dist.ProcessGroup
-    """The ranks of the same place in their replicas."""
-    _heads: dist.ProcessGroup
-    """The first rank of each replica, on the host."""
-
-    def __init__(
-        self,
-        *,
-        replica: int,
-        num_replicas: int,
-        rank: int,
-        size: int,
-        device: torch.device,
-        store: Path,
-        timeout: float,
-        note_arrival: Callable[[], object] | None = None,
-    ) -> None:
-        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
-
-        `note_arrival` is called before each, so that it is known who waits for whom.
-        """
-        self._note_arrival = note_arrival
-        self._replica, self._num_replicas, self._rank, self._size = replica, num_replicas, rank, size
-        self._device, self._store, self._timeout = device, store, timedelta(seconds=timeout)
-
-    def join(self) -> None:
-        """Meet the other ranks. Raises `RuntimeError` where they do not come in time."""
-        on_host = self._device.type == "cpu"
-        if on_host:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        else:
-            prepare(self._device)
-        num_ranks = self._num_replicas * self._size
-        dist.init_process_group(
-            "gloo" if on_host else "cpu:gloo,cuda:nccl",
-            init_method=self._store.as_uri(),
-            rank=self._replica * self._size + self._rank,
-            world_size=num_ranks,
-            timeout=self._timeout,
-        )
-        # Every rank makes all groups, in this order, and is in some.
-        replicas = [list(range(first, first + self._size)) for first in range(0, num_ranks, self._size)]
-        columns = [list(range(first, num_ranks, self._size)) for first in range(self._size)]
-        self.tensor_group = [dist.new_group(ranks, timeout=self._timeout) for ranks in replicas][self._replica]
-        self._column = [dist.new_group(ranks, timeout=self._timeout) for ranks in columns][self._rank]
-        self._heads = dist.new_group(columns[0], timeout=self._timeout, backend="gloo")
-
-    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """See `AllToAllExchange`."""
-        self._arrive()
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._column)
-        return arrived
-
-    def agree(self, own: int) -> tuple[int, ...]:
-        """What each replica says, by number; called by their first ranks alone."""
-        self._arrive()
-        said = torch.zeros(self._num_replicas, dtype=torch.int64)
-        said[self._replica] = own
-        dist.all_reduce(said, group=self._heads)
-        return tuple(said.tolist())
-
-    def leave(self) -> bool:
-        """False: the others learn of this one's end by their connections alone."""
-        return False
-
-    @property
-    def num_bytes(self) -> int:
-        """0: nothing is kept."""
-        return 0
-
-    def check(self) -> None:
-        """Nothing: each exchange that fails raises."""
-
-    def _arrive(self) -> None:
-        if self._note_arrival is not None:
-            self._note_arrival()
-
-
-_log = logging.getLogger(__name__)
-
-
 class ProcessGroupCollectives:
-    """Ranks that meet in a store. A collective that one rank leaves out holds the others up."""
+    """The `Collectives` of one replica's ranks. If one rank omits a collective, the others block in it."""
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, rendezvous: Rendezvous, world: ReplicaWorld | None = None
+        self, rank: int, size: int, device: torch.device, rendezvous: Rendezvous, world: "ReplicaWorld | None" = None
     ) -> None:
-        """`world`: of all replicas' ranks, of which these are some. Joined before them, it spares the meeting."""
+        """`world`: the group of all replicas' ranks, joined before, whose part is used instead of a new group."""
         self._rank, self._size, self._device = rank, size, device
         self._rendezvous, self._world = rendezvous, world
         self._group: dist.ProcessGroup | None = None
         self._fast_sum: FastSum | None = None
 
     def join(self) -> None:
-        """Meet the other ranks. Raises `RuntimeError` where they do not come in time."""
+        """Join the group. Raises `RuntimeError` where another rank does not in time."""
         if self._world is not None:
             self._group = self._world.tensor_group
             return
@@ -311,7 +152,7 @@ class ProcessGroupCollectives:
         else:
             if not self._rendezvous.is_local:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-            prepare(self._device)
+            set_nccl_defaults(self._device)
         dist.init_process_group(
             "gloo" if self._device.type == "cpu" else "nccl",
             store=self._rendezvous.store(self._rank, self._size),
@@ -320,40 +161,40 @@ class ProcessGroupCollectives:
             timeout=self._rendezvous.timeout,
             device_id=None if self._device.type == "cpu" else self._device,
         )
-        # Each rank has probed for itself, and all must do the same.
+        # Each rank has probed aiter itself, and all must use the same collectives.
         if self._device.type != "cpu" and torch.version.hip is not None and self._agree(aiter.takes("all_reduce")):
             self._fast_sum = self._joined_fast_sum()
 
     def _joined_fast_sum(self) -> "FastSum | None":
-        """By aiter, among GPUs of one host."""
+        """aiter's sum over GPUs of one host; None where it is not used."""
         if not self._rendezvous.is_local:
             _log.warning("all_reduce by RCCL (not aiter: it sums over GPUs of one host)")
             return None
         from models.ops.aiter import all_reduce as reduce
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._rendezvous.interface())
-        return reduce.join(self._rank, self._size, self._device, self._rendezvous.beside("aiter"), self._agree)
+        return reduce.join(self._rank, self._size, self._device, self._rendezvous.sibling_path("aiter"), self._agree)
 
     def _agree(self, is_so: bool) -> bool:
-        """Whether something is so on all ranks."""
+        """Whether something holds on all ranks."""
         found = torch.tensor(int(is_so), device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
         return bool(found.item())
 
     def close(self) -> None:
-        """Leave the group, before the interpreter ends: Gloo's threads would end it the hard way."""
+        """Leave the group before the interpreter exits: Gloo's threads would crash it."""
         if self._device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
     def begin_step(self, number: int) -> None:
-        """Nothing: a step that one rank fails ends the group."""
+        """Nothing: a step that fails on one rank ends the group."""
 
     def abort(self) -> None:
         """Nothing, as above."""
 
     @property
     def are_captured(self) -> bool:
-        """See `Collectives`: NCCL's and RCCL's are kernels like others, Gloo's are calls of the host."""
+        """See `Collectives`: NCCL's and RCCL's are kernels, Gloo's are calls on the host."""
         return self._device.type != "cpu"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -377,12 +218,165 @@ class ProcessGroupCollectives:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See `Collectives`: NCCL's need nothing; RCCL's, that nobody asks whether earlier ones have ended."""
+        """See `Collectives`: NCCL needs nothing; with RCCL no thread may query earlier collectives."""
         if self._device.type != "cpu" and torch.version.hip is not None:
-            # A thread of torch's does, as long as it knows of one. Up to ROCm 7.2.0 that breaks another thread's
-            # capture, whatever the two say of threads, and the error ends the process.
+            # A thread of torch queries pending collectives. Up to ROCm 7.2.0 that invalidates a capture in another
+            # thread, whatever its capture mode, and the error ends the process.
             group = self._group or dist.group.WORLD
             assert isinstance(group, dist.ProcessGroup)
             group._wait_for_pending_works()
         with nullcontext() if self._fast_sum is None else self._fast_sum.capturing():
             yield
+
+
+class AllToAllExchange(ABC):
+    """An `Exchange` of two all-to-alls per layer: every replica's tokens to all others, and the experts' outputs back.
+
+    All counts follow from the step and the routing, so that they need no exchange of their own. A token is sent to
+    each
+    replica once, not to each expert.
+    """
+
+    @abstractmethod
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send `sent[i]` consecutive rows to replica `i`; returns the rows received, in the order of replicas.
+
+        # [sum of sent, ...] -> [sum of received, ...]
+        """
+
+    def across(
+        self,
+        asked: range,
+        local: range,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        compute: Compute,
+        num_tokens_across_dp: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Exchange`."""
+        num_replicas, num_local = len(num_tokens_across_dp), len(local)
+        replica = (local.start - asked.start) // num_local
+        num_own, top_k = num_tokens_across_dp[replica], ids.shape[1]
+        all_hidden, all_ids = self._gather(hidden[:num_own], ids[:num_own], num_tokens_across_dp, replica)
+
+        # Pairs for experts held here, by replica and in the order of its tokens; then by expert.
+        experts = (all_ids - local.start).flatten()
+        here = ((experts >= 0) & (experts < num_local)).nonzero().flatten()
+        order = experts[here].argsort(stable=True)
+        counts = experts[here].bincount(minlength=num_local)
+        answers = hidden.new_empty(len(here), hidden.shape[1])
+        if len(here):
+            answers[order] = compute(all_hidden, counts, here[order] // top_k)
+
+        # The replica that computes each pair of this one; one past the last where none does.
+        answerers = (ids[:num_own] - asked.start).flatten()
+        answerers = torch.where((answerers >= 0) & (answerers < len(asked)), answerers // num_local, num_replicas)
+        by_answerer = answerers.argsort(stable=True)
+        ends = torch.tensor(num_tokens_across_dp).cumsum(0) * top_k
+        up_to = torch.searchsorted(here, ends.to(here.device))
+        received = answerers.bincount(minlength=num_replicas + 1)[:num_replicas]
+        sent = up_to.diff(prepend=up_to.new_zeros(1))
+        to_each, from_each = torch.stack((sent, received)).tolist()
+        products = hidden.new_zeros(ids.numel() + 1, hidden.shape[1])
+        products[: sum(from_each)] = self.all_to_all(answers, to_each, from_each)
+        pair_rows = torch.full((ids.numel(),), ids.numel(), device=ids.device)
+        pair_rows[by_answerer[: sum(from_each)]] = torch.arange(sum(from_each), device=ids.device)
+        return products, pair_rows.view(ids.shape)
+
+    def _gather(
+        self, hidden: torch.Tensor, ids: torch.Tensor, num_tokens: tuple[int, ...], replica: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of all replicas, and their expert ids. # [own, size], [own, top_k] -> [all, size], [all,
+        top_k]
+        """
+        own_ids, own_hidden = (part.contiguous().view(torch.uint8) for part in (ids.int(), hidden))
+        own = torch.cat((own_ids, own_hidden), 1).repeat(len(num_tokens), 1)
+        arrived = self.all_to_all(own, [num_tokens[replica]] * len(num_tokens), list(num_tokens))
+        all_ids, all_hidden = arrived[:, : own_ids.shape[1]], arrived[:, own_ids.shape[1] :]
+        return all_hidden.contiguous().view(hidden.dtype), all_ids.contiguous().view(torch.int32).long()
+
+
+class ReplicaWorld(AllToAllExchange):
+    """One rank of all replicas' ranks, which share the experts. If one rank omits a collective, the others block in
+    it.
+    """
+
+    tensor_group: dist.ProcessGroup
+    """The ranks of this replica."""
+    _expert_group: dist.ProcessGroup
+    """The ranks with the same number in their replicas."""
+    _leader_group: dist.ProcessGroup
+    """The first rank of each replica, on the host."""
+
+    def __init__(
+        self,
+        *,
+        replica: int,
+        num_replicas: int,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: Path,
+        timeout: float,
+        on_collective: Callable[[], object] | None = None,
+    ) -> None:
+        """`store` is a file that no other group uses. `timeout`: seconds to join, and of each collective.
+
+        `on_collective` is called before each collective, to record which ranks have reached it.
+        """
+        self._on_collective = on_collective
+        self._replica, self._num_replicas, self._rank, self._size = replica, num_replicas, rank, size
+        self._device, self._store, self._timeout = device, store, timedelta(seconds=timeout)
+
+    def join(self) -> None:
+        """Join the group. Raises `RuntimeError` where another rank does not in time."""
+        on_host = self._device.type == "cpu"
+        if on_host:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        else:
+            set_nccl_defaults(self._device)
+        num_ranks = self._num_replicas * self._size
+        dist.init_process_group(
+            "gloo" if on_host else "cpu:gloo,cuda:nccl",
+            init_method=self._store.as_uri(),
+            rank=self._replica * self._size + self._rank,
+            world_size=num_ranks,
+            timeout=self._timeout,
+        )
+        # Every rank must create all groups, in this order, and is a member of some.
+        replicas = [list(range(first, first + self._size)) for first in range(0, num_ranks, self._size)]
+        columns = [list(range(first, num_ranks, self._size)) for first in range(self._size)]
+        self.tensor_group = [dist.new_group(ranks, timeout=self._timeout) for ranks in replicas][self._replica]
+        self._expert_group = [dist.new_group(ranks, timeout=self._timeout) for ranks in columns][self._rank]
+        self._leader_group = dist.new_group(columns[0], timeout=self._timeout, backend="gloo")
+
+    def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """See `AllToAllExchange`."""
+        self._notify()
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=self._expert_group)
+        return arrived
+
+    def agree(self, own: int) -> tuple[int, ...]:
+        """The `own` of each replica, by its number. Called by the first rank of each."""
+        self._notify()
+        votes = torch.zeros(self._num_replicas, dtype=torch.int64)
+        votes[self._replica] = own
+        dist.all_reduce(votes, group=self._leader_group)
+        return tuple(votes.tolist())
+
+    def leave(self) -> bool:
+        """False: the others notice this rank's end by their connections."""
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """0: there is no shared memory."""
+        return 0
+
+    def check(self) -> None:
+        """Nothing: an exchange that fails raises."""
+
+    def _notify(self) -> None:
+        if self._on_collective is not None:
+            self._on_collective()

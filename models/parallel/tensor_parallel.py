@@ -1,4 +1,4 @@
-"""`TensorParallel`: which shard of each layer a rank holds, and how the ranks' partial results become one."""
+"""`TensorParallel`: the shard of each layer that a rank holds, and the collectives that combine partial results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
+"""Called with rows [n, size], counts [local experts] and tokens [pairs]: the experts' outputs for `rows[tokens]`."""
 
 
 class Collectives(Protocol):
@@ -16,20 +16,22 @@ class Collectives(Protocol):
 
     @property
     def are_captured(self) -> bool:
-        """Whether a graph of the device's captures them, where it has graphs."""
+        """Whether the device's graphs, if it has any, capture them."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may overwrite `x`."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """On rank 0 all ranks' `x` side by side along the last dimension, in rank order; elsewhere `x` as it is."""
+        """On rank 0 all ranks' `x` concatenated along the last dimension, in rank order; on other ranks `x` itself."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around the capture of a graph, and nothing that runs. An exception leaves it on all ranks, or on none."""
+        """A context for the capture of a graph, in which nothing runs. An exception is raised on all ranks or on
+        none.
+        """
 
 
 class Exchange(Protocol):
-    """Communication among the ranks that have the same place in their replicas. All make the same calls in order."""
+    """Communication among the ranks with one number in all replicas. All make the same calls in the same order."""
 
     def across(
         self,
@@ -40,29 +42,29 @@ class Exchange(Protocol):
         compute: Compute,
         num_tokens_across_dp: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the `asked` experts of all replicas make of this rank's tokens, and where each pair's row is.
+        """The outputs of the `asked` experts, held by all replicas, for this rank's tokens, and the row of each pair.
 
         # [tokens, size], [tokens, top_k] int64 -> [rows, size], [tokens, top_k] int64
 
-        `local`: those of `asked` that this rank computes. Rows of pairs that are not asked are 0, and all of them
-        where the tokens are a dummy's, which count as 0 among those of all replicas (`num_tokens_across_dp`). Each row
-        is computed whole, by one expert: what a token gets does not depend on who else sent any.
+        `local`: those of `asked` that this rank holds. Rows of pairs for other experts are 0, and so are all rows of
+        a dummy step, which has 0 tokens in `num_tokens_across_dp`. Each row is computed by one expert in one product,
+        so that a token's result does not depend on other replicas' tokens.
         """
 
     @property
     def num_bytes(self) -> int:
-        """Of memory that replicas share, this one's part that the largest step commits."""
+        """Bytes of shared memory that this replica commits for the largest step."""
 
     def check(self) -> None:
-        """Raise what `across` would have raised, had it not been a part of a recorded step."""
+        """Raise the error of an `across` that ran inside a recorded step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """Whole experts on each rank, in place of a part of every expert; of one replica, or of all that exchange tokens.
+    """Whole experts on each rank instead of a part of every expert, within one replica or over several.
 
-    A rank computes for its replica what experts of its share are asked, and the other ranks of the replica the rest.
-    The share is spread over the ranks of that place in all replicas.
+    Each rank of a replica provides an equal share of the experts. With several replicas that share is held by the
+    ranks of the same number in all of them, which exchange tokens.
     """
 
     replica: int = 0
@@ -71,64 +73,58 @@ class ExpertParallel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.num_replicas:
-            raise ValueError(f"the replica is {self.replica}; it must be between 0 and {self.num_replicas - 1}")
+            raise ValueError(f"replica is {self.replica}; it must be between 0 and {self.num_replicas - 1}")
         if self.num_replicas > 1 and self.exchange is None:
-            raise ValueError(f"{self.num_replicas} replicas share the experts out, but nothing joins them")
+            raise ValueError(f"num_replicas is {self.num_replicas}, but there is no exchange between them; give one")
 
 
-class _Alone:
-    """Whether a rank exchanges nothing for now."""
-
-    is_alone = False
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TensorParallel:
-    """A rank of a tensor-parallel group. One rank alone needs no collectives: its results are whole already."""
+    """A rank of a tensor-parallel group. A group of one rank needs no collectives."""
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
     experts: ExpertParallel | None = None
-    """How experts are shared out, where each is whole on one rank."""
-    _state: _Alone = field(default_factory=_Alone, init=False, repr=False, compare=False)
+    """How whole experts are spread over ranks; None: each rank holds a part of every expert."""
+    _skips_collectives: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"tensor-parallel rank is {self.rank}; it must be between 0 and {self.size - 1}")
         if self.size > 1 and self.collectives is None:
-            raise ValueError(f"tensor-parallel size is {self.size}, but the ranks have no collectives to join them")
+            raise ValueError(f"tensor-parallel size is {self.size}, but the ranks have no collectives; give them")
 
     @property
     def is_captured(self) -> bool:
-        """Whether a graph captures what the ranks exchange in a pass."""
+        """Whether graphs capture the collectives of a forward pass."""
         return self.collectives is None or self.collectives.are_captured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.collectives is None or self._state.is_alone else self.collectives.all_reduce(x)
+        return x if self.collectives is None or self._skips_collectives else self.collectives.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         if self.collectives is None:
             return x
-        if self._state.is_alone:
-            # Copies, as the parts of the others take memory too.
+        if self._skips_collectives:
+            # Copies, because the parts of the other ranks take memory too.
             return x if self.rank else torch.cat([x.clone() for _ in range(self.size)], -1)
         return self.collectives.gather(x)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """For a pass whose results are nobody's: as much memory, but no other rank waits for what this one leaves out.
+    def without_collectives(self) -> Iterator[None]:
+        """Inside, passes take as much memory as usual, but communicate with no other rank: their results are unused.
 
-        Sums are this rank's part of them, and what is gathered is its own, as often as there are ranks.
+        A sum is this rank's part of it, and a gather repeats its own tensor.
         """
-        self._state.is_alone = True
+        self._skips_collectives = True
         try:
             yield
         finally:
-            self._state.is_alone = False
+            self._skips_collectives = False
 
-    def agree(self, is_so: bool, device: torch.device) -> bool:
-        """Whether something is so on all ranks, each of which asks."""
+    def all_agree(self, is_so: bool, device: torch.device) -> bool:
+        """Whether something holds on all ranks, all of which call this."""
         if self.size == 1:
             return is_so
         return int(self.all_reduce(torch.full((1, 1), float(is_so), device=device)).item()) == self.size
@@ -138,7 +134,7 @@ class TensorParallel:
         return nullcontext() if self.collectives is None else self.collectives.capturing()
 
     def share(self, total: int, what: str) -> int:
-        """A rank's part of `total`. Raises `ValueError` where the group's size does not divide it."""
+        """A rank's share of `total`. Raises `ValueError` where the group's size does not divide it."""
         if total % self.size:
             raise ValueError(
                 f"{what} is {total}, which {self.size} tensor-parallel ranks do not divide evenly; choose a size "

@@ -342,9 +342,9 @@ def test_experts_that_the_ranks_do_not_divide_are_refused(size: int, num_replica
 
 
 def test_replicas_without_an_exchange_or_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 replicas share the experts out, but nothing joins them"):
+    with pytest.raises(ValueError, match="num_replicas is 2, but there is no exchange between them"):
         ExpertParallel(0, 2)
-    with pytest.raises(ValueError, match="the replica is 2; it must be between 0 and 1"):
+    with pytest.raises(ValueError, match="replica is 2; it must be between 0 and 1"):
         ExpertParallel(2, 2, ThreadExchange(Meeting(2), 0))
 
 

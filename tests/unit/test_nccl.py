@@ -27,7 +27,7 @@ def test_rccl_keeps_to_one_protocol_on_gpus_of_gfx12_unless_told(
     monkeypatch.setattr(nccl.os, "environ", environment)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
-    nccl.prepare(torch.device("cuda", 0))
+    nccl.set_nccl_defaults(torch.device("cuda", 0))
     assert environment.get("NCCL_PROTO") == expected
     assert environment["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 

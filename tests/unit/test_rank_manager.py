@@ -15,7 +15,7 @@ from engine.distributed import rank_link as rank_proc
 from engine.distributed.core_process import CoreProcess
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
-from models.child_environment import own_code
+from models.child_environment import code_environment
 
 WAIT_SECONDS = 60
 
@@ -81,7 +81,7 @@ def test_threads_of_a_core_and_of_a_rank_sleep_while_they_wait(
         core.stop(0.0)
     assert policies == ["passive", "passive"]
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert own_code()["OMP_WAIT_POLICY"] == "active"
+    assert code_environment()["OMP_WAIT_POLICY"] == "active"
 
 
 @pytest.mark.parametrize(

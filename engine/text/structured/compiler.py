@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
-from models.child_environment import own_code_without_settings
+from models.child_environment import sandbox_environment
 
 # [check_process] `CheckProcess`: the process that checks grammars, as the front end sees it. Owned by
 # `GrammarCompiler`.
@@ -87,7 +87,7 @@ class CheckProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=own_code_without_settings(),
+                env=sandbox_environment(),
                 cwd="/",
                 process_group=0,
             )

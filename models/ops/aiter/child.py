@@ -11,7 +11,7 @@ import sys
 import time
 from typing import IO
 
-from models.child_environment import own_code
+from models.child_environment import code_environment
 
 _GRACE = 10.0
 """Seconds to tidy up, before the kernel ends what is left."""
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def start(call: str, stdout: IO[bytes] | int, stderr: IO[bytes] | int) -> "subprocess.Popen[bytes]":
     """A process, and the group of those that it starts, which runs some Python after `begin`."""
     command = [sys.executable, "-P", "-c", f"from models.ops.aiter import child; child.begin(); {call}"]
-    return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=own_code(), start_new_session=True)
+    return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=code_environment(), start_new_session=True)
 
 
 def begin() -> None:
