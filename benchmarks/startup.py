@@ -22,8 +22,8 @@ import httpx
 import psutil
 
 from benchmarks.report import Table
-from engine.client.journal import Entry, Journal
 from engine.client.llm_engine import LLMEngine
+from engine.client.replica import Journal, JournalEntry
 from engine.distributed.core_process import CORE_MODULE
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
@@ -286,7 +286,7 @@ def ratios() -> list[float]:
     found = []
     with LLMEngine(cpu_kvcache_gib=0.25) as engine:
 
-        def rate(record: Callable[[Journal, StepOutputs], list[Entry]]) -> float:
+        def rate(record: Callable[[Journal, StepOutputs], list[JournalEntry]]) -> float:
             with mock.patch.object(Journal, "record", record):
                 began = time.perf_counter()
                 engine.generate(["A story"] * STREAMS, params, use_tqdm=False)
@@ -301,7 +301,7 @@ def ratios() -> list[float]:
     return found
 
 
-def _record_ends(journal: Journal, step: StepOutputs) -> list[Entry]:
+def _record_ends(journal: Journal, step: StepOutputs) -> list[JournalEntry]:
     """What is left of `Journal.record` without tokens: requests still end."""
     for output in step.outputs:
         if output.finished:

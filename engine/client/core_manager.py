@@ -1,4 +1,4 @@
-"""`CoreManager`: the front end's handle on the engine cores: sends requests, receives outputs, loses none of them.
+"""`CoreManager`: the front end's handle on the engine cores: it sends requests and receives every output.
 
 Used by the server on its event loop and by `LLMEngine` with blocking calls. Starts no thread. One core, or with
 `data_parallel_size` several, each with its own supervisor and journal: see `Replica`.
@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 import zmq
 
-from engine.client.core_link import CoreLink
 from engine.client.placement import Placement
 from engine.client.relocation import Relocation
-from engine.client.replica import Replica
-from engine.client.supervisor import Supervisor
+from engine.client.replica import Replica, ReplicaEvents
+from engine.client.supervisor import CoreLink
 from engine.config.config import Config
 from engine.distributed.cluster import deal_out
 from engine.distributed.host_resources import HostShare, available_host_memory
@@ -30,43 +29,8 @@ if TYPE_CHECKING:
     from engine.distributed.core_hosts import CoreHosts
 
 
-# [core_wait] `CoreWait`: blocks until something happens to one of several engine cores. For callers without an event
-# loop.
-
-
-class CoreWait:
-    """Over the supervisors of all replicas; their cores come and go."""
-
-    def __init__(self, supervisors: Sequence[Supervisor]) -> None:
-        self._supervisors = supervisors
-        self._links: list[CoreLink] = []
-        self._poller = zmq.Poller()
-        """Of `_links`: those that there were last time."""
-
-    def wait(self, deadline: float | None) -> bool:
-        """Block until something happened and take it in; False when `deadline` came first, on the monotonic clock."""
-        due = min(each.next_look for each in self._supervisors)
-        if deadline is not None:
-            due = min(due, deadline)
-        # Without a time to look, something will be heard.
-        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
-        links = [each.link for each in self._supervisors if each.link is not None]
-        if links != self._links:
-            self._links, self._poller = links, zmq.Poller()
-            for link in links:
-                link.register(self._poller)
-        if links:
-            self._poller.poll(None if timeout is None else round(timeout * 1e3))
-        else:
-            assert timeout is not None
-            time.sleep(timeout)
-        for supervisor in self._supervisors:
-            supervisor.look()
-        return deadline is None or time.monotonic() < deadline
-
-
 class EngineDeadError(RuntimeError):
-    """The engine core is not there to serve; one sentence says why. `usage` marks the user's mistake."""
+    """No engine core can serve; one sentence says why. `usage` marks a mistake of the user."""
 
     def __init__(self, error: str, usage: bool = False) -> None:
         super().__init__(error)
@@ -74,51 +38,55 @@ class EngineDeadError(RuntimeError):
 
 
 class CoreManager:
-    """The engine cores, through all of their lives. All calls come from one thread.
+    """The engine cores and their successors. All calls come from one thread.
 
-    Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies
-    or stalls, another is started, and the live requests go on in it where they were: nothing of them is lost or told
-    twice; the other replicas' are not held up. Those of a replica that stays away go on in the others: see
-    `Relocation`. Where none of that helps, all end with an error, and `failure` says why. Outputs go to the callback
-    given to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is ended when it is
-    collected, or at the interpreter's exit.
+    Every request added ends in exactly one output with `finished` set, also when it is aborted. When a core dies or
+    stalls, another is started, and the live requests continue in it where they were: no token is lost or delivered
+    twice, and the other replicas' requests are not delayed. Requests of a replica that stays unavailable continue in
+    the others: see `Relocation`. Where none of that helps, all end with an error, and `failure` says why. Outputs go
+    to the callback given to `attach`, or without one wait for `get_outputs`. An engine dropped without `shutdown` is
+    ended when it is collected, or at the interpreter's exit.
     """
 
     def __init__(self, config: Config) -> None:
         """Start the cores and return at once: they load while the caller does other things."""
         self.ready: Ready | None = None
-        """What the cores said when they were ready to serve, all of them; None before."""
+        """What holds for all cores, since all have been ready to serve; None before."""
         self.failure: Failed | None = None
-        """Why there is a replica without a core, and will be; None while there is none."""
+        """Why a replica has no core, and gets none; None otherwise."""
         self._config = config
         self._inbox: deque[StepOutputs] = deque()
+        self._on_outputs: Callable[[StepOutputs], object] = self._inbox.append
         self._on_restart: Callable[[int, int], object] = lambda resumed, replica: None
         self._on_move: Callable[[int, int], object] = lambda resumed, replica: None
         self._settled = asyncio.Event()
         self._placement: Placement | None = None
-        """Where there are several replicas, from when they are ready."""
+        """Where there are several replicas, once they are ready."""
         self._relocation: Relocation | None = None
-        """The same, unless they end together."""
+        """As `_placement`, except where the replicas compute in lockstep."""
         self._closing = False
+        self._links: list[CoreLink] = []
+        self._poller = zmq.Poller()
+        """Of `_links`, those of the last wait."""
         size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
         places = deal_out(size, 1) if self._hosts is None else self._hosts.places
         available = available_host_memory() // places[0].places if size > 1 else None
         self._seats = _seats(config)
         self._replicas: list[Replica] = []
+        events = ReplicaEvents(
+            self._deliver, self._on_step, self._on_core_ready, self._on_unavailable, self._on_replica_end
+        )
+        lockstep = self._replicas if config.parallel_config.in_lockstep else None
         try:
             for number in range(size):
                 share = HostShare(number, places[number].place, places[number].places, available)
                 self._replicas.append(
-                    Replica(config, self, self._inbox.append, share, seats=self._seats, hosts=self._hosts)
+                    Replica(config, share, events, lockstep=lockstep, seats=self._seats, hosts=self._hosts)
                 )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
             raise
-        if config.parallel_config.in_lockstep:
-            for replica in self._replicas:
-                replica.in_lockstep = self._replicas
-        self._wait = CoreWait([replica.supervisor for replica in self._replicas]).wait
 
     @property
     def live(self) -> Collection[int]:
@@ -129,12 +97,12 @@ class CoreManager:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken: the cores were ready once, and are there or will be again."""
+        """Whether requests are accepted: the cores have been ready, and serve or will be restarted."""
         return self.ready is not None and self.failure is None
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a core now that is ready, after all were."""
+        """Whether a core is ready now, after all have been."""
         return self.ready is not None and any(replica.is_serving for replica in self._replicas)
 
     @property
@@ -144,12 +112,12 @@ class CoreManager:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the cores by replica, or of the last ones."""
+        """The process ids of the current or latest cores, by replica."""
         return [replica.supervisor.pid for replica in self._replicas]
 
     @property
     def pid(self) -> int:
-        """The process id of the first replica's core, or of the last one."""
+        """The process id of the first replica's current or latest core."""
         return self._replicas[0].supervisor.pid
 
     # -- start and end ------------------------------------------------------------------------------------------
@@ -168,7 +136,7 @@ class CoreManager:
         return self._ready_or_raise()
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Abort what runs and end the cores, within `timeout` seconds and by force after; the second time, nothing.
+        """Abort all requests and end the cores, after `timeout` seconds by force. A second call does nothing.
 
         The aborted requests' outputs are delivered before this returns.
         """
@@ -184,8 +152,8 @@ class CoreManager:
         self._close_places("")
 
     def fail(self, why: str) -> None:
-        """End the cores at once, since their front end cannot go on; other hosts hear `why`, a sentence."""
-        # It may quote a file's name, or JSON, in which half a surrogate pair can be.
+        """End the cores at once, because the front end cannot continue; other hosts are sent `why`, a sentence."""
+        # It may quote a file name or JSON with half a surrogate pair.
         self._end(Failed(why.encode(errors="replace").decode(), usage=True))
 
     def __enter__(self) -> Self:
@@ -199,9 +167,9 @@ class CoreManager:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add_requests(self, requests: Sequence[AddRequest]) -> None:
-        """Send requests, with ids never used before. Raises `EngineDeadError` when there is no core to serve them.
+        """Send requests, with ids never used before. Raises `EngineDeadError` when no core can serve them.
 
-        Of several replicas those that serve take them, each where `Placement` says. While none does, they wait.
+        Of several replicas, `Placement` chooses one that serves for each. While none serves, the requests wait.
         """
         if not self.is_alive:
             raise EngineDeadError(self.failure.error if self.failure else "the engine core is not ready yet")
@@ -222,14 +190,14 @@ class CoreManager:
             replica.abort(request_ids)
 
     def pause(self, request_ids: Collection[int]) -> None:
-        """Have the cores give up requests until `resume`; a few outputs of theirs may follow."""
+        """Recall requests from the cores until `resume`; a few of their outputs may follow."""
         if self._placement is not None:
             self._placement.pause(request_ids)
         for replica in self._replicas:
             replica.pause(request_ids)
 
     def resume(self, request_ids: Collection[int]) -> None:
-        """Have the cores go on with paused requests where they were."""
+        """Have the cores continue paused requests where they were."""
         if self._placement is not None:
             self._placement.resume(request_ids)
         for replica in self._replicas:
@@ -256,14 +224,35 @@ class CoreManager:
     ) -> None:
         """From now on, call `on_outputs` from `loop` with the outputs of every step. Call from the loop's thread.
 
-        `on_restart` is called when another core is ready to serve, before its first outputs, with the number of
-        requests that go on in it behind tokens that they had, and with its replica. `on_move` is called with the same
-        when a replica takes over requests of another that is away.
+        `on_restart` is called when a restarted core is ready to serve, before its first outputs, with the number of
+        requests that continue in it after tokens that they had, and with its replica. `on_move` is called with the
+        same when a replica takes over requests of another that is unavailable.
         """
-        self._on_restart, self._on_move = on_restart, on_move
+        self._on_outputs, self._on_restart, self._on_move = on_outputs, on_restart, on_move
         for replica in self._replicas:
-            replica.deliver = on_outputs
             replica.supervisor.attach(loop)
+
+    def _wait(self, deadline: float | None) -> bool:
+        """Block until something happened and process it; False when `deadline`, on the monotonic clock, came first."""
+        supervisors = [replica.supervisor for replica in self._replicas]
+        due = min(each.next_poll for each in supervisors)
+        if deadline is not None:
+            due = min(due, deadline)
+        # Without a time to poll, a message will come.
+        timeout = None if due == math.inf else max(0.0, due - time.monotonic())
+        links = [each.link for each in supervisors if each.link is not None]
+        if links != self._links:
+            self._links, self._poller = links, zmq.Poller()
+            for link in links:
+                link.register(self._poller)
+        if links:
+            self._poller.poll(None if timeout is None else round(timeout * 1e3))
+        else:
+            assert timeout is not None
+            time.sleep(timeout)
+        for supervisor in supervisors:
+            supervisor.poll()
+        return deadline is None or time.monotonic() < deadline
 
     def _ready_or_raise(self) -> Ready:
         if self.ready is None or self.failure is not None:
@@ -271,10 +260,21 @@ class CoreManager:
             raise EngineDeadError(self.failure.error, self.failure.usage)
         return self.ready
 
-    # -- what the replicas tell ---------------------------------------------------------------------------------
+    # -- events of the replicas ---------------------------------------------------------------------------------
 
-    def on_core_ready(self, replica: Replica, *, again: bool, resumed: int) -> None:
-        """A core serves; the server does when all do."""
+    def _deliver(self, replica: Replica, step: StepOutputs) -> None:
+        if self._placement is not None:
+            step.replica = replica.number
+            self._placement.note(step.outputs)
+        self._on_outputs(step)
+
+    def _on_step(self) -> None:
+        # The step may show whether a suspect is harmless.
+        if self._relocation is not None and not self._closing:
+            self._relocation.note_step()
+
+    def _on_core_ready(self, replica: Replica, again: bool, resumed: int) -> None:
+        """A core serves; the engine serves when all have been ready."""
         if again:
             if self._placement is not None:
                 self._placement.begin_again(replica.number)
@@ -286,29 +286,23 @@ class CoreManager:
         if len(ready) > 1 and self._placement is None:
             self._placement = self._place_among(ready)
             if not self._config.parallel_config.in_lockstep:
-                self._relocation = Relocation(self._replicas, self._placement, self._tell_of_move)
+                # `attach` replaces the callback.
+                self._relocation = Relocation(
+                    self._replicas, self._placement, lambda resumed, replica: self._on_move(resumed, replica)
+                )
         self._settled.set()
 
-    def on_step(self) -> None:
-        """What came of a suspect may be known by it."""
+    def _on_unavailable(self, replica: Replica) -> None:
         if self._relocation is not None and not self._closing:
-            self._relocation.note_step()
+            self._relocation.relocate_from(replica)
 
-    def on_away(self, replica: Replica) -> None:
-        """Its requests need not wait for it."""
-        if self._relocation is not None and not self._closing:
-            self._relocation.look_after(replica)
-
-    def _tell_of_move(self, resumed: int, replica: int) -> None:
-        self._on_move(resumed, replica)
-
-    def on_end(self, replica: Replica, failure: Failed) -> None:
-        """One that can be started no more ends all: nobody may count on the rest to be enough."""
+    def _on_replica_end(self, replica: Replica, failure: Failed) -> None:
+        """A replica without a core ends the engine: the others may not be enough for the load."""
         if failure.collateral:
-            # The one that it followed says why.
+            # The core that caused the end reports why.
             for other in self._replicas:
                 if other is not replica:
-                    other.supervisor.look()
+                    other.supervisor.poll()
         if self.failure is None:
             self.failure = failure
         self._settled.set()
@@ -322,7 +316,7 @@ class CoreManager:
         self._close_places(failure.error)
 
     def _close_places(self, why: str) -> None:
-        """No other core will be started; `why` is "" at an orderly end."""
+        """Free what starts further cores; `why` is "" at an orderly end."""
         if self._seats is not None:
             self._seats.close()
         if self._hosts is not None:
@@ -331,24 +325,21 @@ class CoreManager:
 
     def _place_among(self, ready: Sequence[Ready]) -> Placement:
         models = [each.model for each in ready]
-        placement = Placement(
+        return Placement(
             [model.num_kvcache_blocks * model.block_size for model in models],
             models[0].block_size,
             max(model.max_model_len for model in models),
             by_prefix=all(model.shares_prefixes for model in models),
             in_turn=self._config.parallel_config.data_parallel_placement == "round_robin",
         )
-        for replica in self._replicas:
-            replica.note_outputs = placement.note
-        return placement
 
 
 def _other_hosts(config: Config) -> "CoreHosts | None":
-    """Those that have replicas; None where all are on this one. Raises `ValueError`, a sentence."""
+    """The hosts that run replicas; None where all run on this one. Raises `ValueError`, a sentence."""
     parallel = config.parallel_config
     if not parallel.has_remote_replicas:
         return None
-    # Not above: nobody else needs any of it.
+    # Imported here, because engines on one host do not need it.
     if parallel.distributed_executor_backend == "ray":
         from engine.distributed.core_hosts import RayCores
 
@@ -359,13 +350,13 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
 
 
 def _seats(config: Config) -> Seats | None:
-    """Where the replicas compute in lockstep."""
+    """The rendezvous of replicas that compute in lockstep; None where they do not."""
     parallel = config.parallel_config
     return Seats(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:
-    """What holds for every replica, and the time that the slowest took."""
+    """What holds for every replica, and the start-up times of the slowest."""
     if len(ready) == 1:
         return ready[0]
     models = [each.model for each in ready]

@@ -1,80 +1,349 @@
-"""`Replica`: one engine core through all of its lives, and the requests that it owes an answer.
+"""`Replica`: one engine core with its successors, and the requests that it owes an answer.
 
-Owned by `CoreManager`, which has one or, data parallel, several.
+Owned by `CoreManager`, which has one replica or, data parallel, several. The first half is the `Journal`: what every
+live request needs to continue in another core.
 """
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
 
-from engine.client.core_link import CoreLink, core_name
-from engine.client.journal import Entry, Journal
-from engine.client.supervisor import Supervisor
+from engine.client.supervisor import CoreLink, Supervisor, core_name
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreProcess
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import Seats
-from engine.messages import AbortRequests, AddRequest, Failed, Ready, RequestOutput, Shutdown, StepOutputs
+from engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Failed,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    terminal_output,
+)
 
 if TYPE_CHECKING:
     from engine.distributed.core_hosts import CoreHosts
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
+
+_MAX_CRASHES = 2
+"""Successive crashes that a request may have been in; after them it is not tried again."""
+
+_MAX_KILLS = 3
+"""The same where the last core was killed from outside, which a request causes only by taking all memory."""
+
+_MAX_LOSSES = 3
+"""Successive cores that may be lost with a request that is not suspected; after them no replica takes it over."""
 
 
-class Owner(Protocol):
-    """Who has replicas, and is told by them."""
+class RequestLocation(Enum):
+    """Where a live request is."""
 
-    def on_core_ready(self, replica: "Replica", /, *, again: bool, resumed: int) -> None:
-        """A core serves, in which so many requests will go on behind tokens that they had."""
+    FRONT_END = auto()
+    """Not in the core: it waits for a core to be ready, or is paused."""
+    CORE = auto()
+    RECALLED = auto()
+    """Recalled from the core to be paused: the core still owes its last output, which is not delivered."""
 
-    def on_step(self) -> None:
-        """What a core told of a step was delivered."""
 
-    def on_away(self, replica: "Replica", /) -> None:
-        """A core that served is gone, and the next does not serve yet; told again and again."""
+class _Streak(NamedTuple):
+    """Successive events of one kind in a request's life, without a new token between them."""
 
-    def on_end(self, replica: "Replica", failure: Failed, /) -> None:
-        """There is no core of this replica, and will be none."""
+    times: int = 0
+    tokens: int = -1
+    """Number of tokens that the request had at the last one."""
+
+    def extended(self, tokens: int) -> "_Streak":
+        """With one more event, at this number of tokens."""
+        return _Streak(1 if tokens > self.tokens else self.times + 1, tokens)
+
+
+class JournalEntry:
+    """One live request, with everything that it needs to continue in another core.
+
+    That is its message and the tokens that were delivered: sampling is keyed by request and position, a grammar is
+    followed again along the tokens, and the text is kept by the front end.
+    """
+
+    __slots__ = (
+        "_crashes",
+        "_losses",
+        "aborted",
+        "location",
+        "paused",
+        "request",
+        "sent_time",
+        "steps_at_start",
+        "token_ids",
+        "tokens_at_start",
+    )  # fmt: skip
+
+    def __init__(self, request: AddRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        """Delivered so far."""
+        self.location = RequestLocation.FRONT_END
+        self.paused = False
+        self.aborted = False
+        self._crashes = self._losses = _Streak()
+        self.sent_time = 0.0
+        """When it was sent to the core where it is, on the monotonic clock."""
+        self.tokens_at_start = 0
+        """Tokens that it had when it was sent to the core where it is."""
+        self.steps_at_start = 0
+        """Steps that cores had reported by then."""
+
+    @property
+    def crashes(self) -> int:
+        """Successive crashes with it in the step, without a new token between them."""
+        return self._crashes.times
+
+    @property
+    def losses(self) -> int:
+        """Successive cores lost with it, in no step known to have computed it, without a new token between them."""
+        return self._losses.times
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was in the step in which a core died, and has had no token since."""
+        return len(self.token_ids) == self._crashes.tokens
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another replica may continue it: it is in no core, and has not been lost with too many."""
+        progressed = len(self.token_ids) > self._losses.tokens
+        return self.location is RequestLocation.FRONT_END and (progressed or self.losses < _MAX_LOSSES)
+
+    def message(self) -> AddRequest:
+        """The message that has a core begin or continue it."""
+        if not self.token_ids and not self.crashes:
+            return self.request
+        params = self.request.sampling_params
+        if self.token_ids:
+            # The prompt's log probabilities came with the first token.
+            params = msgspec.structs.replace(params, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            self.request,
+            sampling_params=params,
+            resumed_token_ids=self.token_ids,
+            suspect=self.is_suspect,
+        )
+
+    def note_crash(self) -> None:
+        """Count a core that died in a step that computed it."""
+        self._crashes = self._crashes.extended(len(self.token_ids))
+
+    def note_loss(self) -> None:
+        """Count a core that was lost with it, in no step known to have computed it."""
+        self._losses = self._losses.extended(len(self.token_ids))
+
+
+class Journal:
+    """The live requests by id, in order of arrival. One is live until its output with `finished` set is recorded."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, JournalEntry] = {}
+        self._num_steps = 0
+
+    def __iter__(self) -> Iterator[JournalEntry]:
+        return iter(self._entries.values())
+
+    @property
+    def ids(self) -> Set[int]:
+        """Ids of the live requests."""
+        return self._entries.keys()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the core owes anything: tokens, or the last output of a request that was recalled."""
+        return any(entry.location is not RequestLocation.FRONT_END for entry in self)
+
+    def entries(self, request_ids: Iterable[int]) -> list[JournalEntry]:
+        """The entries of those of these requests that are live."""
+        return [entry for id in request_ids if (entry := self._entries.get(id)) is not None]
+
+    def add(self, requests: Sequence[AddRequest]) -> list[JournalEntry]:
+        """Add requests. Raises `ValueError` for an id that is used twice."""
+        self.check_new(requests)
+        entries = {request.request_id: JournalEntry(request) for request in requests}
+        self._entries |= entries
+        return list(entries.values())
+
+    def check_new(self, requests: Sequence[AddRequest]) -> None:
+        """Raise `ValueError` where two have the same id, or one has that of a live request."""
+        ids = {request.request_id for request in requests}
+        if len(ids) < len(requests) or not self._entries.keys().isdisjoint(ids):
+            raise ValueError("a request id is used twice; each live request needs an id of its own")
+
+    def export_entries(self, entries: Iterable[JournalEntry]) -> None:
+        """Remove live requests, which continue in another journal."""
+        for entry in entries:
+            del self._entries[entry.request.request_id]
+
+    def import_entries(self, entries: Iterable[JournalEntry]) -> None:
+        """Add live requests of another journal, with their history."""
+        self._entries |= {entry.request.request_id: entry for entry in entries}
+
+    def send(self, entries: Iterable[JournalEntry]) -> list[AddRequest]:
+        """The messages that send those of `entries` to the core that are not there and not paused."""
+        messages = []
+        now = time.monotonic()
+        for entry in entries:
+            if entry.location is RequestLocation.FRONT_END and not entry.paused:
+                entry.location = RequestLocation.CORE
+                entry.tokens_at_start = len(entry.token_ids)
+                entry.steps_at_start = self._num_steps
+                message = entry.message()
+                entry.sent_time = message.sent_time = now
+                messages.append(message)
+        return messages
+
+    def recall(self, entries: Iterable[JournalEntry]) -> list[int]:
+        """Pause requests; the ids of those that the core must abort."""
+        recalled = []
+        for entry in entries:
+            entry.paused = True
+            if entry.location is RequestLocation.CORE and not entry.aborted:
+                entry.location = RequestLocation.RECALLED
+                recalled.append(entry.request.request_id)
+        return recalled
+
+    def resume(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+        """End the pause of requests; those that can be sent at once."""
+        resumed = list(entries)
+        for entry in resumed:
+            entry.paused = False
+        return [entry for entry in resumed if entry.location is RequestLocation.FRONT_END]
+
+    def abort(self, entries: Iterable[JournalEntry]) -> tuple[list[int], list[RequestOutput]]:
+        """Abort requests: ids of those that the core must abort, and last outputs of the others."""
+        in_core, ended = [], []
+        for entry in entries:
+            request_id, entry.aborted = entry.request.request_id, True
+            if entry.location is RequestLocation.CORE:
+                in_core.append(request_id)
+            elif entry.location is RequestLocation.FRONT_END:
+                ended.append(terminal_output(request_id, "abort"))
+        return in_core, ended
+
+    def record(self, step: StepOutputs) -> list[JournalEntry]:
+        """Record a step's outputs, with their times; the recalled requests that have left the core with it.
+
+        The last outputs of these are removed from `step`. Costs one dictionary look-up a request.
+        """
+        self._num_steps += 1
+        entries = self._entries
+        left: list[JournalEntry] = []
+        for output in step.outputs:
+            entry = entries.get(output.request_id)
+            if entry is None:
+                continue
+            if output.time is not None:
+                output.time += entry.sent_time
+            if not output.finished:
+                entry.token_ids += output.output_tokens
+            elif entry.location is RequestLocation.RECALLED and output.finish_reason == "abort" and not entry.aborted:
+                entry.location = RequestLocation.FRONT_END
+                left.append(entry)
+            else:
+                del entries[output.request_id]
+        if left:
+            ids = {entry.request.request_id for entry in left}
+            step.outputs = [output for output in step.outputs if output.request_id not in ids]
+        return left
+
+    def core_died(self, in_step: Collection[int] | None, *, killed: bool) -> list[RequestOutput]:
+        """Recall every request from a core that died, or was `killed`, in a step of the requests `in_step`.
+
+        None: it ended because of another core, or its host is gone, and no request is suspected. Returns the last
+        outputs of the requests that do not continue: they were aborted, or too many cores died on them.
+        """
+        in_core = [entry for entry in self if entry.location is not RequestLocation.FRONT_END]
+        # A core that died between steps may have died of a request that it had just received.
+        suspects: set[JournalEntry] = set()
+        if in_step is not None:
+            suspects.update(self.entries(in_step) or [entry for entry in in_core if self._was_recently_sent(entry)])
+            suspects &= set(in_core)
+        for entry in suspects:
+            entry.note_crash()
+        # A core may also die outside of steps, for example of a grammar: losses are limited as well.
+        for entry in in_core:
+            if entry not in suspects:
+                entry.note_loss()
+        ended = []
+        for entry in in_core:
+            entry.location = RequestLocation.FRONT_END
+            if entry.aborted:
+                ended.append(terminal_output(entry.request.request_id, "abort"))
+            elif entry in suspects and entry.crashes >= (_MAX_KILLS if killed else _MAX_CRASHES):
+                error = f"this request is not tried again: the engine died {entry.crashes} times in a row computing it"
+                ended.append(terminal_output(entry.request.request_id, "error", error, is_poison=True))
+        return ended
+
+    def _was_recently_sent(self, entry: JournalEntry) -> bool:
+        """Whether the core may have died while taking the request in, and not after it had waited for some steps."""
+        is_new = entry.steps_at_start >= self._num_steps - 1 or entry.request.sampling_params.grammar is not None
+        return is_new and len(entry.token_ids) == entry.tokens_at_start
+
+    def end_all(self, error: str) -> list[RequestOutput]:
+        """The last outputs of all live requests, which end with `error`."""
+        return [terminal_output(id, "error", error) for id in self._entries]
+
+
+class ReplicaEvents(NamedTuple):
+    """What a replica reports to its `CoreManager`."""
+
+    on_outputs: Callable[["Replica", StepOutputs], object]
+    """A step's outputs, which are to be delivered."""
+    on_step: Callable[[], object]
+    """Its core reported a step, whose outputs were delivered."""
+    on_ready: Callable[["Replica", bool, int], object]
+    """A core serves; whether it is not the first, and the number of requests that continue after tokens they had."""
+    on_unavailable: Callable[["Replica"], object]
+    """A core that served is gone, and the next does not serve yet. Called repeatedly."""
+    on_end: Callable[["Replica", Failed], object]
+    """It has no core, and none will be started."""
 
 
 class Replica:
     """A supervised core, and the journal of its requests. All calls come from one thread.
 
-    Requests that are here when its core dies go on in its next one, unless `Relocation` has others take them over.
+    Requests of a core that dies continue in its next one, unless `Relocation` moves them to other replicas.
     """
 
     def __init__(
         self,
         config: Config,
-        owner: Owner,
-        deliver: Callable[[StepOutputs], object],
         share: HostShare,
+        events: "ReplicaEvents",
         *,
+        lockstep: "Sequence[Replica] | None",
         seats: Seats | None,
         hosts: "CoreHosts | None",
     ) -> None:
-        """Start its core and return at once; see `Supervisor`. `deliver` is called with the outputs of every step.
+        """Start its core and return at once; see `Supervisor`.
 
-        The memory of its `share` is for the first core, which loads beside the others'. `seats`: of the replicas that
-        compute in lockstep; `hosts`: where it may be another's.
+        The memory of its `share` is for the first core, which loads at the same time as the others'. `lockstep`: all
+        replicas that compute in lockstep, and `seats`, their rendezvous; `hosts`: those that may run it.
         """
         self.number = share.replica
         self.ready: Ready | None = None
-        """What its latest core said when it was ready to serve; None before the first."""
-        self.deliver = deliver
+        """The message of its latest core when that was ready to serve; None before the first."""
         self.journal = Journal()
-        self.note_outputs: Callable[[Iterable[RequestOutput]], object] | None = None
-        """Called with what a step brought, before it is delivered."""
-        self.in_lockstep: Sequence[Replica] = (self,)
-        """Those that compute in step, this one included: while one has work, all must show progress."""
-        self._owner = owner
+        self._lockstep: Sequence[Replica] = (self,) if lockstep is None else lockstep
+        """While one of these has work, all must show progress."""
+        self._events = events
         self._share = share
-        # This process will keep off those that the core makes its own; the next core is to have them again.
+        # This process avoids the CPUs that the core reserves; the next core must be able to use them again.
         self._cpus = os.sched_getaffinity(0)
         self._seats = seats
         self._hosts = hosts if hosts is not None and hosts.runs(self.number) else None
@@ -82,65 +351,59 @@ class Replica:
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is a core now that is ready."""
+        """Whether there is a core that is ready."""
         return self.supervisor.is_serving
 
     def shutdown(self) -> None:
-        """Have the core abort what runs and end; it takes its time."""
-        self.supervisor.begin_end([Shutdown()])
+        """Ask the core to abort its requests and end, without waiting for that."""
+        self.supervisor.begin_shutdown([Shutdown()])
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[AddRequest]) -> list[Entry]:
+    def add(self, requests: Sequence[AddRequest]) -> list[JournalEntry]:
         """Send requests, or keep them until a core serves; their entries in the journal."""
         entries = self.journal.add(requests)
-        self._go_on(entries)
+        self._send(entries)
         return entries
 
-    def take_over(self, entries: Sequence[Entry]) -> None:
-        """Go on with requests that another replica has given away."""
-        self.journal.take_over(entries)
-        self._go_on(entries)
+    def take_over(self, entries: Sequence[JournalEntry]) -> None:
+        """Continue requests that another replica has exported."""
+        self.journal.import_entries(entries)
+        self._send(entries)
 
     def abort(self, request_ids: Collection[int]) -> None:
-        """Ask the core to end those of the requests that are this one's."""
-        there, ended = self.journal.abort(self.journal.entries(request_ids))
-        if there:
-            self.supervisor.send([AbortRequests(there)])
-        self._tell(ended)
+        """Abort those of the requests that are this replica's."""
+        in_core, ended = self.journal.abort(self.journal.entries(request_ids))
+        if in_core:
+            self.supervisor.send([AbortRequests(in_core)])
+        self._deliver(ended)
 
     def pause(self, request_ids: Collection[int]) -> None:
-        """Have the core give them up until `resume`."""
-        leaving = self.journal.call_back(self.journal.entries(request_ids))
-        if leaving:
-            self.supervisor.send([AbortRequests(leaving)])
+        """Recall requests from the core until `resume`."""
+        recalled = self.journal.recall(self.journal.entries(request_ids))
+        if recalled:
+            self.supervisor.send([AbortRequests(recalled)])
 
     def resume(self, request_ids: Collection[int]) -> None:
-        """Have the core go on with them."""
-        self._go_on(self.journal.let_go_on(self.journal.entries(request_ids)))
+        """Have the core continue paused requests."""
+        self._send(self.journal.resume(self.journal.entries(request_ids)))
 
-    def _tell(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs that no core sends."""
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Deliver outputs that no core sent."""
         if outputs:
             step = StepOutputs(outputs)
             self.journal.record(step)
-            self._deliver(step)
+            self._events.on_outputs(self, step)
 
-    def _deliver(self, step: StepOutputs) -> None:
-        if self.note_outputs is not None:
-            step.replica = self.number
-            self.note_outputs(step.outputs)
-        self.deliver(step)
-
-    def _go_on(self, entries: Sequence[Entry]) -> None:
-        """Bring requests that are here to the core, if there is one; if not, they wait for it."""
+    def _send(self, entries: Sequence[JournalEntry]) -> None:
+        """Send requests to the core, if it serves; otherwise they wait for it."""
         if self.is_serving and entries:
             if not self.has_work:
-                for replica in self.in_lockstep:
+                for replica in self._lockstep:
                     replica.supervisor.note_work()
             self.supervisor.send(self.journal.send(entries))
 
-    # -- what the supervisor tells ------------------------------------------------------------------------------
+    # -- events of the supervisor -------------------------------------------------------------------------------
 
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreLink:
         """Start a core."""
@@ -161,46 +424,46 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        """Whether the core owes anything."""
-        return any(replica.journal.has_work for replica in self.in_lockstep)
+        """Whether the core owes an output, or computes in lockstep with one that does."""
+        return any(replica.journal.has_work for replica in self._lockstep)
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether the core waits for those of other replicas, and none for it."""
+    def waits_for_peers(self) -> bool:
+        """Whether the core waits for those of other replicas, and none of them for it."""
         return self._seats is not None and self._seats.is_held_up(self.number)
 
     def on_step(self, step: StepOutputs) -> None:
-        """Write down what the core tells of a step, and deliver it."""
+        """Record and deliver a step's outputs."""
         left = self.journal.record(step)
-        self._deliver(step)
-        self._go_on(left)
-        self._owner.on_step()
+        self._events.on_outputs(self, step)
+        self._send(left)
+        self._events.on_step()
 
     def on_core_ready(self, ready: Ready, *, again: bool) -> None:
-        """Give a core what waits for it."""
+        """Send a core the requests that wait for it."""
         if self._hosts is not None:
-            # Another host's CPUs are none that processes of this one could keep off.
+            # The CPUs of another host are not those of this one's processes.
             ready = Ready(msgspec.structs.replace(ready.model, own_cpus=[]), ready.startup_seconds)
         self.ready = ready
         resumed = sum(bool(entry.token_ids) for entry in self.journal)
         if again:
             others = len(self.live) - resumed
             name = self.supervisor.name
-            _log.warning("%s serves again; %d requests go on, %d others begin", name, resumed, others)
-        self._owner.on_core_ready(self, again=again, resumed=resumed)
-        self._go_on(list(self.journal))
+            logger.warning("%s serves again; %d requests continue, %d others begin", name, resumed, others)
+        self._events.on_ready(self, again, resumed)
+        self._send(list(self.journal))
 
     def on_core_death(self, in_step: Collection[int] | None, *, killed: bool) -> bool:
-        """Call all requests back; those that do not go on end. Whether one was found to be at fault."""
+        """Recall all requests and end those that do not continue; whether one was found to be the cause."""
         ended = self.journal.core_died(in_step, killed=killed)
-        self._tell(ended)
+        self._deliver(ended)
         return any(output.is_poison for output in ended)
 
-    def on_away(self) -> None:
-        """What waits for the next core may be taken over by others."""
-        self._owner.on_away(self)
+    def on_unavailable(self) -> None:
+        """Requests that wait for the next core may be moved to other replicas."""
+        self._events.on_unavailable(self)
 
     def on_end(self, failure: Failed) -> None:
-        """What follows from the last core's end: every live request ends with an error."""
-        self._owner.on_end(self, failure)
-        self._tell(self.journal.end_all(failure.error))
+        """End every live request with an error, as there will be no other core."""
+        self._events.on_end(self, failure)
+        self._deliver(self.journal.end_all(failure.error))

@@ -1,6 +1,8 @@
-"""`Supervisor`: keeps an engine core running: starts it, hears it, kills it when it hangs, and starts the next.
+"""`Supervisor`: keeps an engine core running: starts it, reads its messages, kills it when it hangs, starts the next.
 
-Owned by `Replica`, which knows the requests; this knows processes. Works by blocking calls, or on an event loop.
+Owned by `Replica`, which knows the requests; a supervisor knows processes. It works by blocking calls or on an event
+loop. In this order: `CoreLink`, one core's process and sockets; `RestartPolicy`, whether another core is started;
+`Watchdog`, whether a core hangs; and the supervisor, which has one of each.
 """
 
 import asyncio
@@ -13,88 +15,235 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+import msgspec
 import zmq
 
-from engine.client.core_link import THE_CORE, CoreLink
 from engine.config.config import Config
-from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs
+from engine.distributed.core_process import CoreHandle, CoreWire
+from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs, Stopped
 
-# [restarts] `RestartPolicy`: whether an engine core that died is started again, and when. Asked by `Supervisor`.
+logger = logging.getLogger(__name__)
 
-_MOST_FUTILE = 5
-"""Cores in a row that died before they completed a step, or were ready and idle: more would change nothing."""
+_LAST_MESSAGE_MS = 1000
+"""A core that exits by itself sends the reason first; the message may arrive this much later than the exit is seen."""
+
+_END_SECONDS = 2.0
+"""From the end of the lifeline to SIGKILL, for a core that serves; one that does not has nothing to end."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Outbound)
+
+
+THE_CORE = "the engine core"
+"""Name of the only core in messages."""
+
+
+def core_name(config: Config, replica: int) -> str:
+    """Name of a replica's core in messages."""
+    return THE_CORE if config.parallel_config.data_parallel_size == 1 else f"engine core {replica}"
+
+
+class CoreLink:
+    """A core from its start to its end. All calls come from one thread; none but `wait_end` and `close` blocks."""
+
+    def __init__(self, core: CoreHandle, context: "zmq.Context[zmq.Socket[bytes]]", name: str = THE_CORE) -> None:
+        """Start the process and return at once. Raises `ValueError`, `OSError` when it cannot be started.
+
+        `name` is its name in messages; its own sockets are made in `context`.
+        """
+        self._core = core
+        self._name = name
+        self._wire: CoreWire | None = None
+        self.is_connected = False
+        """Whether the core has been ready."""
+        self.completed_steps = False
+        """Whether it has reported a step."""
+        self.reported_failure: Failed | None = None
+        """Why it ends, if it has reported that."""
+        try:
+            self._wire = core.open_wire(context)
+            core.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process id, on its own host; -1 while it is unknown."""
+        return self._core.pid
+
+    @property
+    def wire(self) -> CoreWire:
+        """The sockets to the core."""
+        assert self._wire is not None
+        return self._wire
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the core starts only when its host joins."""
+        return self._core.is_awaited
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Two descriptors: one is readable when there may be messages, the other when the core is gone."""
+        return self.wire.descriptor, self._core.lifeline.fileno()
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have `poller` wake up when there is a message or the core is gone."""
+        self.wire.register(poller)
+        poller.register(self._core.lifeline, zmq.POLLIN)
+
+    def receive(self) -> Outbound | None:
+        """The next message that has arrived; None if there is none."""
+        frame = self.wire.receive()
+        if frame is None:
+            return None
+        message: Outbound = _decoder.decode(frame)
+        match message:
+            case Ready():
+                self.wire.connected()
+                self._core.connected()
+                self.is_connected = True
+            case Failed():
+                self.reported_failure = self._named(message)
+            case Stopped():
+                self.reported_failure = Failed(f"{self._name} has stopped")
+            case _:
+                self.completed_steps = True
+        return message
+
+    def send(self, messages: Sequence[Inbound]) -> None:
+        """Send one multipart message, a frame each. One to a core that just died is lost; its death is seen later."""
+        if messages:
+            self.wire.send([_encoder.encode(message) for message in messages])
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, or is about to."""
+        return self._core.is_gone
+
+    def wait_end(self) -> int:
+        """Block until the process, which is gone, has been ended by the system; its exit code, or minus a signal."""
+        return self._core.wait()
+
+    def awaits_message(self, exit_code: int) -> bool:
+        """Wait a while for a message of a core that exited by itself and of unknown cause; whether there is one."""
+        is_known = self.reported_failure is not None or self._core.why_gone() is not None
+        return exit_code >= 0 and not is_known and self.wire.poll(_LAST_MESSAGE_MS)
+
+    def why_ended(self, exit_code: int) -> Failed:
+        """Why the core ended: as it reported, or as the system did."""
+        if self.reported_failure is not None:
+            return self.reported_failure
+        failure = self._core.why_gone()
+        if failure is not None:
+            return failure
+        if exit_code < 0:
+            return Failed(f"{self._name} was killed by {signal.Signals(-exit_code).name}")
+        return Failed(f"{self._name} exited with code {exit_code}; its log says why")
+
+    def running_step(self) -> Sequence[int] | None:
+        """Ids of the requests in the step that the core died in; None where no request is the cause."""
+        return self._core.running_step()
+
+    def stopped_process(self) -> int | None:
+        """A process of the core that a signal has stopped; None where there is none that can be seen."""
+        return self._core.stopped_process()
+
+    def dump_stacks(self) -> None:
+        """Have the core and its ranks log the stack of each thread, even where they are stuck or stopped."""
+        self._core.dump_stacks()
+
+    def kill(self) -> None:
+        """End the process now. Nothing happens if it is gone."""
+        self._core.kill()
+
+    def close(self, why: str = "") -> None:
+        """End the process, within seconds, and free all that belonged to it; `why` as in `CoreHandle.stop`."""
+        self._core.stop(_END_SECONDS if self.is_connected else 0.0, why)
+        if self._wire is not None:
+            self._wire.close()
+
+    def _named(self, failure: Failed) -> Failed:
+        """The failure with the name of this core where there are several; a user's mistake is not a core's."""
+        if failure.usage or self._name == THE_CORE:
+            return failure
+        error = failure.error.removeprefix(f"{THE_CORE} ")
+        sentence = f"{self._name} {error}" if error != failure.error else f"{self._name}: {error}"
+        return msgspec.structs.replace(failure, error=sentence)
+
+
+_MAX_FUTILE_STARTS = 5
+"""Successive cores that died before they were ready or had completed a step: another would die too."""
 
 _FIRST_DELAY_SECONDS = 0.25
-"""Before the start that follows a futile one; doubled each time: memory or a device may yet be freed."""
+"""Delay of the start after a futile one, doubled each time: memory or a device may be freed meanwhile."""
 
 
 class RestartPolicy:
-    """Counts deaths over a window of time."""
+    """Whether a core that died is started again, and when: by the number of restarts within a window of time."""
 
-    def __init__(self, most: int, window: float) -> None:
-        """At most `most` restarts within `window` seconds; 0: none at all."""
-        self._most = most
+    def __init__(self, max_restarts: int, window: float) -> None:
+        """At most `max_restarts` within `window` seconds; 0: none at all."""
+        self._max_restarts = max_restarts
         self._window = window
         self._restarts: deque[float] = deque()
         self._futile = 0
 
     def next_start(self, *, futile: bool) -> float | None:
-        """A core died; when to start the next, on `time.monotonic`'s clock. None: no more, `why_not` says why."""
+        """When to start another core after one died, on the monotonic clock. None: never, for the reason `why_not`."""
         now = time.monotonic()
         self._futile = self._futile + 1 if futile else 0
         while self._restarts and self._restarts[0] <= now - self._window:
             self._restarts.popleft()
-        if len(self._restarts) >= self._most or self._futile >= _MOST_FUTILE:
+        if len(self._restarts) >= self._max_restarts or self._futile >= _MAX_FUTILE_STARTS:
             return None
         self._restarts.append(now)
         return now + (_FIRST_DELAY_SECONDS * 2.0 ** (self._futile - 2) if self._futile > 1 else 0.0)
 
     @property
     def why_not(self) -> str:
-        """After `next_start` gave None: why, to end a sentence with; empty where restarts are off."""
-        if not self._most:
+        """The reason, after `next_start` gave None, to end a sentence with; empty where restarts are off."""
+        if not self._max_restarts:
             return ""
-        if self._futile >= _MOST_FUTILE:
+        if self._futile >= _MAX_FUTILE_STARTS:
             return f"; {self._futile} engine cores in a row died before they served, so no other is started"
         times = "once" if len(self._restarts) == 1 else f"{len(self._restarts)} times"
         window = math.ceil(self._window)
         return f"; it was started again {times} within {window} s (max_core_restarts), and is not once more"
 
 
-# [watchdog] `Watchdog`: notices an engine core that has work and completes no step, or is stopped.
-#
-# Asked by `Supervisor` again and again.
-
 _STOPPED_SECONDS = 2.0
-"""Without a step, before a process that the system holds stopped counts as stalled: no waiting will move it."""
+"""Seconds without a step before a stopped process counts as stalled: waiting would not continue it."""
 
 
 class Watchdog:
-    """Measures the time since the core last showed progress, or was given work when it had none."""
+    """Finds a core that has work and completes no step, or is stopped, by the time since it last showed progress."""
 
     def __init__(self, stall_timeout: float) -> None:
-        """`stall_timeout`: seconds that the longest step may take."""
+        """`stall_timeout`: most seconds that a step may take."""
         self._timeout = stall_timeout
-        self._last = self._looked = time.monotonic()
+        self._last_progress = self._last_check = time.monotonic()
         self.interval = min(1.0, stall_timeout / 4)
-        """Seconds between two looks."""
+        """Seconds between two checks."""
 
     def note_progress(self) -> None:
-        """A step was completed, or the core was idle until now."""
-        self._last = time.monotonic()
+        """Note that a step was completed, or that the core was idle until now."""
+        self._last_progress = time.monotonic()
 
-    def why_stalled(self, stopped_process: Callable[[], int | None], more: float = 0.0) -> str | None:
+    def why_stalled(self, stopped_process: Callable[[], int | None], grace: float = 0.0) -> str | None:
         """Why the core, which has work or is stopped, counts as stalled; None: it does not.
 
-        `stopped_process` finds a process of it that a signal has stopped. It may take `more` seconds than a step may.
+        `stopped_process` finds a process of the core that a signal has stopped. The core may take `grace` seconds
+        longer than a step may.
         """
         now = time.monotonic()
-        late, self._looked = now - self._looked > 2 * self.interval, now
-        silent = now - self._last
-        if late:
-            # This process was held up itself, and what the core said meanwhile may still be unread.
+        is_late, self._last_check = now - self._last_check > 2 * self.interval, now
+        silent = now - self._last_progress
+        if is_late:
+            # This process was delayed itself, and messages of the core may be unread.
             return None
-        if silent > self._timeout + more:
+        if silent > self._timeout + grace:
             return f"no step was completed for {silent:.0f} s (stall_timeout is {self._timeout:g})"
         if silent > _STOPPED_SECONDS:
             stopped = stopped_process()
@@ -103,14 +252,12 @@ class Watchdog:
         return None
 
 
-_log = logging.getLogger(__name__)
-
 _STACKS_SECONDS = 0.5
-"""For a stalled core to write its threads' stacks, before it is killed."""
+"""Time for a stalled core to log its threads' stacks before it is killed."""
 
 
 class Keeper(Protocol):
-    """Who has requests for the core."""
+    """What a supervisor needs of its `Replica`, which is a layer above it."""
 
     @property
     def live(self) -> Collection[int]:
@@ -118,17 +265,17 @@ class Keeper(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether the core owes anything."""
+        """Whether the core owes an output."""
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether the core waits for others with which it computes in lockstep, and none for it."""
+    def waits_for_peers(self) -> bool:
+        """Whether the core waits for others with which it computes in lockstep, and none of them for it."""
 
     def new_core(self, config: Config, context: "zmq.Context[zmq.Socket[bytes]]", /) -> CoreLink:
         """Start a core. Raises `ValueError`, `OSError` when it cannot be started."""
 
     def on_step(self, step: StepOutputs, /) -> None:
-        """The core tells of a step."""
+        """The core has reported a step."""
 
     def on_core_ready(self, ready: Ready, /, *, again: bool) -> None:
         """A core serves; `again` for all but the first."""
@@ -136,32 +283,32 @@ class Keeper(Protocol):
     def on_core_death(self, in_step: Collection[int] | None, /, *, killed: bool) -> bool:
         """The core that served is gone, in a step of these requests; `killed` by another process.
 
-        `in_step` is None where it followed another core into its end, or was lost with its host: no request is to
-        blame. Whether one was found to be at fault, and is gone too.
+        `in_step` is None where it ended because of another core, or was lost with its host: no request is the cause.
+        Returns whether a request was found to be the cause, and was ended.
         """
 
-    def on_away(self) -> None:
-        """The core that served is gone, and the next does not serve yet; told again and again."""
+    def on_unavailable(self) -> None:
+        """The core that served is gone, and the next does not serve yet. Called repeatedly."""
 
     def on_end(self, failure: Failed, /) -> None:
-        """There is no core, and will be none."""
+        """There is no core, and none will be started."""
 
 
 class Supervisor:
-    """An engine core through all of its lives. All calls come from one thread."""
+    """An engine core and its successors. All calls come from one thread."""
 
     def __init__(self, config: Config, keeper: Keeper, name: str = THE_CORE) -> None:
         """Start the core and return at once. Raises `ValueError`, `OSError` when it cannot be started.
 
-        `name` is what sentences call it.
+        `name` is its name in messages.
         """
         self.name = name
         self.is_serving = False
-        """Whether there is a core that is ready, and not known to be stuck."""
+        """Whether there is a core that is ready and not known to have stalled."""
         self.since = time.monotonic()
-        """When that last changed, on the monotonic clock."""
+        """When `is_serving` last changed, on the monotonic clock."""
         self.failure: Failed | None = None
-        """Why there is no core any more, and will be none."""
+        """Why there is no core, and none will be started; None otherwise."""
         self._pid = -1
         self._config = config
         self._keeper = keeper
@@ -177,7 +324,7 @@ class Supervisor:
 
         context = zmq.Context()
         links: list[CoreLink] = []
-        # `links` has the core's while there is one.
+        # `links` holds the core's link while there is a core.
         self._release = weakref.finalize(self, _release, links, context)
         self._context, self._links = context, links
         try:
@@ -188,23 +335,23 @@ class Supervisor:
 
     @property
     def pid(self) -> int:
-        """The process id of the core, or of the last one."""
+        """The process id of the current or the latest core."""
         if self._links:
             self._pid = self._links[0].pid
         return self._pid
 
     @property
     def link(self) -> CoreLink | None:
-        """The core's process and sockets, while there is one."""
+        """The link to the core, while there is one."""
         return self._links[0] if self._links else None
 
     @property
     def longest_start(self) -> float:
-        """Seconds that a core may take to take another's place, where its host is there, before it is killed."""
+        """Seconds that a restarted core may take until it serves, once its host is there, before it is killed."""
         return self._config.stall_timeout + 2 * self._first_start_seconds
 
     def send(self, messages: Sequence[Inbound]) -> None:
-        """Send messages to the core, which serves. To one that just died they go nowhere, and its death is told."""
+        """Send messages to the core, if it serves. To a core that just died they are lost; its death is seen later."""
         if messages and self.is_serving:
             link = self._links[0]
             link.send(messages)
@@ -212,38 +359,38 @@ class Supervisor:
                 self._loop.call_soon(self._receive)
 
     def note_work(self) -> None:
-        """The core, which was idle, is given work: from now on it must show progress."""
+        """Note that the core, which was idle, gets work: from now on it must show progress."""
         self._watchdog.note_progress()
 
-    def begin_end(self, farewell: Sequence[Inbound]) -> None:
-        """Have the core, if it serves, end by itself, as `farewell` tells it; there will be no other."""
+    def begin_shutdown(self, messages: Sequence[Inbound]) -> None:
+        """Send the core, if it serves, these last messages, after which it ends; no other is started."""
         self._closing = True
-        self.send(farewell)
+        self.send(messages)
 
     def end(self, failure: Failed) -> None:
-        """End what is left, by force and for good; nothing if nothing is."""
+        """End the core by force, if there is one; no other is started."""
         self._closing = True
         if self.failure is None:
             self._end(failure)
 
-    # -- hearing the core ---------------------------------------------------------------------------------------
+    # -- reading the core's messages ----------------------------------------------------------------------------
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on, work on that event loop, whose thread calls this."""
+        """Work on that event loop from now on. Call it from the loop's thread."""
         self._loop = loop
         if self._links:
             self._listen(loop, self._links[0])
         loop.call_later(self._watchdog.interval, self._watch, loop)
 
     @property
-    def next_look(self) -> float:
-        """When to `look` again though nothing is heard, on the monotonic clock; infinite: not before."""
+    def next_poll(self) -> float:
+        """When to `poll` again though no message came, on the monotonic clock; infinite: only after a message."""
         start = math.inf if self._start_at is None else self._start_at
-        looks = self._watches or self._awaits_host
-        return min(start, time.monotonic() + self._watchdog.interval) if looks else start
+        checks = self._watches or self._awaits_host
+        return min(start, time.monotonic() + self._watchdog.interval) if checks else start
 
-    def look(self) -> None:
-        """Take in what has happened, where there is no event loop that tells of it."""
+    def poll(self) -> None:
+        """Process everything that has happened, where no event loop reports it."""
         if self._links:
             link = self._links[0]
             self._receive()
@@ -255,22 +402,22 @@ class Supervisor:
                 self._watchdog.note_progress()
         if self._start_at is not None and time.monotonic() >= self._start_at:
             self._start_again()
-        self._tell_of_absence()
+        self._report_absence()
 
     def _listen(self, loop: asyncio.AbstractEventLoop, link: CoreLink) -> None:
         messages, lifeline = link.descriptors
         loop.add_reader(messages, self._receive)
         loop.add_reader(lifeline, self._on_gone)
-        # ZMQ's descriptor tells of changes only: what arrived before is not told again.
+        # ZMQ's descriptor reports changes only, not messages that arrived before.
         loop.call_soon(self._receive)
 
     def _receive(self) -> None:
-        """Take in every message that has arrived."""
+        """Process every message that has arrived."""
         try:
             while self._links and (message := self._links[0].receive()) is not None:
                 self._take_in(message)
         except BaseException:
-            # The descriptor will not tell again of the messages behind the one that raised.
+            # The descriptor does not report the messages after the one that raised again.
             if self._loop is not None:
                 self._loop.call_soon(self._receive)
             raise
@@ -278,21 +425,21 @@ class Supervisor:
     def _take_in(self, message: Outbound) -> None:
         match message:
             case StepOutputs():
-                # Without these it is the input thread's, which goes on when the loop is stuck.
+                # A message without statistics is from the input thread, which runs on when the loop is stuck.
                 if message.stats is not None:
                     self._watchdog.note_progress()
                 self._keeper.on_step(message)
             case Ready():
                 self._note_serving(True)
                 self._watchdog.note_progress()
-                # What requests were checked against holds for every core that serves them.
+                # Later cores must have the cache that requests were checked against.
                 self._config = self._config.model_copy(update={"num_kvcache_blocks": message.model.num_kvcache_blocks})
                 again, self._served = self._served, True
                 if not again:
                     self._first_start_seconds = time.monotonic() - self._started
                 self._keeper.on_core_ready(message, again=again)
 
-    # -- a core that hangs --------------------------------------------------------------------------------------
+    # -- cores that hang ----------------------------------------------------------------------------------------
 
     @property
     def _watches(self) -> bool:
@@ -300,13 +447,13 @@ class Supervisor:
 
     @property
     def _starts_again(self) -> bool:
-        """Whether a core that takes another's place is starting; the first one may take as long as it likes."""
-        return self._starts and not self._links[0].is_awaited
+        """Whether a restarted core is starting; the start of the first one has no time limit."""
+        return self._starts and not self._links[0].waits_for_host
 
     @property
     def _awaits_host(self) -> bool:
-        """Whether a core that takes another's place waits for its host to join, which may take as long as it likes."""
-        return self._starts and self._links[0].is_awaited
+        """Whether a restarted core waits for its host to join, which has no time limit."""
+        return self._starts and self._links[0].waits_for_host
 
     @property
     def _starts(self) -> bool:
@@ -315,19 +462,19 @@ class Supervisor:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.failure is not None:
             return
-        # Before anything that may raise: nobody else would look again.
+        # Before anything that may raise: nothing else would schedule the next check.
         loop.call_later(self._watchdog.interval, self._watch, loop)
         self._receive()
-        # An idle core owes no progress, but one that is stopped would keep whoever comes next waiting.
+        # An idle core owes no progress, but a stopped one would not compute the next request.
         if self._watches or (self.is_serving and self._links[0].stopped_process() is not None):
             self._check_progress()
         else:
             self._watchdog.note_progress()
-        self._tell_of_absence()
+        self._report_absence()
 
-    def _tell_of_absence(self) -> None:
+    def _report_absence(self) -> None:
         if self._served and not self.is_serving and self.failure is None:
-            self._keeper.on_away()
+            self._keeper.on_unavailable()
 
     def _note_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
@@ -336,15 +483,15 @@ class Supervisor:
     def _check_progress(self) -> None:
         """Kill a core that has stalled, once it has written what its threads do."""
         link = self._links[0]
-        more = 2 * self._first_start_seconds if self._starts_again else 0.0
-        if self._keeper.is_held_up:
-            # The one that it waits for is killed first, and is suspected alone; this one follows it into its end.
-            more += self._config.stall_timeout
-        self._stalled = self._watchdog.why_stalled(link.stopped_process, more)
+        grace = 2 * self._first_start_seconds if self._starts_again else 0.0
+        if self._keeper.waits_for_peers:
+            # The core that it waits for is killed first, so that only that one's requests are suspected.
+            grace += self._config.stall_timeout
+        self._stalled = self._watchdog.why_stalled(link.stopped_process, grace)
         if self._stalled is None:
             return
         self._note_serving(False)
-        _log.error("%s stalls: %s; it is killed, and its threads' stacks follow", self.name, self._stalled)
+        logger.error("%s stalls: %s; it is killed, and its threads' stacks follow", self.name, self._stalled)
         link.dump_stacks()
         if self._loop is not None:
             self._loop.call_later(_STACKS_SECONDS, link.kill)
@@ -375,24 +522,24 @@ class Supervisor:
         link = self._links[0]
         exit_code = link.wait_end()
         self._receive()
-        while link.hears_more(exit_code):
+        while link.awaits_message(exit_code):
             self._receive()
         failure = link.why_ended(exit_code)
         killed = exit_code == -signal.SIGKILL or failure.killed
         if self._stalled is not None:
             failure, killed = Failed(f"{self.name} stalled: {self._stalled}"), False
-        # What it computed when it followed another into its end is nobody's fault.
+        # Where it ended because of another core, no request of its step is the cause.
         in_step = None if failure.collateral else link.running_step()
         self._unlink(link)
-        found = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
-        # One that died in its first step, or before any, would do no better the next time: unless it was a request's
-        # doing, which will not be tried again.
+        found_cause = link.is_connected and self._keeper.on_core_death(in_step, killed=killed)
+        # A core that died before or in its first step would die again, unless a request was the cause, which is not
+        # tried again.
         died_at_once = not link.is_connected or (bool(in_step) and not link.completed_steps)
-        # One that was killed may be as good as the next.
-        self._lost(failure, futile=died_at_once and not found and not killed and not failure.collateral)
+        # A core that another process killed may be started again.
+        self._lost(failure, futile=died_at_once and not found_cause and not killed and not failure.collateral)
 
     def _lost(self, failure: Failed, *, futile: bool) -> None:
-        """Start another core, now or later, or end for good."""
+        """Start another core, now or later, or none."""
         if not self._served or self._closing:
             self._end(failure)
             return
@@ -400,7 +547,7 @@ class Supervisor:
         if self._start_at is None:
             self._end(Failed(failure.error + self._restarts.why_not, failure.usage))
             return
-        _log.error("%s; another is started for %d live requests", failure.error, len(self._keeper.live))
+        logger.error("%s; another is started for %d live requests", failure.error, len(self._keeper.live))
         if self._loop is not None:
             self._loop.call_at(self._loop.time() + self._start_at - time.monotonic(), self._start_again)
 

@@ -278,6 +278,7 @@ async def test_an_event_loop_hears_of_the_core_s_death() -> None:
 
 PARENT = """
 import sys
+import zmq
 from engine.distributed import core_process
 core_process.CORE_MODULE = "stub_core"
 from engine.config.config import Config
@@ -286,7 +287,9 @@ manager = CoreManager(Config())
 if sys.argv[1] == "ready":
     manager.wait_ready()
 if sys.argv[1] == "ready, but not heard":
-    manager._replicas[0].supervisor.link.poll(60)
+    poller = zmq.Poller()
+    manager._replicas[0].supervisor.link.register(poller)
+    poller.poll(60_000)
 print(manager.pid, manager._replicas[0].supervisor.link._core.launch.directory, flush=True)
 sys.stdin.read()
 """

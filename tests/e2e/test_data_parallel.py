@@ -114,7 +114,7 @@ def test_an_id_in_use_is_refused_wherever_it_is(run: Run) -> None:
 
 
 def test_on_an_event_loop_outputs_come_to_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relocation, "AWAY_SECONDS", 2.0 * WAIT_SECONDS)
+    monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 2.0 * WAIT_SECONDS)
     run = Run(parallel_config=replicas())
 
     async def serve() -> list[tuple[int, int]]:
@@ -265,7 +265,7 @@ def test_requests_go_on_in_another_replica_where_theirs_does_not_come_back(
     stub_core: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that were queued at once, and those that may have killed it when no start takes that long."""
-    monkeypatch.setattr(relocation, "AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 0.2)
 
     async def serve() -> None:
         run.manager.attach(asyncio.get_running_loop(), run.take, on_move=lambda *told: moves.append(told))

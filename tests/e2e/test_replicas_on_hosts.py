@@ -147,14 +147,14 @@ def test_requests_of_a_host_that_is_lost_go_on_in_the_others_which_serve_meanwhi
     assert "engine core 1 on node 1 (" in log
     assert "is gone: the connection to its host has ended; another is started" in log
     assert "node 1 has to join again" in log
-    assert f"engine core 1 is away: {len(away) - 1} of its requests go on in engine core 0" in log
+    assert f"engine core 1 is unavailable: {len(away) - 1} of its requests continue in engine core 0" in log
 
 
 @pytest.mark.slow
 def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
     two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relocation, "AWAY_SECONDS", 2.0 * WAIT_SECONDS)
+    monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 2.0 * WAIT_SECONDS)
     run, host = two
     away = begin_on_both(run)
     host.process.kill()
@@ -172,7 +172,7 @@ def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
 def test_a_host_that_joins_again_later_is_given_new_requests_only(
     two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relocation, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(relocation, "UNAVAILABLE_SECONDS", 0.0)
     run, host = two
     begin_on_both(run)
     host.process.kill()

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.client.journal import Journal
+from engine.client.replica import Journal
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 
@@ -81,13 +81,13 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pause(self, data: st.DataObject) -> None:
-        leaving = self.journal.call_back(self.journal.entries([data.draw(st.integers(0, self.added))]))
+        leaving = self.journal.recall(self.journal.entries([data.draw(st.integers(0, self.added))]))
         if self.serving:
             self.leaving += leaving
 
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        entries = self.journal.let_go_on(self.journal.entries([data.draw(st.integers(0, self.added))]))
+        entries = self.journal.resume(self.journal.entries([data.draw(st.integers(0, self.added))]))
         if self.serving:
             self.send(entries)
 
@@ -131,7 +131,7 @@ class JournalMachine(RuleBasedStateMachine):
         if not hasattr(self, "journal"):
             return
         self.start_again()
-        self.send(self.journal.let_go_on(list(self.journal)))
+        self.send(self.journal.resume(list(self.journal)))
         for _ in range(2 * _LENGTH):
             outputs = [
                 RequestOutput(request_id, [], finished=True, finish_reason="abort")

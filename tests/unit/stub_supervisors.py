@@ -34,7 +34,7 @@ class StubSupervisor:
     """A core that counts: a request's n-th token is `_FIRST_TOKEN + n`. Stands in for `Supervisor`."""
 
     link = None
-    next_look = 0.0
+    next_poll = 0.0
     pid = 1
     longest_start = LONGEST_START
 
@@ -60,16 +60,16 @@ class StubSupervisor:
     def note_work(self) -> None:
         """As `Supervisor`."""
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """As `Supervisor`; a core that was told to end has done so at the second look."""
         if self._has_served and not self.is_serving and self.failure is None:
-            self._keeper.on_away()
+            self._keeper.on_unavailable()
         if self._looks_to_the_end is not None:
             self._looks_to_the_end -= 1
             if not self._looks_to_the_end:
                 self.end(Failed(f"{self.name} has stopped"))
 
-    def begin_end(self, farewell: Sequence[Inbound]) -> None:
+    def begin_shutdown(self, messages: Sequence[Inbound]) -> None:
         """As `Supervisor`."""
         self._looks_to_the_end = 2 if self.is_serving else None
 
@@ -179,15 +179,15 @@ class Cluster:
         """As if so much time had gone by."""
         _CLOCK.now += seconds
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """What supervisors do again and again."""
         for stub in self.stubs:
-            stub.look()
+            stub.poll()
 
-    def stay_away(self, seconds: float = relocation.AWAY_SECONDS) -> None:
+    def stay_away(self, seconds: float = relocation.UNAVAILABLE_SECONDS) -> None:
         """As if so much time had gone by, and a look."""
         self.pass_time(seconds)
-        self.look()
+        self.poll()
 
     def add(self, *ids: int, to: int | None = None, prompt: list[int] | None = None, **params: Any) -> None:
         """Requests of `prompt`, each of its own unless there is one; `to`: a replica, the others of which are away."""

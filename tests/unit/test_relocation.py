@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.client.placement import LIVE_TOKENS
-from engine.client.relocation import AWAY_SECONDS
+from engine.client.relocation import UNAVAILABLE_SECONDS
 from engine.messages import AddRequest
 from tests.unit.stub_supervisors import LONGEST_START, Cluster, StubSupervisor
 
@@ -36,7 +36,7 @@ def test_requests_of_a_replica_that_stays_away_go_on_in_another_behind_their_tok
     second.step()
     cluster.add(2, to=1)
     second.lose(None)
-    cluster.look()
+    cluster.poll()
     assert cluster.homes() == {0: 1, 1: 1, 2: 1}, "it may be back in a moment"
     cluster.stay_away()
     assert cluster.homes() == {0: 0, 1: 0, 2: 0}
@@ -52,7 +52,7 @@ def test_a_replica_that_is_back_soon_keeps_its_requests(cluster: Cluster):
     cluster.add(0, to=1)
     second.step()
     second.lose(None)
-    cluster.stay_away(AWAY_SECONDS - 1)
+    cluster.stay_away(UNAVAILABLE_SECONDS - 1)
     second.serve()
     cluster.stay_away(LONGEST_START)
     assert cluster.homes() == {0: 1}
@@ -84,7 +84,7 @@ def test_what_a_core_still_has_does_not_move_however_long_it_is_stuck(cluster: C
     cluster.stay_away(2 * LONGEST_START)
     assert cluster.homes() == {0: 1}, "it might yet bring a token"
     second.lose(None)
-    cluster.look()
+    cluster.poll()
     assert cluster.homes() == {0: 0}, "it was away all the time"
     cluster.until_ended(0)
     cluster.assert_complete(0)
@@ -101,7 +101,7 @@ def test_without_another_that_serves_they_wait_and_move_once_one_has_served_for_
     cluster.add(2, 3)
     assert set(cluster.homes()) == {0, 1, 2, 3}
     first.serve()
-    cluster.look()
+    cluster.poll()
     assert cluster.homes()[0] == 1, "the other may be back in the same moment"
     cluster.stay_away()
     assert set(cluster.homes().values()) == {0}
@@ -197,7 +197,7 @@ def test_nothing_moves_while_the_engine_is_shut_down(cluster: Cluster):
     cluster.add(0, to=1)
     cluster.stubs[1].step()
     cluster.stubs[1].lose(None)
-    cluster.pass_time(AWAY_SECONDS)
+    cluster.pass_time(UNAVAILABLE_SECONDS)
     cluster.manager.shutdown()
     assert not cluster.moves
     assert cluster.ends[0].finish_reason == "error"
@@ -227,7 +227,7 @@ def test_where_no_start_takes_that_long_others_try_them_one_at_a_time_and_alone(
     second.lose([0, 1, 2])
     for request_id in range(3):
         cluster.stay_away(LONGEST_START + 1)
-        cluster.look()
+        cluster.poll()
         assert first.untried == [request_id], "the next one after this one"
         first.step()
     assert set(cluster.homes().values()) == {0}
@@ -305,7 +305,7 @@ def test_of_several_suspects_the_second_is_tried_when_it_is_known_what_became_of
         cluster.stubs[0].lose([0, 1, 2])
         cluster.stay_away(LONGEST_START + 1)
         for _ in range(3):
-            cluster.look()
+            cluster.poll()
         (tried,) = [stub for stub in cluster.stubs if stub.untried]
         tried.lose(tried.next_step())
         assert cluster.ends[0].is_poison
@@ -313,10 +313,10 @@ def test_of_several_suspects_the_second_is_tried_when_it_is_known_what_became_of
             cluster.stay_away(1)
         assert not any(stub.untried for stub in cluster.stubs), "nor while another has died of the first"
         tried.serve()
-        cluster.look()
+        cluster.poll()
         assert [request_id for stub in cluster.stubs for request_id in stub.untried] == [1]
         cluster.until_ended(1)
-        cluster.look()
+        cluster.poll()
         cluster.until_ended(2)
         cluster.assert_complete(1, 2)
 

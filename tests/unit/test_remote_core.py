@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from engine.client.core_link import CoreLink
+from engine.client.supervisor import CoreLink
 from engine.config.config import Config, ParallelConfig
 from engine.distributed import remote_core as core_call
 from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, deal_out
@@ -96,7 +96,7 @@ def test_who_knows_why_it_ended_does_not_wait_for_its_last_words(
     core.hear(CoreEnded(7, LOST_FRONT_END, []))
     monkeypatch.setattr(RemoteWire, "poll", lambda *_: pytest.fail("waits"))
     assert link.is_gone
-    assert not link.hears_more(link.wait_end())
+    assert not link.awaits_message(link.wait_end())
     link.close()
 
 

@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_restarts_beyond_the_window_are_forgotten(clock: Clock) -> None:
-    policy = RestartPolicy(most=2, window=60)
+    policy = RestartPolicy(max_restarts=2, window=60)
     for _ in range(5):
         assert policy.next_start(futile=False) == clock.now
         assert policy.next_start(futile=False) == clock.now
@@ -40,7 +40,7 @@ def test_restarts_beyond_the_window_are_forgotten(clock: Clock) -> None:
 
 
 def test_futile_starts_are_repeated_later_and_later_and_then_no_more(clock: Clock) -> None:
-    policy = RestartPolicy(most=100, window=600)
+    policy = RestartPolicy(max_restarts=100, window=600)
     delays = []
     while (start := policy.next_start(futile=True)) is not None:
         delays.append(start - clock.now)
@@ -49,7 +49,7 @@ def test_futile_starts_are_repeated_later_and_later_and_then_no_more(clock: Cloc
 
 
 def test_a_core_that_served_makes_up_for_futile_ones(clock: Clock) -> None:
-    policy = RestartPolicy(most=100, window=600)
+    policy = RestartPolicy(max_restarts=100, window=600)
     for _ in range(4):
         policy.next_start(futile=True)
     assert policy.next_start(futile=False) == clock.now
@@ -57,7 +57,7 @@ def test_a_core_that_served_makes_up_for_futile_ones(clock: Clock) -> None:
 
 
 def test_no_restarts_means_none(clock: Clock) -> None:
-    policy = RestartPolicy(most=0, window=600)
+    policy = RestartPolicy(max_restarts=0, window=600)
     assert policy.next_start(futile=False) is None
     assert policy.why_not == ""
 

@@ -15,8 +15,8 @@ class Link:
     pid = 1
     is_connected = True
     is_gone = False
-    is_awaited = False
-    last_words = None
+    waits_for_host = False
+    reported_failure = None
     failure = Failed("it died")
     descriptors = (-1, -1)
 
@@ -44,7 +44,7 @@ class Link:
     def wait_end(self) -> int:
         return 1
 
-    def hears_more(self, exit_code: int) -> bool:
+    def awaits_message(self, exit_code: int) -> bool:
         return False
 
     def why_ended(self, exit_code: int) -> Failed:
@@ -60,7 +60,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self.link = Link()
-        self.is_held_up = False
+        self.waits_for_peers = False
 
     def new_core(self, config: Config, context: object) -> Link:
         return self.link
@@ -87,23 +87,23 @@ def kills_within(keeper: Keeper, clock: Clock, seconds: int) -> int:
     supervisor.is_serving = True
     for _ in range(seconds):
         clock.now += 1
-        supervisor.look()
+        supervisor.poll()
     supervisor.end(Failed("the test is over"))
     return keeper.link.kills
 
 
-@pytest.mark.parametrize(("is_held_up", "seconds", "kills"), [(False, 10, 0), (False, 11, 1), (True, 20, 0)])
+@pytest.mark.parametrize(("waits_for_peers", "seconds", "kills"), [(False, 10, 0), (False, 11, 1), (True, 20, 0)])
 def test_a_core_that_waits_for_another_is_not_the_one_that_is_killed(
-    clock: Clock, is_held_up: bool, seconds: int, kills: int
+    clock: Clock, waits_for_peers: bool, seconds: int, kills: int
 ) -> None:
     keeper = Keeper()
-    keeper.is_held_up = is_held_up
+    keeper.waits_for_peers = waits_for_peers
     assert kills_within(keeper, clock, seconds) == kills
 
 
 def test_one_that_waits_for_ever_is_killed_in_the_end(clock: Clock) -> None:
     keeper = Keeper()
-    keeper.is_held_up = True
+    keeper.waits_for_peers = True
     assert kills_within(keeper, clock, 21) == 1
 
 
