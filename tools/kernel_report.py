@@ -1,8 +1,8 @@
-"""Compiles every kernel for its targets, without a GPU, and writes the results into docs/kernels.md.
+"""Compiles every kernel for its targets, without a GPU, and writes the results into docs/kernels.md and docs/kernels.json.
 
-`python -m tools.kernel_report`. Recorded compilations are not repeated, unless `--fresh`. `--json` prints what was
-read instead, for the tests; `--targets` and files of kernels select some. `--check` compiles nothing and compares the
-page's list of kernels with the code's.
+`python -m tools.kernel_report`. The page is for readers. The record, docs/kernels.json, has each compilation by a key of
+all that decides the compiler's output; what is in it is not compiled again, neither here nor by the tests, unless
+`--fresh`. `--check` compiles nothing and says whether both are complete.
 """
 
 import argparse
@@ -20,13 +20,12 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models.ops.triton as package
-from models.ops.triton.compilation import Compilation
+from models.ops.triton.compilation import Compilation, source_of
 from models.ops.triton.configs import KIB, TARGETS, Target
 
 # The compiler's output, and what is wrong with it.
@@ -162,44 +161,46 @@ def _number(pattern: str, text: str, default: int | None = None) -> int:
     return int(found.group(1))
 
 
-# The record of compilations: one that is in it is not repeated.
-#
-# One line a compilation, by its key, which changes with the kernel's source, its options and Triton's version.
+# The record of compilations in the repository: a compilation whose key is in it is not repeated.
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "kernels.md"
-RECORD = _ROOT / ".kernels.jsonl"
+RECORD = _ROOT / "docs" / "kernels.json"
 
 
-def read_record() -> dict[str, Assembly]:
-    """By key; empty where the compiler's output was read in another way."""
-    if not RECORD.is_file():
+def read_record(path: Path = RECORD) -> dict[str, Assembly]:
+    """The recorded compilations by key; none if they were read from the compiler's output by other code than this."""
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    if record.get("reader") != _reader():
         return {}
-    reader, *lines = RECORD.read_text().splitlines()
-    if json.loads(reader) != _reader():
-        return {}
-    return dict(_assembly(json.loads(line)) for line in lines)
+    return {entry["key"]: _assembly(entry) for entry in record["kernels"]}
 
 
-def add_to_record(results: Iterable[tuple[Compilation, Assembly]]) -> None:
-    """Keep these too. Of processes that do so at the same time, what one adds may be lost, and is compiled again."""
-    found = read_record() | {compilation.key: assembly for compilation, assembly in results}
-    entries = [{"key": key} | dataclasses.asdict(assembly) for key, assembly in found.items()]
-    unfinished = RECORD.with_suffix(f".{os.getpid()}")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in (_reader(), *entries)))
-    unfinished.replace(RECORD)
+def write_record(results: Iterable[tuple[Compilation, Assembly]], path: Path = RECORD) -> None:
+    """One line for each compilation, sorted by name and target."""
+    entries = sorted(
+        (
+            {"name": one.name, "target": one.target.arch, "key": one.key} | dataclasses.asdict(assembly)
+            for one, assembly in results
+        ),
+        key=lambda entry: (entry["name"], entry["target"]),
+    )
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    path.write_text(f'{{"triton": "{triton_release()}", "reader": "{_reader()}", "kernels": [\n{lines}\n]}}\n')
 
 
-def _reader() -> dict[str, str]:
-    """What reads the compiler's output."""
-    source = Path(__file__).read_bytes()
-    return {"read by": hashlib.sha256(source).hexdigest()[:20]}
+def _reader() -> str:
+    """A hash of the code that reads the compiler's output."""
+    functions = (_read_amd, _groups_by_lds, _width, _read_cuda, _resource_usage, _matrix, _number)
+    constants = (_SIMDS, _WIDTHS, _AMD_LOAD.pattern, _PTX_LOAD.pattern, _PTX_COPY.pattern)
+    sources = [source_of(function) for function in functions]
+    return hashlib.sha256(repr((sources, constants)).encode()).hexdigest()[:20]
 
 
-def _assembly(line: dict[str, Any]) -> tuple[str, Assembly]:
-    fields = {field.name: line[field.name] for field in dataclasses.fields(Assembly)}
-    fields["loads"] = {int(width): count for width, count in line["loads"].items()}
-    return line["key"], Assembly(**fields)
+def _assembly(entry: dict[str, Any]) -> Assembly:
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(Assembly)}
+    fields["loads"] = {int(width): count for width, count in entry["loads"].items()}
+    return Assembly(**fields)
 
 
 _BEGIN, _END = "<!-- kernels: begin -->\n", "<!-- kernels: end -->\n"
@@ -208,18 +209,16 @@ ON_PAGE = tuple(arch for arch, target in TARGETS.items() if not target.like)
 """Those with rows of their own in the table of configurations."""
 
 
-def compilations(files: Iterable[str] = (), targets: Iterable[str] = ON_PAGE) -> dict[str, list[Compilation]]:
-    """What is to be compiled, by the file of kernels that exports it."""
-    wanted, archs = set(files), set(targets)
-    found = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.ispkg or (wanted and module.name not in wanted):
-            continue
-        exported = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "COMPILATIONS", ())
-        chosen = [compilation for compilation in exported if compilation.target.arch in archs]
-        if chosen:
-            found[module.name] = chosen
-    return found
+def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
+    """Every form of every kernel for some targets, in the order of the kernels' files."""
+    archs = set(targets)
+    modules = (importlib.import_module(f"{package.__name__}.{one.name}") for one in _kernel_files())
+    exported = (one for module in modules for one in getattr(module, "COMPILATIONS", ()))
+    return [one for one in exported if one.target.arch in archs]
+
+
+def _kernel_files() -> Iterator[pkgutil.ModuleInfo]:
+    return (module for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
 
 
 def table(results: Sequence[tuple[Compilation, Assembly]]) -> str:
@@ -263,73 +262,99 @@ def write_page(results: Sequence[tuple[Compilation, Assembly]]) -> None:
     PAGE.write_text(before + _BEGIN + table(results) + _END + after)
 
 
-def compiled(wanted: Sequence[Compilation], known: Mapping[str, Assembly]) -> Iterator[Assembly]:
-    """What the compiler makes of each, in their order; those that are not known are compiled once, on all cores."""
-    new = {one.key: one for one in wanted if one.key not in known}
-    found = dict(known)
-    cores = min(len(os.sched_getaffinity(0)), len(new))
-    # Kernels cannot be sent to another process: it finds them by number among those that it inherits.
-    _waiting[:] = new.values()
-    with multiprocessing.get_context("fork").Pool(cores) if cores > 1 else nullcontext() as pool:
-        made = iter(map(_compile_nth, range(len(new))) if pool is None else pool.imap(_compile_nth, range(len(new))))
-        for one in wanted:
-            if one.key not in found:
-                found[one.key] = next(made)
-            yield found[one.key]
+def compile_all(wanted: Sequence[Compilation]) -> Iterator[Assembly]:
+    """What the compiler makes of each, in their order; on all cores. Not to be called under the interpreter."""
+    cores = min(len(os.sched_getaffinity(0)), len(wanted))
+    if cores <= 1:
+        yield from (read_assembly(one, one.compile()) for one in wanted)
+        return
+    # Kernels cannot be pickled: processes find them by number among those that they inherit.
+    with multiprocessing.get_context("fork").Pool(cores, _inherit, (wanted,)) as pool:
+        yield from pool.imap(_compile_inherited, range(len(wanted)))
 
 
-_waiting: list[Compilation] = []
+_inherited: Sequence[Compilation] = ()
 
 
-def _compile_nth(nth: int) -> Assembly:
-    return read_assembly(_waiting[nth], _waiting[nth].compile())
+def _inherit(wanted: Sequence[Compilation]) -> None:
+    global _inherited
+    _inherited = wanted
+
+
+def _compile_inherited(number: int) -> Assembly:
+    return read_assembly(_inherited[number], _inherited[number].compile())
+
+
+def compile_apart(keys: Iterable[str], cache: Path) -> dict[str, Assembly]:
+    """Compilations by key, made in a process that does not interpret kernels; `cache` is Triton's folder there."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tools.kernel_report", "--compile", *keys]
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    result = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(result.stderr)
+    entries = [json.loads(line) for line in result.stdout.splitlines()]
+    return {entry["key"]: _assembly(entry) for entry in entries}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 where nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help="files of kernels, without .py; all of them by default")
-    parser.add_argument("--targets", default=",".join(ON_PAGE), help="architectures, with commas between")
-    parser.add_argument("--json", action="store_true", help="print one line a compilation, and write no page")
-    parser.add_argument("--fresh", action="store_true", help="compile also what .kernels.jsonl has")
-    parser.add_argument("--check", action="store_true", help="compile nothing; is every kernel on the page?")
+    parser.add_argument("--fresh", action="store_true", help="compile also what docs/kernels.json has")
+    parser.add_argument("--check", action="store_true", help="compile nothing; are page and record complete?")
+    parser.add_argument("--compile", nargs="+", metavar="KEY", help="compile these and print one JSON line for each")
     options = parser.parse_args(arguments)
-    targets = options.targets.split(",")
-    if not options.json and not options.check and (options.files or set(targets) != set(ON_PAGE)):
-        parser.error("the page has all kernels on its own targets; others are for --json")
     if importlib.util.find_spec("triton") is None:
-        sys.stderr.write("Triton is not installed, and has no build for every machine: nothing is looked at\n")
+        sys.stderr.write("Triton is not installed, as it is not built for every platform: no kernel is compiled\n")
         return 0 if options.check else 1
-    chosen = compilations(options.files, targets)
-    if options.check:
-        return 0 if is_page_complete(chosen) else 1
-    files = [(file, compilation) for file, several in chosen.items() for compilation in several]
-    wanted = [compilation for _, compilation in files]
-    results, is_wrong = [], False
+    if options.compile:
+        wanted = list({one.key: one for one in compilations(TARGETS) if one.key in options.compile}.values())
+        for one, assembly in zip(wanted, compile_all(wanted), strict=True):
+            sys.stdout.write(json.dumps({"key": one.key} | dataclasses.asdict(assembly)) + "\n")
+        return 0
+    every = compilations()
     known = {} if options.fresh else read_record()
-    for (file, compilation), assembly in zip(files, compiled(wanted, known), strict=True):
-        wrong = problems(compilation, assembly)
-        is_wrong |= bool(wrong)
-        results.append((compilation, assembly))
-        if options.json:
-            head = {"file": file, "name": compilation.name, "target": compilation.target.arch, "problems": wrong}
-            sys.stdout.write(json.dumps(head | dataclasses.asdict(assembly)) + "\n")
-            sys.stdout.flush()
-        elif wrong:
-            sys.stderr.write(f"{compilation.name} on {compilation.target.arch}: {'; '.join(wrong)}\n")
-    add_to_record(results)
-    if not options.json:
-        write_page(results)
-    return int(is_wrong)
+    if options.check:
+        return 0 if is_complete(every, known) else 1
+    new = {one.key: one for one in every if one.key not in known}
+    known |= zip(new, compile_all(list(new.values())), strict=True)
+    results = [(one, known[one.key]) for one in every]
+    wrong = [(one, found) for one, assembly in results if (found := problems(one, assembly))]
+    for one, found in wrong:
+        sys.stderr.write(f"{one.name} on {one.target.arch}: {'; '.join(found)}\n")
+    write_record(results)
+    write_page(results)
+    return int(bool(wrong))
 
 
-def is_page_complete(chosen: Mapping[str, Sequence[Compilation]]) -> bool:
-    """Whether the page has a row for each form of a kernel, and no other; says on stderr if not."""
-    wanted = list(dict.fromkeys(one.name for several in chosen.values() for one in several))
-    if wanted == names_on_page():
-        return True
-    sys.stderr.write(f"{PAGE} lacks a kernel or has one too many; python -m tools.kernel_report\n")
-    return False
+def is_complete(every: Sequence[Compilation], known: Mapping[str, Assembly]) -> bool:
+    """Whether the page has a row for each form of a kernel and no other, and the record has each compilation.
+
+    Says on stderr what is not. The record is of one release of Triton, and is compared under that release alone.
+    """
+    missing = [one for one in every if one.key not in known]
+    if list(dict.fromkeys(one.name for one in every)) != names_on_page():
+        sys.stderr.write(f"{PAGE} lacks a kernel or has one too many; run python -m tools.kernel_report\n")
+        return False
+    if missing and recorded_release() == triton_release():
+        sys.stderr.write(
+            f"{RECORD} lacks {len(missing)} compilations, the first of {missing[0].name} on {missing[0].target.arch}; "
+            "run python -m tools.kernel_report\n"
+        )
+        return False
+    return True
+
+
+def triton_release() -> str:
+    """The installed one."""
+    import triton
+
+    return str(triton.__version__)
+
+
+def recorded_release(path: Path = RECORD) -> str | None:
+    """The release of Triton that the record was made with."""
+    return str(json.loads(path.read_text())["triton"]) if path.is_file() else None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """`Compilation`: one kernel with one configuration for one target, to be compiled ahead of time, without a GPU.
 
-Each file of kernels exports its own as `COMPILATIONS`, which the test of the compiler's output and docs/kernels.md
-read.
+Each file of kernels exports its own as `COMPILATIONS`, which `tools.kernel_report` compiles and records.
 """
 
+import ast
 import hashlib
+import inspect
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from models.ops.triton.configs import Config, Target
@@ -52,10 +55,15 @@ class Compilation:
 
     @property
     def key(self) -> str:
-        """Of all that the compiler's output depends on: Triton's version, the source and what it calls, options."""
+        """A hash of all that decides the compiler's output: Triton's release, the source with the functions and
+        constants that it uses, types and constants of the launch, target and options. Lines of a file, comments and
+        docstrings are not part of it. Works under the interpreter too.
+        """
         import triton
 
-        parts = (triton.__version__, self._source().hash(), self.target, sorted(self._options.items()))
+        signature, constexprs, attributes = self._arguments()
+        launch = signature, sorted(constexprs.items()), sorted(attributes.items())
+        parts = triton.__version__, source_of(self.kernel.fn), launch, self.target, sorted(self._options.items())
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
     def compile(self) -> Any:
@@ -71,12 +79,16 @@ class Compilation:
     def _source(self) -> Any:
         from triton.compiler import ASTSource
 
-        defaults = {one.name: one.default for one in self.kernel.params if one.has_default}
+        return ASTSource(self.kernel, *self._arguments())
+
+    def _arguments(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+        """Types, constants and known properties of the kernel's arguments, as `ASTSource` takes them."""
+        parameters = inspect.signature(self.kernel.fn).parameters
+        defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
         constexprs = {**defaults, **self.config.blocks, **self.constexprs}
-        names = self.kernel.arg_names
-        signature = {name: "constexpr" if name in constexprs else self.signature[name] for name in names}
+        signature = {name: "constexpr" if name in constexprs else self.signature[name] for name in parameters}
         attributes = {}
-        for index, name in enumerate(names):
+        for index, name in enumerate(parameters):
             is_pointer = signature[name].startswith("*")
             known: list[list[Any]] = []
             if is_pointer or name in self.divisible:
@@ -85,4 +97,32 @@ class Compilation:
                 known.append(["tt.pointer_range", 32])
             if known:
                 attributes[(index,)] = known
-        return ASTSource(self.kernel, signature, constexprs, attributes)
+        return signature, constexprs, attributes
+
+
+@cache
+def source_of(function: Any) -> str:
+    """The code of a jit function, and of the jit functions and constants of its module that it names, transitively."""
+    return "\n".join(_sources(function, {}).values())
+
+
+def _sources(function: Any, found: dict[str, str]) -> dict[str, str]:
+    """Adds to `found`, by qualified name, what is not in it yet."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name in found:
+        return found
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(tree, ast.FunctionDef)
+    tree.decorator_list = []
+    if ast.get_docstring(tree, clean=False) is not None:
+        del tree.body[0]
+    found[name] = ast.unparse(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name) or node.id not in function.__globals__:
+            continue
+        value = function.__globals__[node.id]
+        if hasattr(value, "arg_names") and hasattr(value, "fn"):
+            _sources(value.fn, found)
+        elif not callable(value) and not inspect.ismodule(value):
+            found[f"{function.__module__}.{node.id}"] = f"{node.id} = {value!r}"
+    return found
