@@ -1,7 +1,7 @@
-"""Compiles every kernel for its targets, without a GPU, and writes the results into docs/kernels.md and docs/kernels.json.
+"""Compiles every kernel for its targets, without a GPU, and writes docs/kernels.md and docs/kernels.json.
 
-`python -m tools.kernel_report`. The page is for readers. The record, docs/kernels.json, has each compilation by a key of
-all that decides the compiler's output; what is in it is not compiled again, neither here nor by the tests, unless
+`python -m tools.kernel_report`. The page is for readers. The record, docs/kernels.json, has each compilation by a key
+of all that decides the compiler's output; what is in it is not compiled again, neither here nor by the tests, unless
 `--fresh`. `--check` compiles nothing and says whether both are complete.
 """
 

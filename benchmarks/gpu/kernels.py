@@ -255,7 +255,7 @@ def _latents(bench: Bench, batch: int, context: int) -> Values:
     expected = latent_reference.reference_latent_attention(
         q[:few], q_rope[:few], vectors, order, rows[:few], lengths[:few], **how
     )
-    checked = bench.checked(run(batch)[:few], expected)
+    checked = bench.checked(run(batch)[:few], expected.value)
     values = bench.kernel(
         lambda: run(batch),
         None,

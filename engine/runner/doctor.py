@@ -154,24 +154,22 @@ def _with_torch(facts: Facts) -> Facts:
 
 
 def _wrong_kernels(device: "torch.device") -> dict[str, str]:
-    """By operator, what is wrong with Triton's kernels for it, at sizes as many models have them."""
+    """By operator, what is wrong with Triton's kernels for it, at sizes of common models."""
     import torch
 
-    from engine.runner.kernel_cases import VOCABULARY, usual_checks
-    from engine.runner.kernel_checks import what_is_wrong
-    from engine.sampling.kernel_check import SamplingForm
+    from engine.runner.kernel_checks import failure_of
+    from models.ops.triton.cases import common_cases
 
     found: dict[str, str] = {}
     try:
-        usual = usual_checks(device)
+        cases = common_cases(device)
     except torch.OutOfMemoryError:
         logging.getLogger(__name__).warning("There is no memory to compare Triton's kernels with torch")
         return {}
-    usual["sampling"] = [SamplingForm(VOCABULARY).check]
-    for operator, checks in usual.items():
+    for operator, some in cases.items():
         try:
-            reason = what_is_wrong(checks, device, operator)
-        except ValueError as lost:  # Nothing can be told of the others.
+            reason = failure_of(some, device, operator)
+        except ValueError as lost:  # The device computes nothing any more.
             return {**found, operator: str(lost)}
         if reason is not None:
             found[operator] = reason

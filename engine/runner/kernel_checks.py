@@ -24,7 +24,7 @@ from models.layers.base import CausalLM
 from models.layers.moe import FusedMoE
 from models.ops import aiter, triton
 from models.ops import registry as backends
-from models.ops.self_test import Check, wrong
+from models.ops.self_test import Case, first_failure
 from models.ops.stored_weight import make_dense, stored_of
 
 _log = logging.getLogger(__name__)
@@ -41,11 +41,11 @@ def check_kernels(loaded: LoadedModel) -> LoadedModel:
         return loaded
     start = time.perf_counter()
     # A rank without Triton has nothing to look at, but the others wait for its word.
-    uses = _uses(loaded) if triton.active() else {}
+    cases = _cases_of(loaded) if triton.active() else {}
     asked = backends.named(loaded.config.kernel_backend, backends.TRITON)
     # All ranks ask of all operators, in the same order, whatever their own layers are.
     for operator in _OPERATORS:
-        reason = what_is_wrong(uses.get(operator, ()), device, operator)
+        reason = failure_of(cases.get(operator, ()), device, operator)
         if loaded.parallel.all_agree(reason is None, device):
             continue
         said = f"Triton's kernels for {operator} are wrong on {_place(device)}: "
@@ -75,11 +75,11 @@ _FUSED = frozenset({"norm", "activation"})
 """By torch's compiler, where that is asked for."""
 
 
-def _uses(loaded: LoadedModel) -> dict[str, list[Check]]:
-    """What the model asks of kernels, found by a pass that attends to nothing and runs none."""
-    from engine.runner.kernel_cases import uses_of
-    from engine.sampling.kernel_check import SamplingForm
+def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
+    """The cases of the loaded model by operator, found by a pass with suspended kernels."""
+    from engine.runner.kernel_cases import cases_of_model
     from models.attention.observer import ObservingBackend
+    from models.ops.triton.cases.sampling import SamplingCase
 
     device, caches = loaded.device, loaded.layer_caches()
     is_compiled = loaded.compilation_level > 0
@@ -98,16 +98,16 @@ def _uses(loaded: LoadedModel) -> dict[str, list[Check]]:
             loaded.model(token.input_ids, token.positions)
     finally:
         set_kv_cache_data({})
-    found = uses_of(
+    found = cases_of_model(
         loaded.model,
         observer,
         loaded.dtype,
         loaded.config.max_num_batched_tokens,
-        tokens_a_row=1 + loaded.config.num_drafts,
+        query_len=1 + loaded.config.num_drafts,
     )
-    found["sampling"] = [SamplingForm(loaded.model_config.vocab_size).check]
+    found["sampling"] = [SamplingCase(loaded.model_config.vocab_size)]
     by_torch = _FUSED if is_compiled else frozenset()
-    return {operator: checks for operator, checks in found.items() if _are_ours(operator) and operator not in by_torch}
+    return {operator: cases for operator, cases in found.items() if _are_ours(operator) and operator not in by_torch}
 
 
 def _are_ours(operator: str) -> bool:
@@ -115,13 +115,13 @@ def _are_ours(operator: str) -> bool:
     return triton.takes(_name_of(operator)) and not (operator in _OF_AITER and aiter.takes(operator))
 
 
-def what_is_wrong(checks: Iterable[Check], device: torch.device, operator: str) -> str | None:
+def failure_of(cases: Iterable[Case], device: torch.device, operator: str) -> str | None:
     """What is wrong with an operator, in words; None: nothing, or there was no memory to see.
 
     Raises `ValueError` where the device computes nothing any more.
     """
     try:
-        return wrong(checks, device)
+        return first_failure(cases, device)
     except torch.OutOfMemoryError:
         _log.warning("There is no memory to compare the kernels for %s with torch", operator)
         return None

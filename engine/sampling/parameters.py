@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.sampling.counter_rng import request_key, server_key, uniform
 from engine.sampling.filters import FILTERS, FilteredRows
 from engine.sequence import Sequence as EngineSequence
 from engine.text.structured.matcher import MaskedRow, packed
+from models.ops.counter_rng import request_key, server_key, uniform
 
 MIN_TEMPERATURE = 1e-5
 """Below it the argmax is taken: the limit, without the overflow."""

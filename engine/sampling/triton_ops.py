@@ -1,9 +1,9 @@
 """`TritonOps`: the sampler's operations as Triton's kernels. Imported only where they run."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -41,7 +41,7 @@ class TritonOps(TorchOps):
 
     def draw_arrays(self, random: RandomRows, vocab_size: int) -> Sequence[npt.NDArray[Any]]:
         """See `TorchOps`: one array."""
-        return [columns_of(random)]
+        return [draw_kernels.pack_columns(**{each.name: getattr(random, each.name) for each in fields(random)})]
 
     def draw(
         self, logits: torch.Tensor, candidates: Candidates, random: RandomRows, arrays: Sequence[torch.Tensor]
@@ -55,28 +55,3 @@ class TritonOps(TorchOps):
         if count > MAX_LIKELIEST:
             return super().logprobs(logits, token_ids, count)
         return kernels.logprobs(logits, token_ids, count)
-
-
-def columns_of(random: RandomRows) -> npt.NDArray[np.int64]:
-    """What the draw's kernels read of each row. # [NUM_COLUMNS, D]"""
-    columns = np.empty((draw_kernels.NUM_COLUMNS, len(random.rows)), dtype=np.int64)
-    columns[draw_kernels.ROW] = random.rows
-    columns[draw_kernels.TEMPERATURE] = random.temperature.view(np.int32)
-    columns[draw_kernels.TOP_K] = random.top_k
-    columns[draw_kernels.TOP_P] = random.top_p.view(np.int64)
-    columns[draw_kernels.LEAST_LIKELY] = _max_logit_gap(random.min_p)
-    columns[draw_kernels.KEY] = random.key.view(np.int64)
-    columns[draw_kernels.POSITION] = random.position
-    columns[draw_kernels.IS_FILTERED] = random.filtered
-    return columns
-
-
-def _max_logit_gap(min_p: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
-    """The bits of the largest float32 that is at most `-log(min_p)`: min-p excludes tokens further from the peak.
-
-    # [D] -> [D]
-    """
-    with np.errstate(divide="ignore"):
-        exact = np.abs(np.log(min_p))
-    nearest = exact.astype(np.float32)
-    return np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest).view(np.int32)

@@ -1,7 +1,8 @@
 """gpt-oss: attention with sinks, every other layer windowed, and experts of a clamped SwiGLU with biases."""
 
+from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from models.ops.activation import clamped_swiglu
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
 from models.parallel.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 
 class GptOssAttention(LlamaAttention):
@@ -55,6 +59,13 @@ class GptOssRouter(nn.Module):
             return moe_route(scores, self.top_k, sigmoid=False, renormalize=True)
         best = scores.topk(self.top_k, dim=-1)
         return best.values.softmax(-1, dtype=torch.float32), best.indices
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The choice of experts."""
+        from models.ops.triton.cases.experts import RouteCase
+
+        del dtype, max_tokens
+        yield RouteCase(len(self.weight), self.top_k, sigmoid=False, renormalize=True)
 
 
 class GptOssExperts(FusedMoE):

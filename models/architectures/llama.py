@@ -1,7 +1,7 @@
 """Llama: pre-norm decoder layers of rotary grouped-query attention and SwiGLU. Other families build on it."""
 
-from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -19,9 +19,12 @@ from models.layers.linear import (
 )
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.ops.activation import GatedActivation, swiglu
+from models.ops.activation import GatedActivation, gating_of, swiglu
 from models.ops.types import HeadNorms
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 
 class LlamaAttention(nn.Module):
@@ -90,6 +93,15 @@ class LlamaMLP(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.gate_up_proj.gated(hidden, self.activation))  # type: ignore[no-any-return]
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The activation, where the kernels have it."""
+        from models.ops.triton.cases.elementwise import ActivationCase
+
+        del max_tokens
+        gating = gating_of(self.activation)
+        if gating is not None:
+            yield ActivationCase(len(self.gate_up_proj.weight) // 2, gating, dtype)
 
 
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]

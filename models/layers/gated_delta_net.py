@@ -1,5 +1,6 @@
 """`GatedDeltaNet`: a recurrent layer, whose state a sequence keeps in its slot. Qwen3-Next has it beside attention."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from models.ops.types import StateCache
 from models.parallel.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
+    from models.ops.self_test import Case
     from models.ops.triton.gated_delta import DeltaPlan
 
 _NORM_EPS = 1e-6
@@ -67,6 +69,15 @@ class GatedDeltaNet(nn.Module):
             ((sum(self._local_parts), kernel_size - 1), (num_local, key_dim, value_dim)),
             (None, torch.float32),
         )
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The layer between its projections."""
+        from models.ops.triton.cases.gated_delta import DeltaCase
+
+        del max_tokens
+        conv = self.conv1d.weight
+        heads = self.num_key_heads, self.group, self.key_dim, self.value_dim
+        yield DeltaCase(*heads, conv.shape[-1], self.norm.eps, dtype, conv.dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """# [tokens, hidden_size] -> [tokens, hidden_size]"""

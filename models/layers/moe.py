@@ -4,7 +4,7 @@ The (token, expert) pairs are sorted by expert, so that each active expert multi
 `ExpertShare` says which experts a rank holds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +23,7 @@ from models.ops.stored_weight import operand_of, stored_of
 from models.parallel.tensor_parallel import SINGLE_RANK, Exchange, TensorParallel
 
 if TYPE_CHECKING:
-    pass
+    from models.ops.self_test import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,8 @@ class FusedMoE(nn.Module):
                 weight_loader=self._load_down,
                 sources=self._sources({names.down: _DOWN}, "down_proj_bias", "bias"),
             )
+        self._routed: set[tuple[int, bool, bool]] = set()
+        """Of passes with suspended kernels: experts of a token, and whether there were shared experts and a gate."""
         self.shuffled: aiter_experts.ExpertWeights | None = None
         """The weights as aiter reads them, where it computes the layer."""
         self.expert_map: torch.Tensor | None
@@ -249,6 +251,9 @@ class FusedMoE(nn.Module):
 
     def _forward_torch(self, routed: Routed) -> torch.Tensor:
         top_k = routed.ids.shape[1]
+        if triton.is_idle():
+            _, _, _, shared, gate = routed
+            self._routed.add((top_k, shared is not None and self.parallel.size == 1, gate is not None))
         experts = routed.ids.flatten()
         if self.expert_map is not None:
             experts = self.expert_map[experts]
@@ -330,6 +335,27 @@ class FusedMoE(nn.Module):
         return self._add(
             self.parallel.all_reduce(routing_kernels.moe_combine(products, weights, experts, held)), routed
         )
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The layer as a pass with suspended kernels called it."""
+        from models.ops.triton.cases.experts import ExpertsCase
+
+        for top_k, has_shared_expert, has_gate in sorted(self._routed):
+            yield ExpertsCase(
+                operand_of(self.w13),
+                operand_of(self.w2),
+                gating_of(self.activation),
+                self.activation,
+                self.num_experts,
+                top_k,
+                dtype,
+                max_tokens,
+                self.w13_bias,
+                self.w2_bias,
+                self.expert_map,
+                has_shared_expert=has_shared_expert,
+                has_gate=has_shared_expert and has_gate,
+            )
 
     def _expert_map(self) -> torch.Tensor:
         """Each expert's index on this rank; one past the last index for the experts of other ranks."""

@@ -1,6 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019), and layer normalisation (Ba, 2016)."""
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from models.ops.cpu import runtime
 from models.ops.norm import rms_norm
 from models.ops.torch_ops import torch_rms_norm
 from models.ops.types import NormWeight
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 
 class RMSNorm(nn.Module):
@@ -29,6 +33,8 @@ class RMSNorm(nn.Module):
         self.shape = (size,)
         self.eps = eps
         self.weight = empty_parameter(size, weight_loader=load_whole)
+        self._sums: set[str] = set()
+        """The sums that a pass with suspended kernels computed with the norm."""
 
     @property
     def operand(self) -> NormWeight:
@@ -54,6 +60,8 @@ class RMSNorm(nn.Module):
 
             how = kernels.ADD_NORM
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how), residual
+        if triton.is_idle():
+            self._sums.add("ADD_NORM")
         residual = x + residual
         return torch_rms_norm(residual, self.operand), residual
 
@@ -67,7 +75,19 @@ class RMSNorm(nn.Module):
 
             how = kernels.NORM_ADD
             return kernels.rms_norm(x, weight, self.eps, offset=self.offset, residual=residual, mode=how)
+        if triton.is_idle():
+            self._sums.add("NORM_ADD")
         return residual + torch_rms_norm(x, self.operand)
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The norm by itself, and with the sums that a pass with suspended kernels computed."""
+        from models.ops.triton import elementwise
+        from models.ops.triton.cases.elementwise import NormCase
+
+        del max_tokens
+        for mode in ("PLAIN", *sorted(self._sums)):
+            modes = (getattr(elementwise, mode),)
+            yield NormCase(*self.shape, self.eps, self.offset, dtype, self.weight.dtype, modes)
 
 
 class LayerNorm(nn.Module):

@@ -3,7 +3,8 @@
 Of experts that are equally good the operators and kernels take the first; torch leaves the choice open.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from models.layers.parameter import empty_parameter, load_whole
 from models.ops import triton
 from models.ops.cpu import experts as expert_ops
 from models.ops.cpu import runtime, structures
+
+if TYPE_CHECKING:
+    from models.ops.self_test import Case
 
 Scoring: TypeAlias = Literal["sigmoid", "softmax"]
 _SCORINGS = {"sigmoid": structures.SIGMOID, "softmax": structures.SOFTMAX}
@@ -146,6 +150,22 @@ class GroupedRouter(nn.Module):
             scaling_factor=self.scaling_factor,
         )
 
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The choice of experts."""
+        from models.ops.triton.cases.experts import RouteCase
+
+        del dtype, max_tokens
+        yield RouteCase(
+            len(self.weight),
+            self.top_k,
+            self.scoring == "sigmoid",
+            self.renormalize,
+            self.e_score_correction_bias is not None,
+            self.num_groups,
+            self.top_groups,
+            self.scaling_factor,
+        )
+
 
 class SoftmaxRouter(nn.Module):
     """`gate` of Mixtral and Qwen3."""
@@ -166,3 +186,10 @@ class SoftmaxRouter(nn.Module):
 
             return kernels.moe_route(scores, self.top_k, sigmoid=False, renormalize=self.renormalize)
         return softmax_top_k(scores, self.top_k, renormalize=self.renormalize)
+
+    def kernel_cases(self, dtype: torch.dtype, max_tokens: int) -> "Iterator[Case]":
+        """The choice of experts."""
+        from models.ops.triton.cases.experts import RouteCase
+
+        del dtype, max_tokens
+        yield RouteCase(len(self.weight), self.top_k, sigmoid=False, renormalize=self.renormalize)

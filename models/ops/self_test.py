@@ -1,103 +1,118 @@
-"""What a check is: problems that kernels compute, and how far they are from torch's numbers. Run at the start.
+"""The self-test of kernels: cases that compute a small problem with a kernel and compare it with torch.
 
-Nobody knows what a kernel gives to the bit: sums are made in another order, exponentials are approximate. How far it
-may be off follows from how often a number is rounded, and from how large the terms of its sum are; so a check knows a
-bound for each number, and what is over it no rounding explains.
+No kernel equals torch to the bit: sums run in another order and exponentials are approximate. How far a result may be
+off follows from how often numbers are rounded and how large the terms of a sum are, so each case derives a bound for
+each number; an error beyond the bound has no explanation in rounding. The start, `kaon doctor` and the tests compare
+the same cases, which `models.ops.triton.cases` declares next to each family's references.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterable, Iterator
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 FLOAT32 = 2.0**-16
-"""Of the terms of a sum of thousands in float32: what its order, and approximate functions, may change."""
-WRONG = 4.0
-"""Times a bound that no rounding explains. Sound kernels stay below 1 in Triton's interpreter, and what a compiler
-spoils is off by far more; to leave a sound one to torch would cost more than the check is worth."""
-_LEAST_SLACK = 2.0**-12
+"""The share of a float32 sum of thousands of terms that its order and approximate functions may change."""
+FAILURE_FACTOR = 4.0
+"""An error of more than so many bounds is a failure. Sound kernels stay below 1 in Triton's interpreter, miscompiled
+ones are far above; leaving a sound kernel to torch would cost more than the test gains."""
+_LEAST_BOUND = 2.0**-12
 _STEPS = 8
 _FP8 = 2.0**-3
-"""What rounding to FP8 may change, twice over, as a share."""
+"""The share that rounding to FP8 may change, twice over."""
 _FP8_LEAST = 2.0**-8
-"""And of the smallest numbers."""
+"""The same for the smallest numbers, in units of the scale."""
 _TINY = 1e-30
 
 
 class Finding(NamedTuple):
-    """How far one problem's numbers are off."""
+    """The result of one comparison."""
 
     problem: str
     error: float
-    """The largest difference from the right number, over what rounding explains: wrong where it is over `WRONG`."""
+    """The largest difference from the exact number, in units of its bound; a failure above `FAILURE_FACTOR`."""
 
 
-class Numbers:
-    """Random numbers for problems, the same on each device."""
+class Problems:
+    """Random inputs of problems, the same on each device."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self.device = device
-        self._made = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-        """About 0."""
-        return (torch.randn(shape, generator=self._made) * scale).to(self.device, dtype)
+        """Normal numbers of mean 0."""
+        return (torch.randn(shape, generator=self._generator) * scale).to(self.device, dtype)
 
     def near_one(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """As the weights of norms are."""
-        return (1 + 0.2 * torch.randn(shape, generator=self._made)).to(self.device, dtype)
+        """Numbers like the weights of norms."""
+        return (1 + 0.2 * torch.randn(shape, generator=self._generator)).to(self.device, dtype)
 
-    def order(self, count: int) -> torch.Tensor:
-        """The numbers below `count` in some order. # [count] int64, on the host"""
-        return torch.randperm(count, generator=self._made)
+    def permutation(self, count: int) -> torch.Tensor:
+        """The numbers below `count` in random order. # [count] int64, on the host"""
+        return torch.randperm(count, generator=self._generator)
 
-    def some(self, below: int, count: int) -> list[int]:
-        """At most so many numbers below a bound, in order."""
-        return sorted(set(torch.randint(below, (count,), generator=self._made).tolist()))
+    def sample(self, below: int, count: int) -> list[int]:
+        """At most `count` distinct numbers below a bound, sorted."""
+        return sorted(set(torch.randint(below, (count,), generator=self._generator).tolist()))
 
-    def rows_of_different(self, below: int, rows: int, count: int) -> torch.Tensor:
-        """In each row different numbers. # [rows, count] int64"""
-        return torch.rand(rows, below, generator=self._made).topk(count).indices.to(self.device)
-
-
-Check: TypeAlias = Callable[[Numbers], Iterator[Finding]]
+    def distinct_rows(self, below: int, rows: int, count: int) -> torch.Tensor:
+        """Rows of distinct numbers below a bound. # [rows, count] int64"""
+        return torch.rand(rows, below, generator=self._generator).topk(count).indices.to(self.device)
 
 
-def slack(dtype: torch.dtype) -> float:
-    """What rounding a number to a type a few times may change, as a share of it."""
-    # Half of `eps` each time; all of it in Triton's interpreter, which cuts bfloat16 off.
-    return max(3 * torch.finfo(dtype).eps, _LEAST_SLACK)
+class Case(Protocol):
+    """A problem of one operator: sizes, types and flags, and a loaded model's weights, of which no copy is made."""
+
+    operator: ClassVar[str]
+    """One of the operators of `kernel_backend`, or `latents`, attention of latents."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for cases that the same kernels compute, of which one is compared."""
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """Compute the problem with the kernels and with torch. Raises what the kernels raise."""
 
 
-def excess(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
-    """The largest difference over its bound, infinite where a number is none. What is expected to be none is free."""
+def rounding_bound(dtype: torch.dtype) -> float:
+    """The share of a number that rounding it to a type a few times may change."""
+    # Half of `eps` each time; all of it in Triton's interpreter, which truncates to bfloat16.
+    return max(3 * torch.finfo(dtype).eps, _LEAST_BOUND)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> float:
+    """The largest difference in units of its bound; infinite if a number is not finite that is expected to be.
+
+    Where the expected number or its bound is not finite, any number is right.
+    """
     # The smallest numbers of a type lie a step apart.
     step = torch.finfo(found.dtype).smallest_normal * torch.finfo(found.dtype).eps
-    over = (found.float() - expected.float()).abs() / (bound.float() + _STEPS * step).clamp(min=_TINY)
-    over = torch.where(found.float().isfinite(), over, torch.inf)[expected.isfinite() & bound.isfinite()]
-    return float(over.max()) if len(over) else 0.0
+    error = (found.float() - expected.float()).abs() / (bound.float() + _STEPS * step).clamp(min=_TINY)
+    error = torch.where(found.float().isfinite(), error, torch.inf)[expected.isfinite() & bound.isfinite()]
+    return float(error.max()) if len(error) else 0.0
 
 
-def of_fp8(
+def fp8_bounds(
     codes: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The numbers of codes that stand for so many times theirs, what they should be, and their bounds."""
+    """The numbers that stored codes mean, the exact ones clamped to the type's range, and bounds with its rounding."""
     limit = torch.finfo(dtype).max * scale
     exact = exact.clamp(-limit, limit)
     return codes * scale, exact, bound + _FP8 * exact.abs() + _FP8_LEAST * scale
 
 
-def unless(is_right: bool) -> float:
-    """The error of what is right or wrong, and nothing between."""
-    return 0.0 if is_right else float("inf")
+def exact_match(is_equal: bool) -> float:
+    """The error of a result that is either right or wrong."""
+    return 0.0 if is_equal else float("inf")
 
 
-def wrong(checks: Iterable[Check], device: torch.device, seed: int = 0) -> str | None:
+def first_failure(cases: Iterable[Case], device: torch.device, seed: int = 0) -> str | None:
     """What is wrong with kernels, in words; None: nothing. Raises what they raise, and `torch.OutOfMemoryError`."""
     with torch.inference_mode():
-        for check in checks:
-            for problem, error in check(Numbers(device, seed)):
-                if not error <= WRONG:
+        for case in cases:
+            for problem, error in case.compare(Problems(device, seed)):
+                if not error <= FAILURE_FACTOR:
                     times = "are not the right ones" if error == float("inf") else f"are off by {error:.3g} times"
                     why = "" if error == float("inf") else " what rounding explains"
                     return f"its numbers {times}{why}: {problem}"

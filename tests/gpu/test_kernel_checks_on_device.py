@@ -1,16 +1,16 @@
-"""What is asked of the kernels at each start: on a device that computes rightly, nothing is found wrong."""
+"""The self-test of kernels at sizes of common models: on a device that computes correctly, nothing is wrong."""
 
 import pytest
 
-from engine.runner.kernel_cases import VOCABULARY, usual_checks
-from engine.sampling.kernel_check import SamplingForm
-from models.ops.self_test import wrong
+from models.ops.self_test import first_failure
 from tests.gpu.places import ON_GPU, Place
 
 
 @ON_GPU
 @pytest.mark.parametrize("seed", range(3))
-def test_sound_kernels_of_usual_sizes_are_found_right(place: Place, seed: int) -> None:
+def test_sound_kernels_pass_at_common_sizes(place: Place, seed: int) -> None:
     place.backend()
-    checks = usual_checks(place.device) | {"sampling": [SamplingForm(VOCABULARY).check]}
-    assert {operator: wrong(some, place.device, seed) for operator, some in checks.items()} == dict.fromkeys(checks)
+    from models.ops.triton.cases import common_cases
+
+    cases = common_cases(place.device)
+    assert {name: first_failure(some, place.device, seed) for name, some in cases.items()} == dict.fromkeys(cases)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import parameters
-from engine.sampling.counter_rng import request_key, server_key, uniform
 from engine.sampling.filters import FILTERS, Filter
 from engine.sampling.parameters import SamplingColumns
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.top_k import index_of_rank, sorted_descending, stable_topk
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
+from models.ops.counter_rng import request_key, server_key, uniform
 from models.ops.cpu import runtime
 
 SERVER_SEED = 7

@@ -11,7 +11,6 @@ from engine.runner import loaded_model
 from engine.runner.device import Downloads, Uploads, device_of
 from engine.runner.device_batch import DeviceBatch
 from engine.runner.model_runner import ModelRunner
-from engine.sampling.counter_rng import request_key
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingRows
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling_params import SamplingParams
@@ -19,6 +18,7 @@ from engine.sequence import Sequence
 from engine.text.structured.matcher import MaskedRow, packed
 from models.attention.triton import TritonAttentionBackend
 from models.ops import triton as kernels
+from models.ops.counter_rng import request_key
 from tests.parity.ahead import Ahead, answers, waiting
 from tests.parity.delayed_device import DelayedDevice, read
 from tests.parity.runners import rebuilt

@@ -9,7 +9,6 @@ from models.ops.triton import cache_store as latent_store
 from models.ops.triton import latent_attention
 from models.ops.triton import latent_attention as indexer_scores
 from models.ops.triton import latent_attention as latent_prefill
-from models.ops.triton.cases import latent_attention as indexer_reference
 from models.ops.triton.cases import latent_attention as reference
 from models.ops.triton.latent_attention import Piece
 from models.ops.types import LatentInputs
@@ -51,7 +50,9 @@ def test_latent_decode(heads: int, rank: int, rope: int, dtype: torch.dtype) -> 
     q, q_rope = random(5, heads, rank, dtype=dtype), random(5, heads, rope, dtype=dtype)
     rows, lens = ints(3, 0, 1, 2, 3), ints(130, 1, 17, 48, 96)
     found = latent_attention.latent_attention(q, q_rope, vectors, tables, rows, lens, longest=130, scale=0.2)
-    expected = reference.reference_latent_attention(q, q_rope, vectors, tables, rows, lens, scale=0.2)
+    expected = reference.reference_latent_attention(q, q_rope, vectors, tables, rows, lens, scale=0.2).value.to(
+        found.dtype
+    )
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -67,7 +68,9 @@ def test_latents_that_are_multiplied_in_parts(is_sparse: bool, dtype: torch.dtyp
     selected = torch.tensor([[69, -1, 3, 44], [0, -1, -1, -1]], device=DEVICE)
     options = {"scale": 0.05, "selected": selected if is_sparse else None}
     found = latent_attention.latent_attention(q, q_rope, vectors, tables, rows, lens, longest=70, **options)
-    expected = reference.reference_latent_attention(q, q_rope, vectors, tables, rows, lens, **options)
+    expected = reference.reference_latent_attention(q, q_rope, vectors, tables, rows, lens, **options).value.to(
+        found.dtype
+    )
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -86,7 +89,9 @@ def test_latent_decode_of_an_8_bit_cache() -> None:
     q = random(1, 4, 40).split([32, 8], -1)
     options = {"scale": 0.2, "cache_scale": 0.5}
     found = latent_attention.latent_attention(*q, stored, tables, ints(0), ints(70), longest=70, **options)
-    expected = reference.reference_latent_attention(*q, stored, tables, ints(0), ints(70), **options)
+    expected = reference.reference_latent_attention(*q, stored, tables, ints(0), ints(70), **options).value.to(
+        found.dtype
+    )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -102,7 +107,7 @@ def test_tokens_attend_to_what_they_select(dtype: torch.dtype, monkeypatch: pyte
         selected[token, torch.randperm(60)[:count].to(DEVICE)] = at.to(DEVICE)
     options = {"scale": 0.2, "selected": selected}
     found = latent_attention.latent_attention(*q, vectors, tables, rows, lens, longest=90, **options)
-    expected = reference.reference_latent_attention(*q, vectors, tables, rows, lens, **options)
+    expected = reference.reference_latent_attention(*q, vectors, tables, rows, lens, **options).value.to(found.dtype)
     torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -122,7 +127,7 @@ def test_prompts_attend_to_expanded_latents_in_pieces(nope: int, rope: int, valu
         table = torch.tensor(pieces, dtype=torch.int32, device=DEVICE)
         latent_prefill.latent_prefill(*q, expanded, latents[:, 9:], table, out, carried, longest=21, scale=0.2)
     every = [piece for pieces in (first, *then) for piece in pieces]
-    expected = reference.reference_latent_prefill(*q, expanded, latents[:, 9:], every, 0.2)
+    expected = reference.reference_latent_prefill(*q, expanded, latents[:, 9:], every, 0.2).value.to(out.dtype)
     torch.testing.assert_close(out, expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
@@ -134,7 +139,7 @@ def test_indexer_scores(heads: int, dim: int, dtype: torch.dtype) -> None:
     q, weights = random(3, heads, dim, dtype=dtype), random(3, heads)
     rows, lens = ints(0, 0, 1), ints(49, 50, 7)
     found = indexer_scores.indexer_scores(q, weights, vectors, tables, rows, lens, 53)
-    expected = indexer_reference.reference_indexer_scores(q, weights, vectors, tables, rows, lens, 53)
+    expected = reference.reference_indexer_scores(q, weights, vectors, tables, rows, lens, 53).value
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

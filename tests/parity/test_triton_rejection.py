@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.counter_rng import acceptance_keys, request_key, uniform
+from models.ops.counter_rng import acceptance_keys, request_key, uniform
 from models.ops.triton import rejection
 from models.ops.triton.cases import sampling as reference
 from tests.parity.triton_interpreter import DEVICE

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.counter_rng import request_key, uniform
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingColumns, SamplingRows
 from engine.sampling.sampler import SampledTokens, Sampler
 from engine.sampling.triton_ops import columns_of
 from engine.sampling_params import SamplingParams
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops import triton as kernels
+from models.ops.counter_rng import request_key, uniform
 from models.ops.cpu import runtime
 from models.ops.memory import upload
 from models.ops.triton import logits as logprobs

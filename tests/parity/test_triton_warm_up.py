@@ -16,7 +16,7 @@ from engine.runner.device_batch import DeviceBatch
 from engine.runner.warm_up import StepSizes, WarmUpStep, compile_kernels, warm_up_steps
 from engine.sequence import Sequence
 from models.attention.triton import TritonAttentionBackend
-from models.ops.self_test import Numbers
+from models.ops.self_test import Problems
 from models.ops.triton import configs
 from models.ops.triton.configs import TARGETS, launch_of
 from models.parallel.tensor_parallel import SINGLE_RANK, Collectives, Exchange, ExpertParallel, TensorParallel
@@ -114,9 +114,9 @@ def test_what_checks_of_kernels_compile_requests_need(
     runner = runner_for(make_checkpoint(tmp_path, family, **overrides), **LIMITS)
     runner.device_batch = DeviceBatch(GraphDevice(), runner.config.max_num_seqs)
     with Launches() as checking, torch.inference_mode():
-        for check in itertools.chain.from_iterable(kernel_checks._uses(runner.loaded).values()):
+        for case in itertools.chain.from_iterable(kernel_checks._cases_of(runner.loaded).values()):
             # Nothing is right where kernels compute nothing: each is heard to the end.
-            list(check(Numbers(runner.device)))
+            list(case.compare(Problems(runner.device)))
     runner = rebuilt(runner, num_blocks=100)
     with Launches() as warming:
         runner.warm_up()

@@ -6,6 +6,8 @@ the rule of the torch sampler. A seed gives the same tokens as there, except whe
 edge of a token's interval.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from models.ops.triton.compilation import Compilation
 from models.ops.triton.configs import TARGETS, config_of, launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
-# Random numbers: `engine.sampling.counter_rng` on the device, SplitMix64 (Steele, Lea and Flood, 2014).
+# Random numbers: `models.ops.counter_rng` on the device, SplitMix64 (Steele, Lea and Flood, 2014).
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
@@ -329,6 +331,41 @@ def draw_kernel(
     else:
         token = _draw_by_id(of_row, of_draw, peak, temperature, runs, vocab_size, bits, RUN, RUNS)
     tl.store(tokens + row, token)
+
+
+def pack_columns(
+    *,
+    rows: npt.NDArray[np.int64],
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float64],
+    min_p: npt.NDArray[np.float64],
+    key: npt.NDArray[np.uint64],
+    position: npt.NDArray[np.int64],
+    filtered: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """The columns that `draw` reads, of rows of logits. # [D] each -> [NUM_COLUMNS, D]"""
+    columns = np.empty((NUM_COLUMNS, len(rows)), dtype=np.int64)
+    columns[ROW] = rows
+    columns[TEMPERATURE] = temperature.view(np.int32)
+    columns[TOP_K] = top_k
+    columns[TOP_P] = top_p.view(np.int64)
+    columns[LEAST_LIKELY] = _max_logit_gap(min_p)
+    columns[KEY] = key.view(np.int64)
+    columns[POSITION] = position
+    columns[IS_FILTERED] = filtered
+    return columns
+
+
+def _max_logit_gap(min_p: npt.NDArray[np.float64]) -> npt.NDArray[np.int32]:
+    """The bits of the largest float32 that is at most `-log(min_p)`: min-p excludes tokens further from the peak.
+
+    # [D] -> [D]
+    """
+    with np.errstate(divide="ignore"):
+        exact = np.abs(np.log(min_p))
+    nearest = exact.astype(np.float32)
+    return np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest).view(np.int32)
 
 
 def draw(

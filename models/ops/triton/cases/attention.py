@@ -1,15 +1,15 @@
 """Self-test case of attention over the paged cache and of the store before it."""
 
-import dataclasses
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from models.ops import paged_attention as reference
-from models.ops.self_test import Finding, Numbers, excess, of_fp8, slack, unless
+from models.ops.self_test import Case, Finding, Problems, exact_match, fp8_bounds, relative_error, rounding_bound
 from models.ops.torch_ops import rotate
 from models.ops.triton.attention import paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import as_hardware_reads, store
@@ -20,9 +20,11 @@ _WIDEST = 4096
 """Of the windows that a row goes beyond."""
 
 
-class AttentionForm(NamedTuple):
-    """How a layer attends."""
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Attention of a layer, and its store of keys and values."""
 
+    operator: ClassVar[str] = "attention"
     heads: int
     kv_heads: int
     head_dim: int
@@ -33,28 +35,28 @@ class AttentionForm(NamedTuple):
     has_sinks: bool
     norms: HeadNorms | None
     rotary_dim: int | None
-    tokens_a_row: int = 1
+    query_len: int = 1
     """Of decodes: more where they verify drafts."""
 
     @property
     def key(self) -> Hashable:
-        """Equal for layers that the same kernels compute."""
+        """See `Case`."""
         norms = None if self.norms is None else tuple((norm.eps, norm.offset) for norm in self.norms)
-        options = dataclasses.replace(self.options, k_scale=1.0, v_scale=1.0)
-        return self._replace(norms=None, options=options), norms
+        options = replace(self.options, k_scale=1.0, v_scale=1.0)
+        return replace(self, norms=None, options=options), norms
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """Decodes and spans, short and over several pieces, in one step: what is stored, then what is attended to."""
-        step = _Step(self, numbers)
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: a step of decodes and spans, short and over several pieces; its store, then its attention."""
+        step = _Step(self, problems)
         before = step.pool.clone()
         q, k, v = step.queries_keys_values()
         rotation, norms = step.rotation, self.norms
-        cache, options = as_hardware_reads(step.cache, self.options, numbers.device)
+        cache, options = as_hardware_reads(step.cache, self.options, problems.device)
         stored_q = store(q, k, v, cache, step.slots, options, norms, rotation)
-        rounded, of = slack(self.dtype), str(self)
+        rounded, of = rounding_bound(self.dtype), str(self)
         if norms is not None or rotation is not None:
             exact, magnitude = _moved(q, None if norms is None else norms.q, rotation)
-            yield Finding(f"queries of {of}", excess(stored_q, exact, rounded * magnitude))
+            yield Finding(f"queries of {of}", relative_error(stored_q, exact, rounded * magnitude))
         sides = (
             ("keys", k, cache.k_cache, options.k_scale, None if norms is None else norms.k, rotation),
             ("values", v, cache.v_cache, options.v_scale, None, None),
@@ -64,9 +66,9 @@ class AttentionForm(NamedTuple):
             bound = rounded * magnitude
             found = step.stored(pages)
             if pages.dtype.itemsize == 1:
-                found, exact, bound = of_fp8(found, exact, bound, scale, pages.dtype)
-            yield Finding(f"stored {what} of {of}", excess(found, exact, bound))
-        yield Finding(f"what a store leaves alone, of {of}", unless(step.is_elsewhere_as(before)))
+                found, exact, bound = fp8_bounds(found, exact, bound, scale, pages.dtype)
+            yield Finding(f"stored {what} of {of}", relative_error(found, exact, bound))
+        yield Finding(f"what a store leaves alone, of {of}", exact_match(step.is_elsewhere_as(before)))
 
         found = torch.empty_like(stored_q)
         paged_attention(stored_q, found, cache, step.plan, options, step.sinks)
@@ -74,9 +76,9 @@ class AttentionForm(NamedTuple):
             reference.attend(stored_q.float(), each, *step.rows, options, step.sinks)
             for each in (cache, KVCacheTensor(cache.k_cache, _absolute(cache.v_cache)))
         )
-        count = step.plan.num_decodes * self.tokens_a_row
+        count = step.plan.num_decodes * self.query_len
         for what, some in (("decodes", slice(0, count)), ("prompts", slice(count, None))):
-            yield Finding(f"{what} of {of}", excess(found[some], exact[some], rounded * magnitude[some]))
+            yield Finding(f"{what} of {of}", relative_error(found[some], exact[some], rounded * magnitude[some]))
 
     def __str__(self) -> str:
         window = self.options.sliding_window
@@ -84,30 +86,30 @@ class AttentionForm(NamedTuple):
         parts += [f"a window of {window}"] if window is not None else []
         parts += ["a soft cap"] if self.options.soft_cap is not None else []
         parts += ["sinks"] if self.has_sinks else []
-        parts += [f"{self.tokens_a_row} tokens a row"] if self.tokens_a_row > 1 else []
+        parts += [f"{self.query_len} tokens a row"] if self.query_len > 1 else []
         parts += ["a cache in FP8"] if self.cache_dtype.itemsize == 1 else []
         return parts[0] + (f" with {' and '.join(parts[1:])}" if parts[1:] else "")
 
 
 class _Step:
-    """A step over a cache whose blocks lie apart, with what are no numbers around them."""
+    """A step over a cache whose blocks lie apart, with what are no problems around them."""
 
-    def __init__(self, form: AttentionForm, numbers: Numbers) -> None:
-        self._form, self._numbers = form, numbers
+    def __init__(self, form: AttentionCase, problems: Problems) -> None:
+        self._form, self._numbers = form, problems
         # More than a piece, and more than a tile of queries.
         long = PIECE + 30
-        some_q = torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=numbers.device)
+        some_q = torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=problems.device)
         tile_tokens = tokens_of_tile(some_q, form.kv_heads)
         tile = 3 + tile_tokens
-        decodes, spans = [max(5, form.tokens_a_row), 17, long], [(3, 30), (tile, tile), (7, long)]
+        decodes, spans = [max(5, form.query_len), 17, long], [(3, 30), (tile, tile), (7, long)]
         if form.options.sliding_window is not None:
             beyond = min(form.options.sliding_window, _WIDEST) + 70
             decodes, spans = [*decodes, beyond], [*spans, (7, beyond)]
-        queries = [form.tokens_a_row] * len(decodes) + [count for count, _ in spans]
+        queries = [form.query_len] * len(decodes) + [count for count, _ in spans]
         lengths = decodes + [each for _, each in spans]
         block = form.block_size
         counts = [-(-length // block) for length in lengths]
-        order = 1 + numbers.order(sum(counts)).numpy()
+        order = 1 + problems.permutation(sum(counts)).numpy()
         tables = np.zeros((len(lengths), max(counts)), np.int32)
         places, is_of_step = [], []
         for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -116,17 +118,17 @@ class _Step:
             places.append(tables[row, tokens // block].astype(np.int64) * block + tokens % block)
             is_of_step.append(tokens >= length - queries[row])
         slots, now = np.concatenate(places), np.concatenate(is_of_step)
-        self.slots = torch.from_numpy(slots[now]).to(numbers.device)
-        self.plan = _plan(np.array(queries), np.array(lengths), tables, len(decodes), tile_tokens, numbers.device)
+        self.slots = torch.from_numpy(slots[now]).to(problems.device)
+        self.plan = _plan(np.array(queries), np.array(lengths), tables, len(decodes), tile_tokens, problems.device)
         shape = sum(counts) + 1, 4 * form.kv_heads, block, form.head_dim
-        self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=numbers.device).to(form.cache_dtype)
+        self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=problems.device).to(form.cache_dtype)
         pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
         self.cache = KVCacheTensor(*(self.pool[:, some] for some in pages))
-        self.sinks = numbers.normal(form.heads, dtype=form.dtype) if form.has_sinks else None
+        self.sinks = problems.normal(form.heads, dtype=form.dtype) if form.has_sinks else None
         self._num_tokens = int(now.sum())
-        cache, options = as_hardware_reads(self.cache, form.options, numbers.device)
-        earlier = torch.from_numpy(slots[~now]).to(numbers.device)
-        k, v = (numbers.normal(len(earlier), form.kv_heads, form.head_dim, dtype=form.dtype) for _ in range(2))
+        cache, options = as_hardware_reads(self.cache, form.options, problems.device)
+        earlier = torch.from_numpy(slots[~now]).to(problems.device)
+        k, v = (problems.normal(len(earlier), form.kv_heads, form.head_dim, dtype=form.dtype) for _ in range(2))
         reference.store(k, k, v, cache, earlier, options)
 
     def queries_keys_values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,7 +145,7 @@ class _Step:
         """By any angles."""
         if self._form.rotary_dim is None:
             return None
-        half = Numbers(self._numbers.device, 1).normal(self._num_tokens, 1, self._form.rotary_dim // 2, scale=9.0)
+        half = Problems(self._numbers.device, 1).normal(self._num_tokens, 1, self._form.rotary_dim // 2, scale=9.0)
         return torch.cat((half, half), -1).cos(), torch.cat((-half, half), -1).sin()
 
     @property
@@ -205,3 +207,38 @@ def _plan(
     return AttentionPlan(
         query_starts, seq_lens, block_tables, num_decodes, query_len, work, num_items, most, tiles
     )  # fmt: skip
+
+
+_BF16, _FP16, _FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def common_cases(device: torch.device) -> tuple[Case, ...]:
+    """Grouped-query attention of a model of 8 billion parameters."""
+    del device
+    options = AttentionOptions(128**-0.5)
+    return (AttentionCase(32, 8, 128, options, _BF16, _BF16, 16, has_sinks=False, norms=None, rotary_dim=128),)
+
+
+def small_cases(device: torch.device) -> dict[str, Case]:
+    """Sizes for Triton's interpreter."""
+
+    def case(dtype: torch.dtype, cache: torch.dtype, **fields: Any) -> AttentionCase:
+        options = AttentionOptions(0.25, k_scale=0.5, v_scale=2.0)
+        defaults: dict[str, Any] = {"options": options, "has_sinks": False, "norms": None, "rotary_dim": 16}
+        return AttentionCase(
+            heads=3, kv_heads=1, head_dim=16, dtype=dtype, cache_dtype=cache, block_size=16, **(defaults | fields)
+        )
+
+    def norms(offset: float) -> HeadNorms:
+        problems = Problems(device)
+        q, k = (NormWeight(problems.near_one(16) - offset, 1e-6, offset) for _ in range(2))
+        return HeadNorms(q, k)
+
+    windowed = AttentionOptions(0.3, sliding_window=20, soft_cap=5.0)
+    return {
+        "attention in bf16": case(_BF16, _BF16),
+        "attention that verifies drafts": case(_BF16, _BF16, query_len=5),
+        "attention with norms in bf16": case(_BF16, _BF16, norms=norms(1.0)),
+        "attention in fp16, its cache in FP8": case(_FP16, _FP8, norms=norms(0.0)),
+        "windows, soft caps and sinks, FP8": case(_BF16, _FP8, options=windowed, has_sinks=True, rotary_dim=8),
+    }

@@ -1,14 +1,15 @@
 """Torch references and self-test cases of norms and gated activations."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack
+from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.elementwise import ADD_NORM, NORM_ADD, PLAIN, gated, rms_norm
-from models.ops.types import GELU_TANH, SILU, Gating
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, Gating
 
 
 def reference_rms_norm(
@@ -49,54 +50,91 @@ _ROWS = 21
 """More than a tile's, and no multiple of one."""
 
 
-class NormForm(NamedTuple):
-    """A norm of rows."""
+@dataclass(frozen=True, slots=True)
+class NormCase:
+    """A norm of rows, by itself or with the residual's sum before or after it."""
 
+    operator: ClassVar[str] = "norm"
     size: int
     eps: float
     offset: float
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    sums: tuple[int, ...] = (ADD_NORM, NORM_ADD)
-    """How it is computed with one, besides by itself."""
+    modes: tuple[int, ...] = (PLAIN, ADD_NORM, NORM_ADD)
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """By itself, behind a sum and before one."""
-        x, residual = (numbers.normal(_ROWS, self.size, dtype=self.dtype) for _ in range(2))
-        weight = (numbers.near_one(self.size) - self.offset).to(self.weight_dtype)
-        rounded, of = slack(self.dtype), f"a norm of {self.size}"
-        exact = self._exact(x, weight)
-        yield Finding(of, excess(rms_norm(x, weight, self.eps, offset=self.offset), exact, rounded * exact.abs()))
+    @property
+    def key(self) -> Hashable:
+        """See `Case`."""
+        return self
 
-        for mode in self.sums:
-            summed = residual.clone()
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: each mode on the same rows."""
+        x, residual = (problems.normal(_ROWS, self.size, dtype=self.dtype) for _ in range(2))
+        weight = (problems.near_one(self.size) - self.offset).to(self.weight_dtype)
+        share, name = rounding_bound(self.dtype), f"a norm of {self.size}"
+        for mode in self.modes:
+            summed = None if mode == PLAIN else residual.clone()
             found = rms_norm(x, weight, self.eps, offset=self.offset, residual=summed, mode=mode)
             if mode == NORM_ADD:
-                total = residual.float() + exact
-                yield Finding(f"a sum behind {of}", excess(found, total, rounded * (total.abs() + exact.abs())))
+                normed = self._exact(x, weight)
+                total = residual.float() + normed
+                yield Finding(
+                    f"a sum after {name}", relative_error(found, total, share * (total.abs() + normed.abs()))
+                )
                 continue
-            both = x.float() + residual.float()
-            yield Finding(f"the sum before {of}", excess(summed, both, rounded * both.abs()))
-            behind = self._exact(summed, weight)
-            yield Finding(f"{of} of a sum", excess(found, behind, rounded * behind.abs()))
+            if summed is not None:
+                total = x.float() + residual.float()
+                yield Finding(f"the sum before {name}", relative_error(summed, total, share * total.abs()))
+            exact = self._exact(x if summed is None else summed, weight)
+            yield Finding(
+                name if summed is None else f"{name} of a sum", relative_error(found, exact, share * exact.abs())
+            )
 
     def _exact(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return reference_rms_norm(x.float(), weight.float(), self.eps, offset=self.offset)
 
 
-class ActivationForm(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ActivationCase:
     """A gated activation of rows."""
 
+    operator: ClassVar[str] = "activation"
     features: int
     gating: Gating
     dtype: torch.dtype
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """A few rows."""
-        gate_up = numbers.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
+    @property
+    def key(self) -> Hashable:
+        """See `Case`."""
+        return self
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`."""
+        gate_up = problems.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
         activation, alpha, limit = self.gating
         found = gated(gate_up, activation, alpha=alpha, limit=limit)
         exact = reference_gated(gate_up.float(), activation, alpha=alpha, limit=limit)
         gate, up = gate_up.float().abs().chunk(2, -1)
-        bound = slack(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1)
-        yield Finding(f"an activation of {self.features}", excess(found, exact, bound))
+        bound = rounding_bound(self.dtype) * exact.abs() + FLOAT32 * gate * (up + 1)
+        yield Finding(f"an activation of {self.features}", relative_error(found, exact, bound))
+
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+
+
+def common_cases(device: torch.device) -> tuple[Case, ...]:
+    """Sizes of a model of 8 billion parameters."""
+    del device
+    return NormCase(4096, 1e-6, 0.0, _BF16, _BF16), ActivationCase(14336, Gating(SILU), _BF16)
+
+
+def small_cases(device: torch.device) -> dict[str, Case]:
+    """Sizes for Triton's interpreter."""
+    del device
+    return {
+        "norm of 40 in bf16": NormCase(40, 1e-6, 0.0, _BF16, _BF16),
+        "norm of 300, its weight less one, in fp16": NormCase(300, 1e-5, 1.0, _FP16, _FP16),
+        "SwiGLU in bf16": ActivationCase(72, Gating(SILU), _BF16),
+        "GeGLU in fp16": ActivationCase(40, Gating(GELU_TANH), _FP16),
+        "clamped SwiGLU in bf16": ActivationCase(40, Gating(CLAMPED_SILU, 1.702, 7.0), _BF16),
+    }

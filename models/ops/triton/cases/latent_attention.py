@@ -1,16 +1,108 @@
 """Torch references and self-test cases of latent attention and its indexer."""
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from models.ops.self_test import FLOAT32, Finding, Numbers, excess, of_fp8, slack
+from models.ops.self_test import FLOAT32, Case, Finding, Problems, fp8_bounds, relative_error, rounding_bound
 from models.ops.torch_ops import deinterleave, rotate
 from models.ops.triton.cache_store import latent_store, vector_store, vectors_as_hardware_reads
 from models.ops.triton.configs import launch_of
 from models.ops.triton.latent_attention import Piece, indexer_scores, latent_attention, latent_prefill
-from models.ops.types import LatentInputs
+from models.ops.types import LatentInputs, NormWeight
+
+
+class Exact(NamedTuple):
+    """Sums in float32, and the sums of their terms' magnitudes."""
+
+    value: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def reference_latent_attention(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    vectors: torch.Tensor,
+    block_tables: torch.Tensor,
+    token_rows: torch.Tensor,
+    token_lens: torch.Tensor,
+    *,
+    scale: float,
+    cache_scale: float = 1.0,
+    selected: torch.Tensor | None = None,
+) -> Exact:
+    """As the kernel's launcher, one token at a time. # -> [T, H, rank]"""
+    rank, whole = q.shape[2], torch.cat((q, q_rope), -1).float()
+    value = torch.empty_like(q, dtype=torch.float32)
+    magnitude = torch.empty_like(value)
+    for token, (row, length) in enumerate(zip(token_rows.tolist(), token_lens.tolist(), strict=True)):
+        positions = torch.arange(length, device=q.device)
+        if selected is not None:
+            positions = selected[token][selected[token] >= 0]
+        latents = cached_vectors(vectors, block_tables[row], positions) * cache_scale
+        shares = (whole[token] @ latents.T * scale).softmax(-1)
+        value[token], magnitude[token] = shares @ latents[:, :rank], shares @ latents[:, :rank].abs()
+    return Exact(value, magnitude)
+
+
+def reference_latent_prefill(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    expanded: torch.Tensor,
+    shared: torch.Tensor,
+    pieces: Iterable[Piece],
+    scale: float,
+) -> Exact:
+    """As the kernel's launcher over all pieces of every row. # -> [T, H, v], zero for tokens of no row"""
+    nope = q.shape[2]
+    whole = torch.cat((q, q_rope), -1).float()
+    value = whole.new_zeros(*q.shape[:2], expanded.shape[2] - nope)
+    magnitude = torch.zeros_like(value)
+    of_row: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        of_row.setdefault(piece.first_query, []).append(piece)
+    for parts in of_row.values():
+        keys = torch.cat([torch.arange(one.first_key, one.first_key + one.num_keys) for one in parts])
+        rotated = shared[keys].float()[:, None].expand(-1, q.shape[1], -1)
+        k, v = torch.cat((expanded[keys, :, :nope].float(), rotated), -1), expanded[keys, :, nope:].float()
+        first, count = parts[0].first_query, parts[0].num_queries
+        scores = torch.einsum("qhd,khd->hqk", whole[first : first + count], k) * scale
+        hidden = torch.arange(len(keys)) > parts[0].offset + torch.arange(count)[:, None]
+        shares = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
+        for out, values in ((value, v), (magnitude, v.abs())):
+            out[first : first + count] = torch.einsum("hqk,khv->qhv", shares, values)
+    return Exact(value, magnitude)
+
+
+def reference_indexer_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    vectors: torch.Tensor,
+    block_tables: torch.Tensor,
+    token_rows: torch.Tensor,
+    token_lens: torch.Tensor,
+    width: int,
+) -> Exact:
+    """As the kernel's launcher, one token at a time. # -> [T, width], -inf beyond a token's keys"""
+    value = torch.full((len(q), width), -torch.inf, device=q.device)
+    magnitude = torch.zeros_like(value)
+    for token, (row, length) in enumerate(zip(token_rows.tolist(), token_lens.tolist(), strict=True)):
+        keys = cached_vectors(vectors, block_tables[row], torch.arange(length, device=q.device))
+        value[token, :length] = weights[token] @ (q[token].float() @ keys.T).relu()
+        magnitude[token, :length] = weights[token].abs() @ (q[token].float().abs() @ keys.abs().T)
+    return Exact(value, magnitude)
+
+
+def cached_vectors(vectors: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A row's vectors at some positions, unscaled. # [max_blocks], [n] -> [n, dim] float32"""
+    block_size = vectors.shape[1]
+    slots = table.long()[positions // block_size], positions % block_size
+    if vectors.dtype.itemsize == 1:
+        return vectors.view(torch.uint8)[slots].view(vectors.dtype).float()
+    return vectors[slots].float()
+
 
 _SHORT = (1, 19)
 """Latents that tokens see."""
@@ -18,9 +110,11 @@ _BEYOND = 30
 """Latents more than a program attends to."""
 
 
-class IndexForm(NamedTuple):
-    """An indexer's heads."""
+@dataclass(frozen=True, slots=True)
+class IndexCase:
+    """Scores of an indexer, and its store of keys."""
 
+    operator: ClassVar[str] = "latents"
     heads: int
     dim: int
     top_k: int
@@ -28,31 +122,35 @@ class IndexForm(NamedTuple):
     cache_dtype: torch.dtype
     block_size: int
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """Keys as they are stored, and scores."""
+    @property
+    def key(self) -> Hashable:
+        """See `Case`."""
+        return self
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: keys as they are stored, and scores."""
         lengths = [1, 19, self.top_k + 40]
-        pages = _Pages(numbers, lengths, self.dim, self.block_size, self.cache_dtype)
-        vectors, scale = vectors_as_hardware_reads(pages.vectors, 1.0, numbers.device)
-        keys = numbers.normal(len(pages.slots), self.dim, dtype=self.dtype)
+        pages = _Pages(problems, lengths, self.dim, self.block_size, self.cache_dtype)
+        vectors, scale = vectors_as_hardware_reads(pages.vectors, 1.0, problems.device)
+        keys = problems.normal(len(pages.slots), self.dim, dtype=self.dtype)
         vector_store(keys, vectors, pages.slots, scale)
         of = f"an indexer of {self.heads} heads of {self.dim}"
         error = _stored(pages, vectors, keys.float(), keys.float().abs(), scale, self.dtype)
         yield Finding(f"stored keys of {of}", error)
-        q = numbers.normal(len(lengths), self.heads, self.dim, dtype=self.dtype)
-        weights = numbers.normal(len(lengths), self.heads)
+        q = problems.normal(len(lengths), self.heads, self.dim, dtype=self.dtype)
+        weights = problems.normal(len(lengths), self.heads)
         seen = pages.ints(lengths)
-        found = indexer_scores(q, weights, vectors, pages.tables, pages.ints(range(len(lengths))), seen, max(lengths))
-        for row, length in enumerate(lengths):
-            of_row = pages.of_row(vectors, row)
-            products = q[row].float() @ of_row.T
-            terms = (q[row].float().abs() @ of_row.abs().T * weights[row, :, None].abs()).sum(0)
-            exact = (products.relu() * weights[row, :, None]).sum(0)
-            yield Finding(f"scores of {of}", excess(found[row, :length], exact, FLOAT32 * terms))
+        rows = pages.ints(range(len(lengths)))
+        found = indexer_scores(q, weights, vectors, pages.tables, rows, seen, max(lengths))
+        exact, terms = reference_indexer_scores(q, weights, vectors, pages.tables, rows, seen, max(lengths))
+        yield Finding(f"scores of {of}", relative_error(found, exact, FLOAT32 * terms))
 
 
-class LatentForm(NamedTuple):
-    """How heads attend to latents."""
+@dataclass(frozen=True, slots=True)
+class LatentCase:
+    """Attention to latents, absorbed and expanded, and its store."""
 
+    operator: ClassVar[str] = "latents"
     heads: int
     nope: int
     rope: int
@@ -69,27 +167,27 @@ class LatentForm(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """Equal for layers that the same kernels compute."""
+        """See `Case`."""
         inputs = self.inputs.norm.eps, self.inputs.is_interleaved
-        return self._replace(cache_scale=1.0, inputs=None), inputs  # type: ignore[arg-type]
+        return replace(self, cache_scale=1.0, inputs=None), inputs  # type: ignore[arg-type]
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """What is stored, and both ways of attending."""
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: what is stored, and both algorithms."""
         shape = {"heads": self.heads, "sparse": False, "element": self.dtype.itemsize}
-        run = launch_of("latent_attention", numbers.device, **shape).blocks["RUN"]
-        pages = _Pages(numbers, [*_SHORT, run + _BEYOND], self.rank + self.rope, self.block_size, self.cache_dtype)
-        vectors, scale = vectors_as_hardware_reads(pages.vectors, self.cache_scale, numbers.device)
-        yield from self._store(numbers, pages, vectors, scale)
+        run = launch_of("latent_attention", problems.device, **shape).blocks["RUN"]
+        pages = _Pages(problems, [*_SHORT, run + _BEYOND], self.rank + self.rope, self.block_size, self.cache_dtype)
+        vectors, scale = vectors_as_hardware_reads(pages.vectors, self.cache_scale, problems.device)
+        yield from self._store(problems, pages, vectors, scale)
         cache_scale = 1.0 if vectors.dtype.itemsize > 1 else scale
-        yield from self._absorbed(numbers, pages, vectors, cache_scale)
-        yield from self._expanded(numbers)
+        yield from self._absorbed(problems, pages, vectors, cache_scale)
+        yield from self._expanded(problems)
 
-    def _store(self, numbers: Numbers, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
+    def _store(self, problems: Problems, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
         """All the rows' latents, which the others then attend to."""
         tokens, norm = len(pages.slots), self.inputs.norm
-        q = numbers.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
-        latent = numbers.normal(tokens, self.rank + self.rope, dtype=self.dtype)
-        angles = numbers.normal(tokens, 1, self.rope // 2, scale=9.0)
+        q = problems.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
+        latent = problems.normal(tokens, self.rank + self.rope, dtype=self.dtype)
+        angles = problems.normal(tokens, 1, self.rope // 2, scale=9.0)
         cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((-angles, angles), -1).sin()
         found = latent_store(
             q,
@@ -108,95 +206,73 @@ class LatentForm(NamedTuple):
 
         exact, magnitude = turned(q[..., self.nope :])
         of = f"latents of {self.rank}+{self.rope}"
-        yield Finding(f"queries to {of}", excess(found, exact, slack(self.dtype) * magnitude))
+        yield Finding(f"queries to {of}", relative_error(found, exact, rounding_bound(self.dtype) * magnitude))
         normed = latent[:, : self.rank].float()
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
         keys, of_keys = (each[:, 0] for each in turned(latent[:, None, self.rank :]))
         exact, magnitude = torch.cat((normed, keys), -1), torch.cat((normed.abs(), of_keys), -1)
         yield Finding(f"stored {of}", _stored(pages, vectors, exact, magnitude, scale, self.dtype))
 
-    def _absorbed(self, numbers: Numbers, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
+    def _absorbed(self, problems: Problems, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
         """In the latents' space, to all and to some."""
         lengths = pages.lengths
         count = len(lengths)
         # As large as scores of some units want them.
         size = 2 / (self.scale * (self.rank + self.rope) ** 0.5)
-        q = numbers.normal(count, self.heads, self.rank, dtype=self.dtype, scale=size)
-        q_rope = numbers.normal(count, self.heads, self.rope, dtype=self.dtype, scale=size)
-        whole = torch.cat((q, q_rope), -1).float()
+        q = problems.normal(count, self.heads, self.rank, dtype=self.dtype, scale=size)
+        q_rope = problems.normal(count, self.heads, self.rope, dtype=self.dtype, scale=size)
+        rows, lens = pages.ints(range(count)), pages.ints(lengths)
         selections: list[torch.Tensor | None] = [None]
         if self.top_k is not None:
-            selections.append(self._selected(numbers, lengths))
+            selections.append(self._selected(problems, lengths))
         for selected in selections:
-            found = latent_attention(
-                q,
-                q_rope,
-                vectors,
-                pages.tables,
-                pages.ints(range(count)),
-                pages.ints(lengths),
-                longest=max(lengths),
-                scale=self.scale,
-                cache_scale=scale,
-                selected=selected,
-            )
-            way = "absorbed" if selected is None else "selected"
-            for row in range(count):
-                latents = pages.of_row(vectors, row) * scale
-                if selected is not None:
-                    latents = latents[selected[row][selected[row] >= 0]]
-                shares = (whole[row] @ latents.T * self.scale).softmax(-1)
-                exact = shares @ latents[:, : self.rank]
-                bound = slack(self.dtype) * (shares @ latents[:, : self.rank].abs())
-                yield Finding(f"{way} latents of {self.rank}+{self.rope}", excess(found[row], exact, bound))
+            step = q, q_rope, vectors, pages.tables, rows, lens
+            how: dict[str, Any] = {"scale": self.scale, "cache_scale": scale, "selected": selected}
+            found = latent_attention(*step, longest=max(lengths), **how)
+            exact, terms = reference_latent_attention(*step, **how)
+            name = f"{'absorbed' if selected is None else 'selected'} latents of {self.rank}+{self.rope}"
+            yield Finding(name, relative_error(found, exact, rounding_bound(self.dtype) * terms))
 
-    def _selected(self, numbers: Numbers, lengths: list[int]) -> torch.Tensor:
+    def _selected(self, problems: Problems, lengths: list[int]) -> torch.Tensor:
         """Positions of each token, in no order. # [tokens, top_k] int64"""
         assert self.top_k is not None
         selected = torch.full((len(lengths), self.top_k), -1)
         for row, length in enumerate(lengths):
-            some = numbers.order(length)[: self.top_k]
+            some = problems.permutation(length)[: self.top_k]
             selected[row, : len(some)] = some
-        return selected.to(numbers.device)
+        return selected.to(problems.device)
 
-    def _expanded(self, numbers: Numbers) -> Iterator[Finding]:
+    def _expanded(self, problems: Problems) -> Iterator[Finding]:
         """A prompt, and a chunk behind what was computed."""
         spans = (Piece(0, 40, 0, 40, 0, True, True), Piece(40, 7, 40, 90, 83, True, True))
         tokens, keys = 47, 130
-        q = numbers.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
-        expanded = numbers.normal(keys, self.heads, self.nope + self.value, dtype=self.dtype)
-        shared = numbers.normal(keys, self.rope, dtype=self.dtype)
+        q = problems.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
+        expanded = problems.normal(keys, self.heads, self.nope + self.value, dtype=self.dtype)
+        shared = problems.normal(keys, self.rope, dtype=self.dtype)
         out = q.new_empty(tokens, self.heads, self.value)
         nope, rope = torch.split(q, [self.nope, self.rope], -1)
-        pieces = torch.tensor(spans, dtype=torch.int32, device=numbers.device)
+        pieces = torch.tensor(spans, dtype=torch.int32, device=problems.device)
         latent_prefill(nope, rope, expanded, shared, pieces, out, None, longest=40, scale=self.scale)
-        for first, count, first_key, num_keys, offset, *_ in spans:
-            some = slice(first_key, first_key + num_keys)
-            k, v = torch.split(expanded[some].float(), [self.nope, self.value], -1)
-            k = torch.cat((k, shared[some, None].float().expand(-1, self.heads, -1)), -1)
-            scores = torch.einsum("qhd,khd->hqk", q[first : first + count].float(), k) * self.scale
-            at = torch.arange(num_keys, device=numbers.device)
-            shares = scores.masked_fill(at > offset + at[:count, None], -torch.inf).softmax(-1)
-            exact, terms = (torch.einsum("hqk,khv->qhv", shares, each) for each in (v, v.abs()))
-            error = excess(out[first : first + count], exact, slack(self.dtype) * terms)
-            yield Finding(f"expanded latents of {self.heads} heads", error)
+        exact, terms = reference_latent_prefill(nope, rope, expanded, shared, spans, self.scale)
+        error = relative_error(out, exact, rounding_bound(self.dtype) * terms)
+        yield Finding(f"expanded latents of {self.heads} heads", error)
 
 
 class _Pages:
     """Rows of a cache, whose blocks lie in no order; what is none of theirs is no number."""
 
-    def __init__(self, numbers: Numbers, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype) -> None:
-        self.lengths, self._device = lengths, numbers.device
+    def __init__(self, problems: Problems, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype) -> None:
+        self.lengths, self._device = lengths, problems.device
         width = -(-max(lengths) // block_size)
-        order = numbers.order(len(lengths) * width)
+        order = problems.permutation(len(lengths) * width)
         tables = order.view(len(lengths), width)
-        self.tables = tables.int().to(numbers.device)
+        self.tables = tables.int().to(problems.device)
         places = [torch.arange(length) for length in lengths]
         slots = [tables[row][at // block_size] * block_size + at % block_size for row, at in enumerate(places)]
-        self.slots = torch.cat(slots).to(numbers.device)
+        self.slots = torch.cat(slots).to(problems.device)
         # Rows of other layers lie between.
         shape = len(order), 2, block_size, dim
-        self.vectors = torch.full(shape, torch.nan, device=numbers.device).to(dtype)[:, 1]
+        self.vectors = torch.full(shape, torch.nan, device=problems.device).to(dtype)[:, 1]
 
     def ints(self, values: Iterable[int]) -> torch.Tensor:
         """# [len(values)] int32"""
@@ -206,10 +282,6 @@ class _Pages:
         """Of all rows, in float32. # [tokens, dim]"""
         size = vectors.shape[1]
         return vectors.view(torch.uint8)[self.slots // size, self.slots % size].view(vectors.dtype).float()
-
-    def of_row(self, vectors: torch.Tensor, row: int) -> torch.Tensor:
-        """# [its tokens, dim] float32"""
-        return torch.split(self.stored(vectors), self.lengths)[row]
 
 
 def _stored(
@@ -221,82 +293,30 @@ def _stored(
     dtype: torch.dtype,
 ) -> float:
     """How far off what is stored is."""
-    found, bound = pages.stored(vectors), slack(dtype) * magnitude
+    found, bound = pages.stored(vectors), rounding_bound(dtype) * magnitude
     if vectors.dtype.itemsize == 1:
-        found, exact, bound = of_fp8(found, exact, bound, scale, vectors.dtype)
-    return excess(found, exact, bound)
+        found, exact, bound = fp8_bounds(found, exact, bound, scale, vectors.dtype)
+    return relative_error(found, exact, bound)
 
 
-# References, one token at a time.
+def common_cases(device: torch.device) -> tuple[Case, ...]:
+    """None: few models have latents, and those check their own sizes when they are loaded."""
+    del device
+    return ()
 
 
-def reference_latent_attention(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    vectors: torch.Tensor,
-    block_tables: torch.Tensor,
-    token_rows: torch.Tensor,
-    token_lens: torch.Tensor,
-    *,
-    scale: float,
-    cache_scale: float = 1.0,
-    selected: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the kernel's launcher."""
-    block_size = vectors.shape[1]
-    out, rank = torch.empty_like(q), q.shape[2]
-    for token, (row, length) in enumerate(zip(token_rows.tolist(), token_lens.tolist(), strict=True)):
-        places = torch.arange(length, device=q.device)
-        if selected is not None:
-            places = selected[token][selected[token] >= 0]
-        blocks = block_tables[row].long()[places // block_size]
-        latents = vectors[blocks, places % block_size].float() * cache_scale
-        shares = (torch.cat((q[token], q_rope[token]), -1).float() @ latents.T * scale).softmax(-1)
-        out[token] = (shares @ latents[:, :rank]).to(q.dtype)
-    return out
+def small_cases(device: torch.device) -> dict[str, Case]:
+    """Sizes for Triton's interpreter."""
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
+    def latents(dtype: torch.dtype, cache: torch.dtype, *, is_interleaved: bool) -> LatentCase:
+        norm = NormWeight(Problems(device).near_one(24), 1e-6, 0.0)
+        inputs = LatentInputs(norm, (torch.empty(0), torch.empty(0)), is_interleaved, None)
+        return LatentCase(2, 16, 8, 16, 24, 0.2, 0.5, dtype, cache, 16, inputs, 32)
 
-def reference_latent_prefill(
-    q: torch.Tensor,
-    q_rope: torch.Tensor,
-    expanded: torch.Tensor,
-    shared: torch.Tensor,
-    pieces: Iterable[Piece],
-    scale: float,
-) -> torch.Tensor:
-    """As the kernel's launcher over all of every row's pieces. # -> [T, H, v], zero for tokens of no row"""
-    nope = q.shape[2]
-    whole = torch.cat((q, q_rope), -1).float()
-    out = q.new_zeros(*q.shape[:2], expanded.shape[2] - nope)
-    of_row: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        of_row.setdefault(piece.first_query, []).append(piece)
-    for parts in of_row.values():
-        places = torch.cat([torch.arange(one.first_key, one.first_key + one.num_keys) for one in parts])
-        keys = expanded[places].float()
-        rotated = shared[places].float()[:, None].expand(-1, q.shape[1], -1)
-        k, v = torch.cat((keys[..., :nope], rotated), -1), keys[..., nope:]
-        first, count = parts[0].first_query, parts[0].num_queries
-        scores = torch.einsum("qhd,khd->hqk", whole[first : first + count], k) * scale
-        hidden = torch.arange(len(places)) > parts[0].offset + torch.arange(count)[:, None]
-        shares = scores.masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
-        out[first : first + count] = torch.einsum("hqk,khv->qhv", shares, v).to(q.dtype)
-    return out
-
-
-def reference_indexer_scores(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    vectors: torch.Tensor,
-    block_tables: torch.Tensor,
-    token_rows: torch.Tensor,
-    token_lens: torch.Tensor,
-    width: int,
-) -> torch.Tensor:
-    """As the kernel's launcher."""
-    scores = torch.full((len(q), width), -torch.inf, device=q.device)
-    for token, (row, length) in enumerate(zip(token_rows.tolist(), token_lens.tolist(), strict=True)):
-        places = torch.arange(length, device=q.device)
-        keys = vectors[block_tables[row].long()[places // vectors.shape[1]], places % vectors.shape[1]]
-        scores[token, :length] = weights[token] @ (q[token].float() @ keys.float().T).relu()
-    return scores
+    return {
+        "latents in bf16": latents(bf16, bf16, is_interleaved=True),
+        "latents in fp16, their cache in FP8": latents(fp16, fp8, is_interleaved=False),
+        "indexer in bf16": IndexCase(4, 16, 32, bf16, bf16, 16),
+        "indexer in FP8": IndexCase(3, 24, 32, bf16, fp8, 16),
+    }

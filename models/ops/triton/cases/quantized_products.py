@@ -1,12 +1,13 @@
 """Torch references and self-test cases of products with quantized weights."""
 
 from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from models.ops.self_test import FLOAT32, Finding, Numbers, excess, slack
+from models.ops.self_test import FLOAT32, Case, Finding, Problems, relative_error, rounding_bound
 from models.ops.triton.configs import target_of
 from models.ops.triton.quantized_products import quantized_linear
 from models.ops.types import FP8_GROUP
@@ -71,12 +72,12 @@ class Product(NamedTuple):
 def product_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Product:
     """`x @ weight.T + bias`. # float32 [rows, inputs], [outputs, inputs], [outputs] of any type
 
-    Numbers may have been rounded to `dtype` before they are multiplied, each by itself: what that makes of a sum grows
-    as the root of the number of its terms.
+    Numbers may have been rounded to `dtype` before they are multiplied, each by itself: what that makes of a sum
+    grows as the root of the number of its terms.
     """
     exact = x @ weight.T
     each = (x.square() @ weight.square().T).sqrt()
-    bound = 2 * slack(dtype) * each + FLOAT32 * (x.abs() @ weight.abs().T)
+    bound = 2 * rounding_bound(dtype) * each + FLOAT32 * (x.abs() @ weight.abs().T)
     return Product(exact if bias is None else exact + bias.float(), bound)
 
 
@@ -92,7 +93,7 @@ def ends_of(outputs: int) -> tuple[slice, ...]:
 
 
 def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows' numbers, as kernels multiply by them. # -> [..., inputs] float32"""
+    """Some rows' problems, as kernels multiply by them. # -> [..., inputs] float32"""
     if isinstance(weight, torch.Tensor):
         return weight[at].float()
     if isinstance(weight, FP8Weight):
@@ -100,8 +101,8 @@ def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype
     return weight.part(at).dense(dtype).float()
 
 
-def random_weight(problems: Numbers, kind: str, *shape: int, dtype: torch.dtype) -> QuantizedWeight:
-    """A weight, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs], inputs a multiple of 64"""
+def random_weight(problems: Problems, kind: str, *shape: int, dtype: torch.dtype) -> QuantizedWeight:
+    """A weight, or a stack of them, in `fp8`, `int4` or `mxfp4`. # [.., outputs, inputs]"""
     *rows, inputs = shape
     if kind == "fp8":
         codes = problems.normal(*shape).to(torch.float8_e4m3fn)
@@ -116,26 +117,49 @@ def random_weight(problems: Numbers, kind: str, *shape: int, dtype: torch.dtype)
     return FourBitWeight(codes, scales, torch.full(scales.shape, 8, dtype=torch.uint8, device=problems.device))
 
 
-class ProductForm(NamedTuple):
-    """A linear layer's weight."""
+@dataclass(frozen=True, slots=True)
+class ProductCase:
+    """A product with a linear layer's weight."""
 
+    operator: ClassVar[str] = "linear"
     weight: QuantizedWeight
     bias: torch.Tensor | None
     dtype: torch.dtype
 
     @property
     def key(self) -> Hashable:
-        """Equal for weights that the same kernels multiply by, in as many steps."""
+        """See `Case`: layout and shape of the weight."""
         return self.weight.kind, self.weight.shape, self.weight.scales.shape, self.bias is not None
 
-    def check(self, numbers: Numbers) -> Iterator[Finding]:
-        """By one token, by some and by many."""
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: one row, some and many, which take different tiles."""
         outputs, inputs = self.weight.shape
         for rows in _ROWS:
-            x = numbers.normal(rows, inputs, dtype=self.dtype)
+            x = problems.normal(rows, inputs, dtype=self.dtype)
             found, seen = quantized_linear(x, self.weight, self.bias), as_multiplied(x, self.weight)
             for some in ends_of(outputs):
                 bias = None if self.bias is None else self.bias[some]
                 exact, bound = product_of(seen, part_of(self.weight, some, self.dtype), bias, self.dtype)
-                error = excess(found[:, some], exact, bound + slack(self.dtype) * exact.abs())
+                error = relative_error(found[:, some], exact, bound + rounding_bound(self.dtype) * exact.abs())
                 yield Finding(f"{rows} tokens by a weight of {self.weight.kind}, {outputs}x{inputs}", error)
+
+
+_KINDS = ("fp8", "int4", "mxfp4")
+
+
+def common_cases(device: torch.device) -> tuple[Case, ...]:
+    """Products of 4096 inputs."""
+    problems = Problems(device)
+    weights = (random_weight(problems, kind, 1024, 4096, dtype=torch.bfloat16) for kind in _KINDS)
+    return tuple(ProductCase(weight, None, torch.bfloat16) for weight in weights)
+
+
+def small_cases(device: torch.device) -> dict[str, Case]:
+    """Sizes for Triton's interpreter."""
+    types = {"fp8 in fp16": torch.float16} | dict.fromkeys(_KINDS, torch.bfloat16)
+    cases: dict[str, Case] = {}
+    for name, dtype in types.items():
+        problems = Problems(device)
+        weight = random_weight(problems, name.split()[0], 72, 192, dtype=dtype)
+        cases[f"a weight in {name}"] = ProductCase(weight, problems.normal(72, dtype=dtype), dtype)
+    return cases

@@ -1,10 +1,29 @@
-"""Torch references of the sampling kernels: logit changes, argmax, sampling, log probabilities and rejection."""
+"""Torch references and the self-test case of sampling: changes of logits, argmax, draws, log probabilities, drafts."""
 
 import itertools
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from models.ops.triton.logits import FREQUENCY, PRESENCE, REPETITION, Logprobs
+from models.ops.counter_rng import uniform
+from models.ops.self_test import FLOAT32, Case, Finding, Problems, exact_match, relative_error
+from models.ops.triton.logits import (
+    BIAS,
+    FREQUENCY,
+    MAX_LIKELIEST,
+    PRESENCE,
+    REPETITION,
+    Logprobs,
+    adjust,
+    argmax,
+    logprobs,
+    mask,
+)
+from models.ops.triton.sampling import draw, pack_columns
 
 
 def reference_adjust(
@@ -108,7 +127,7 @@ def reference_keep_likely(
     acceptance: list[list[float]],
     bits: list[list[int]],
 ) -> list[list[int]]:
-    """Each row's tokens. By row and place, `acceptance` are numbers in [0, 1), `bits` such numbers times 2^64."""
+    """Each row's tokens. By row and place, `acceptance` are problems in [0, 1), `bits` such problems times 2^64."""
     kept = []
     firsts = first_drafts.tolist()
     for row, (first, past) in enumerate(itertools.pairwise(firsts)):
@@ -127,3 +146,144 @@ def reference_keep_likely(
         drawn = int((running <= (bits[row][ended] * total >> 64)).sum())
         kept.append([*tokens, drawn if total else int(drafts[first + ended])])
     return kept
+
+
+_EDGE = 1e-5
+"""How far outside a token's interval of probability its number may lie, since exponentials are approximate."""
+_FILTERS = (
+    (0, 1.0, 0.0),
+    (0, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (0, 0.7, 0.0),
+    (0, 1.0, 0.05),
+    (40, 0.9, 0.01),
+    (0, 0.999, 0.0),
+)
+"""Top-k (0: all), top-p and min-p of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingCase:
+    """From logits of a vocabulary to tokens."""
+
+    operator: ClassVar[str] = "sampling"
+    vocab_size: int
+
+    @property
+    def key(self) -> Hashable:
+        """See `Case`."""
+        return self
+
+    def compare(self, problems: Problems) -> Iterator[Finding]:
+        """See `Case`: each of the sampler's steps by itself."""
+        yield from self._changes(problems)
+        yield from self._argmax(problems)
+        yield from self._sampled(problems)
+        yield from self._logprobs(problems)
+
+    def _logits(self, problems: Problems, rows: int) -> torch.Tensor:
+        return problems.normal(rows, self.vocab_size, scale=3.0)
+
+    def _changes(self, problems: Problems) -> Iterator[Finding]:
+        logits, count = self._logits(problems, 3), min(self.vocab_size, 20)
+        ids = problems.distinct_rows(self.vocab_size, 3, count).flatten()
+        rows = torch.arange(3, device=problems.device).repeat_interleave(count)
+        values = problems.near_one(len(ids))
+        kinds = ("repetition", REPETITION), ("presence", PRESENCE)
+        for what, kind in (*kinds, ("frequency", FREQUENCY), ("bias", BIAS)):
+            found, expected = logits.clone(), logits.clone()
+            adjust(found, rows, ids, values, kind)
+            reference_adjust(expected, rows, ids, values, kind)
+            bound = FLOAT32 * (1 + expected.abs())
+            yield Finding(f"logits after a penalty of {what}", relative_error(found, expected, bound))
+        words = problems.normal(2, -(-self.vocab_size // 32)).view(torch.int32)
+        masked = torch.tensor([2, 0], device=problems.device)
+        found, expected = logits.clone(), logits.clone()
+        mask(found, masked, words)
+        reference_mask(expected, masked, words)
+        yield Finding("masked logits", exact_match(torch.equal(found, expected)))
+
+    def _argmax(self, problems: Problems) -> Iterator[Finding]:
+        logits = self._logits(problems, 4)
+        # Equal logits, of which the first counts, and a NaN.
+        logits[1, -1] = logits[1, self.vocab_size // 2] = 99.0
+        logits[2, self.vocab_size // 3] = torch.nan
+        found, (tokens, _) = argmax(logits), reference_argmax(logits)
+        peaks = logits.gather(1, tokens[:, None])[:, 0]
+        is_right = torch.equal(found.tokens, tokens) and torch.equal(found.peaks.nan_to_num(), peaks.nan_to_num())
+        yield Finding(f"the argmax of {self.vocab_size} tokens", exact_match(is_right))
+
+    def _sampled(self, problems: Problems) -> Iterator[Finding]:
+        count = len(_FILTERS)
+        logits = self._logits(problems, count)
+        top_k, top_p, min_p = (np.array(column) for column in zip(*_FILTERS, strict=True))
+        seeds = np.random.default_rng(int(problems.permutation(1 << 16)[0]))
+        columns: dict[str, npt.NDArray[Any]] = {
+            "rows": np.arange(count),
+            "temperature": np.linspace(0.5, 1.5, count, dtype=np.float32),
+            "top_k": np.where(top_k == 0, self.vocab_size, np.minimum(top_k, self.vocab_size)),
+            "top_p": top_p,
+            "min_p": min_p,
+            "key": seeds.integers(1 << 63, size=count).astype(np.uint64),
+            "position": np.arange(count),
+            "filtered": np.array([filters != _FILTERS[0] for filters in _FILTERS]),
+        }
+        share = uniform(columns["key"], columns["position"])
+        for rows in (np.arange(count), np.flatnonzero(~columns["filtered"])):
+            some = {name: column[rows] for name, column in columns.items()}
+            found = argmax(logits)
+            packed = torch.from_numpy(pack_columns(**some)).to(problems.device)
+            draw(logits, found.peaks, found.tokens, packed, has_filtered=bool(some["filtered"].any()))
+            tokens, _ = found.read()
+            for row in rows.tolist():
+                scaled = logits[row].double().cpu().numpy() / columns["temperature"][row]
+                of_row = {name: column[row] for name, column in columns.items()}
+                is_right = _may_be(int(tokens[row]), scaled, of_row, float(share[row]))
+                yield Finding(
+                    "a sampled token" + (" after filters" if of_row["filtered"] else ""), exact_match(is_right)
+                )
+
+    def _logprobs(self, problems: Problems) -> Iterator[Finding]:
+        logits, count = self._logits(problems, 3), min(MAX_LIKELIEST, self.vocab_size)
+        tokens = problems.distinct_rows(self.vocab_size, 3, 1)[:, 0]
+        found, expected = logprobs(logits, tokens, count), reference_logprobs(logits, tokens, count)
+        for one, other in zip(found, expected, strict=True):
+            if one.is_floating_point():
+                yield Finding("log probabilities", relative_error(one, other, FLOAT32 * (1 + other.abs())))
+            else:
+                yield Finding("ranks of log probabilities", exact_match(torch.equal(one, other)))
+
+
+def _may_be(token: int, logits: npt.NDArray[np.float64], row: dict[str, Any], share: float) -> bool:
+    """Whether a row's random number falls into a token's interval, or so near it that exponentials decide."""
+    if not 0 <= token < len(logits):
+        return False
+    weights = np.exp(logits - logits.max())
+    order = np.argsort(-logits, kind="stable") if row["filtered"] else np.arange(len(logits))
+    ordered = weights[order]
+    kept = len(ordered)
+    if row["filtered"]:
+        top_k = int(row["top_k"])
+        running = ordered[:top_k].cumsum()
+        kept = min(top_k, int((ordered >= row["min_p"]).sum()))
+        if row["top_p"] < 1.0:
+            kept = min(kept, 1 + int((running < row["top_p"] * running[-1]).sum()))
+    place = int(np.flatnonzero(order == token)[0])
+    # Where the filters cut is as approximate.
+    for cut in {max(1, kept - 1), kept, min(len(ordered), kept + 1)}:
+        running = ordered[:cut].cumsum() / ordered[:cut].sum()
+        if place < cut and (running[place - 1] if place else 0.0) - _EDGE <= share <= running[place] + _EDGE:
+            return True
+    return False
+
+
+def common_cases(device: torch.device) -> tuple[Case, ...]:
+    """A vocabulary of 128256."""
+    del device
+    return (SamplingCase(128256),)
+
+
+def small_cases(device: torch.device) -> dict[str, Case]:
+    """Sizes for Triton's interpreter."""
+    del device
+    return {"sampling": SamplingCase(700)}

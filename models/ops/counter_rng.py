@@ -2,7 +2,8 @@
 
 The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
 entered at any index: its state is the key plus a multiple of the golden ratio, its output the mixed state. Keys are
-mixed as well, so that neighbouring seeds give unrelated streams. Used by the worker's sampling columns.
+mixed as well, so that neighbouring seeds give unrelated streams. The kernels of `models.ops.triton.sampling` compute
+the same.
 """
 
 import numpy as np
