@@ -23,11 +23,10 @@ from engine.client.core_manager import CoreManager
 from engine.client.llm_engine import LLMEngine
 from engine.client.placement import Placement
 from engine.config.config import Config, ParallelConfig, ServerConfig
-from engine.distributed.cluster import CurvePair
 from engine.distributed.curve import Doorkeeper
-from engine.distributed.rank_link import EndTaker, SharedMemory, StepAddress, StepWriter
+from engine.distributed.rank_link import SharedMemory, StepAddress
 from engine.distributed.rank_steps import decode_step, encode_step, rank_batch
-from engine.distributed.step_transport import StepEnds, StepRing, StepSocket, ToldSteps, open_steps
+from engine.distributed.step_transport import SharedMemorySteps, StepSource, StepTransport, TcpSteps, open_steps
 from engine.messages import AddRequest
 from engine.runner.input_batch import InputBatch, StepInputs
 from engine.sampling_params import SamplingParams
@@ -95,7 +94,7 @@ def _rows(num_rows: int) -> dict[int, Sequence]:
     return seqs
 
 
-def _follow(steps: ToldSteps, num_rows: int) -> None:
+def _follow(steps: StepSource, num_rows: int) -> None:
     """The other rank: does with each step what a shard's runner does, but for the model."""
     input_batch = _input_batch(num_rows)
     inputs: StepInputs | None = None
@@ -107,7 +106,7 @@ def _follow(steps: ToldSteps, num_rows: int) -> None:
         input_batch.apply(batch)
         inputs = input_batch.step_inputs(batch)
         _compute(MODEL_SECONDS)
-        steps.tell()
+        steps.report()
 
 
 def _compute(seconds: float) -> None:
@@ -117,46 +116,41 @@ def _compute(seconds: float) -> None:
 
 
 @contextmanager
-def _by_ring(num_rows: int) -> Iterator[tuple[StepWriter, EndTaker]]:
-    """The second rank, told of steps through shared memory."""
-    ring_descriptor, ring = StepRing.create(1)
-    ends_descriptor, ends = StepEnds.create(1)
-    descriptors = ring_descriptor, ends_descriptor
+def _by_ring(num_rows: int) -> Iterator[StepTransport]:
+    """The second rank, which receives steps through shared memory."""
+    steps = SharedMemorySteps.create(2)
+    descriptors = steps.descriptors
     with second_process(_MODULE, "follow", "memory", *descriptors, num_rows, descriptors=descriptors):
-        yield ring, ends
-    os.close(ring_descriptor)
-    os.close(ends_descriptor)
+        yield steps
+    steps.close()
 
 
 @contextmanager
-def _by_socket(num_rows: int) -> Iterator[tuple[StepWriter, EndTaker]]:
-    """The second rank, told of steps as one on another host is, over the loopback interface."""
-    own, theirs = CurvePair.new(), CurvePair.new()
+def _by_socket(num_rows: int) -> Iterator[StepTransport]:
+    """The second rank, which receives steps as one on another host does, over the loopback interface."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(theirs.public)
-    address = f"tcp://127.0.0.1:{PORT}"
-    steps = StepSocket(context, address, own, 1)
-    keys = [key.decode() for key in (own.public, theirs.public, theirs.secret)]
-    with second_process(_MODULE, "follow", "tcp", address, *keys, num_rows):
-        if steps.wait_for_ranks(60.0) is not None:
-            raise RuntimeError("the second rank did not come")
-        yield steps, steps
+    steps = TcpSteps(context, "127.0.0.1", PORT, 2)
+    address = steps.address
+    doorkeeper.admit(address.public)
+    keys = [key.decode() for key in (address.core_public, address.public, address.secret)]
+    with second_process(_MODULE, "follow", "tcp", address.address, *keys, num_rows):
+        if steps.missing_rank(60.0) is not None:
+            raise RuntimeError("the second rank did not connect")
+        yield steps
     steps.close()
     doorkeeper.close()
     context.term()
 
 
-def control_seconds(
-    way: Callable[[int], AbstractContextManager[tuple[StepWriter, EndTaker]]], num_rows: int, pause: float
-) -> float:
+def control_seconds(way: Callable[[int], AbstractContextManager[StepTransport]], num_rows: int, pause: float) -> float:
     """Median of what the other rank adds to a decode step, `pause` seconds after the one before.
 
     From telling it to hearing that it has ended, less what the first takes for the step itself.
     """
     input_batch, seqs = _input_batch(num_rows), _rows(num_rows)
     added = []
-    with way(num_rows) as (steps, ends):
+    with way(num_rows) as steps:
         for step in range(RANK_STEPS + 1):
             counts = [CONTEXT if step == 0 else 1] * num_rows
             batch = ScheduledBatch(
@@ -176,7 +170,7 @@ def control_seconds(
             _compute(MODEL_SECONDS)
             input_batch.keep(inputs, inputs.input_ids[-num_rows:])
             alone = time.perf_counter() - told
-            ends.take(0)
+            steps.take(1)
             added.append(time.perf_counter() - start - alone)
             _compute(pause)
     return statistics.median(added[1:])
@@ -302,8 +296,8 @@ def ranks_table() -> Table:
 
 def _be_other_process(arguments: list[str]) -> None:
     match arguments:
-        case ["follow", "memory", ring, ends, num_rows]:
-            _follow(open_steps(SharedMemory(int(ring), int(ends)), 1, 2), int(num_rows))
+        case ["follow", "memory", descriptor, num_rows]:
+            _follow(open_steps(SharedMemory(int(descriptor)), 1, 2), int(num_rows))
         case ["follow", "tcp", address, *keys, num_rows]:
             steps = StepAddress(address, *(key.encode() for key in keys))
             _follow(open_steps(steps, 1, 2), int(num_rows))

@@ -20,7 +20,7 @@ from engine.client.relocation import Relocation
 from engine.client.replica import Replica, ReplicaEvents
 from engine.client.supervisor import CoreLink
 from engine.config.config import Config
-from engine.distributed.cluster import deal_out
+from engine.distributed.cluster import place_evenly
 from engine.distributed.host_resources import HostShare, available_host_memory
 from engine.distributed.lockstep import Seats
 from engine.messages import AddRequest, Failed, Ready, StepOutputs
@@ -70,8 +70,8 @@ class CoreManager:
         """Of `_links`, those of the last wait."""
         size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
-        places = deal_out(size, 1) if self._hosts is None else self._hosts.places
-        available = available_host_memory() // places[0].places if size > 1 else None
+        placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
+        available = available_host_memory() // placements[0].num_local if size > 1 else None
         self._seats = _seats(config)
         self._replicas: list[Replica] = []
         events = ReplicaEvents(
@@ -80,7 +80,8 @@ class CoreManager:
         lockstep = self._replicas if config.parallel_config.in_lockstep else None
         try:
             for number in range(size):
-                share = HostShare(number, places[number].place, places[number].places, available)
+                _, local_index, num_local = placements[number]
+                share = HostShare(number, local_index, num_local, available)
                 self._replicas.append(
                     Replica(config, share, events, lockstep=lockstep, seats=self._seats, hosts=self._hosts)
                 )
@@ -336,14 +337,9 @@ class CoreManager:
 
 def _other_hosts(config: Config) -> "CoreHosts | None":
     """The hosts that run replicas; None where all run on this one. Raises `ValueError`, a sentence."""
-    parallel = config.parallel_config
-    if not parallel.has_remote_replicas:
+    if not config.parallel_config.has_remote_replicas:
         return None
     # Imported here, because engines on one host do not need it.
-    if parallel.distributed_executor_backend == "ray":
-        from engine.distributed.core_hosts import RayCores
-
-        return RayCores.of(config)
     from engine.distributed.core_hosts import CoreHosts
 
     return CoreHosts.of(config)

@@ -1,12 +1,16 @@
-"""The key that the hosts of one server share, and the CURVE keys that both ends of a connection make of it.
+"""The hosts of one server: the key they share, the settings they must agree on, and what runs on which of them.
 
-Read by the engine core and by the hosts that join it. There is no flag for the key: a process list shows flags.
+The cluster key, from which both ends of a connection derive their CURVE keys, comes from the environment or a file.
+There is no flag for it: a process list shows flags. When a host joins, its `CommonGround` (Kaon's version, the
+settings that ranks compute by, the checkpoint) is compared with the first host's. `Cluster` says which rank or replica
+runs on which host, and starts the hosts.
 """
 
 import hashlib
 import logging
 import os
 import stat
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +19,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from engine.config.config import CLUSTER_KEY_ENV, Config
+from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig
 from engine.config.paths import why_unreadable
 from engine.config.release import release
 
@@ -92,11 +96,6 @@ def _pair(key: str, salt: bytes) -> CurvePair:
     return CurvePair(zmq.curve_public(secret), secret)
 
 
-# [cluster_settings] What the hosts of one server must have in common: Kaon's version, the settings that ranks
-# compute by, the model.
-#
-# Compared by the engine core when a host joins.
-
 _OF_ONE_HOST = {
     "model",
     "server_config",
@@ -155,21 +154,44 @@ def _leaves(section: dict[str, Any]) -> dict[str, str]:
     return leaves
 
 
-# [replica_places] `deal_out`: which host runs which of the data-parallel replicas. Used by the front end.
-
-
-class ReplicaPlace(NamedTuple):
-    """Where a replica runs."""
+class Placement(NamedTuple):
+    """Where a rank or a replica runs."""
 
     node: int
-    """Number of its host; 0 is the front end's own."""
-    place: int
-    """Among the replicas of its host, which share out its GPUs or its cores."""
-    places: int
+    """Number of its host; host 0 runs rank 0, or the front end."""
+    local_index: int
+    """Among the ranks or replicas of its host, which share out its GPUs or its cores."""
+    num_local: int
     """How many those are."""
 
 
-def deal_out(num_replicas: int, nnodes: int) -> list[ReplicaPlace]:
-    """By replica: as many on each host, neighbours together. `nnodes` divides the replicas."""
-    per_node = num_replicas // nnodes
-    return [ReplicaPlace(*divmod(replica, per_node), per_node) for replica in range(num_replicas)]
+def place_evenly(count: int, nnodes: int) -> list[Placement]:
+    """By rank or replica: as many on each host, neighbours together. `nnodes` divides `count`."""
+    per_node = count // nnodes
+    return [Placement(*divmod(index, per_node), per_node) for index in range(count)]
+
+
+class Cluster:
+    """The hosts of one server, each started by `kaon serve` with a `node_rank`. `RayCluster` starts its own."""
+
+    def __init__(self, placements: Sequence[Placement], address: str = "", keys: ClusterKeys | None = None) -> None:
+        """`placements`: by rank or replica. The others are for several hosts: where they reach the first, by which
+        keys.
+        """
+        self.placements, self.address, self.keys = placements, address, keys
+
+    @classmethod
+    def of_hosts(cls, parallel: ParallelConfig, count: int) -> "Cluster":
+        """That many ranks or replicas on `nnodes` hosts. Raises `ValueError`, a sentence, for a missing key."""
+        keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
+        return cls(place_evenly(count, parallel.nnodes), parallel.master_addr, keys)
+
+    def start(self, joining: str, on_failure: Callable[[int, str], object]) -> None:
+        """Start the hosts other than 0, which join at `joining`. `on_failure` is given the number of a host that
+        cannot, and why.
+        """
+        num_hosts = 1 + max(placement.node for placement in self.placements)
+        _log.info("waiting for %d of %d hosts to join at %s", num_hosts - 1, num_hosts, joining)
+
+    def close(self) -> None:
+        """End the hosts that `start` has started."""

@@ -142,11 +142,6 @@ def why_not(address: str, number: int, words: str) -> str:
     return f"port {port} on {host} cannot be opened: {words}"
 
 
-def name_of(rank: int) -> bytes:
-    """Of a rank's connection."""
-    return f"rank-{rank}".encode()
-
-
 def dial(
     context: "zmq.Context[zmq.Socket[bytes]]", own: CurvePair, server_public: bytes, name: bytes
 ) -> "zmq.Socket[bytes]":

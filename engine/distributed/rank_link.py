@@ -17,14 +17,14 @@ from models.child_environment import code_environment
 
 
 class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
-    """Descriptors of what the ranks of one host are told of steps by."""
+    """Where rank 0 sends steps to the ranks of its own host."""
 
-    ring: int
-    ends: int
+    descriptor: int
+    """Of the memory; see `SharedMemorySteps`."""
 
 
 class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
-    """Where rank 0 tells a rank of steps that cannot share its memory; keys are of CURVE, made for this one start."""
+    """Where rank 0 sends steps to ranks of several hosts; the keys are of CURVE, made for this one start."""
 
     address: str
     core_public: bytes
@@ -116,12 +116,6 @@ def hear_rank(connection: socket.socket) -> FromRank | None:
     return _from_rank.decode(packet) if packet else None
 
 
-# [rank_places] Where the ranks behind the first run, and how they are told of steps: what `AsyncIOProcManager` needs
-# of either.
-#
-# `LocalRanks`: processes of this host, by shared memory. `RemoteRanks`: processes of several hosts, over TCP.
-
-
 class RankLink(Protocol):
     """The connection to one rank."""
 
@@ -152,53 +146,9 @@ class RankLink(Protocol):
         """End the rank, after `timeout` seconds by force."""
 
 
-class StepWriter(Protocol):
-    """Tells all ranks of steps."""
-
-    def write(self, message: bytes) -> None:
-        """Raises `ConnectionError`, a sentence, where one of them cannot be told."""
-
-
-class EndTaker(Protocol):
-    """Hears of the ends of steps; ranks behind the first are numbered from 0."""
-
-    def take(self, rank: int) -> str:
-        """Wait until a rank has ended the step; its failure, "" for none."""
-
-    def take_within(self, rank: int, seconds: float) -> str | None:
-        """As `take`; None where the rank has not ended the step after so many seconds."""
-
-
-class RankPlaces(Protocol):
-    """The ranks behind the first, started."""
-
-    shard: Shard
-    """What the caller itself is."""
-
-    @property
-    def links(self) -> Sequence[RankLink]:
-        """By rank."""
-
-    def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
-        """The way to all ranks, which wait for steps. Raises `RankError` where one cannot be reached in time."""
-
-    def part(self, why: str) -> None:
-        """Have hosts that would wait for another core end as well; returns once they have heard, or in a while.
-
-        `why` is "" at an orderly end. Called by any thread, `close` may follow.
-        """
-
-    def close(self) -> None:
-        """Free what the ranks, which are closed, were told by."""
-
-
 class RankError(RuntimeError):
     """A rank cannot start, or the ranks cannot meet; one sentence for the user."""
 
-
-# [rank_proc] `RankProc`: the process of one rank behind the first, as who started it sees it.
-#
-# Made on the engine core's own host by `LocalRanks` and `RemoteRanks`, on others by `RankHost`.
 
 RANK_MODULE = "engine.runner.rank_process"
 """What the process runs."""
@@ -237,11 +187,6 @@ class RankProc:
     def descriptor(self) -> int:
         """Readable when the process has said something, or is gone."""
         return self._socket.fileno()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
 
     def send(self, message: ToRank) -> None:
         """Tell the process something. One that is gone is told of by the socket's end."""

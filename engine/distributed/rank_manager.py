@@ -4,7 +4,6 @@ Owned by the engine core, in which rank 0 runs. A thread of its own hears what t
 is gone: there is no step without it, so that the core ends, in a sentence that names the rank.
 """
 
-import logging
 import os
 import select
 import time
@@ -16,11 +15,11 @@ from threading import Thread
 from typing import NamedTuple, TypeVar
 
 from engine.config.config import Config
+from engine.distributed.cluster import Cluster, place_evenly
 from engine.distributed.host_resources import HostShare, Shard, available_host_memory
 from engine.distributed.lockstep import Seat
 from engine.distributed.rank_link import (
     Allocate,
-    EndTaker,
     FromRank,
     Join,
     RankError,
@@ -28,76 +27,15 @@ from engine.distributed.rank_link import (
     RankLaunch,
     RankLink,
     RankLoaded,
-    RankPlaces,
     RankProc,
     RankRaised,
     RankServes,
     RankSized,
-    SharedMemory,
-    StepWriter,
 )
 from engine.distributed.rank_steps import RankGroup, RankSteps
-from engine.distributed.step_transport import StepEnds, StepRing
+from engine.distributed.remote_ranks import RankNetwork
+from engine.distributed.step_transport import SharedMemorySteps, StepTransport
 from models.errors import first_line
-
-# [local_ranks] `LocalRanks`: the ranks behind the first as processes of this host, told of steps through shared
-# memory.
-
-
-class LocalRanks:
-    """See `RankPlaces`."""
-
-    def __init__(self, config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> None:
-        """Start the processes and return at once: they load the checkpoint `path`.
-
-        `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
-        `share` its part of the host. Raises `OSError` where a process cannot be started.
-        """
-        size = config.parallel_config.tensor_parallel_size
-        ring_descriptor, self._ring = StepRing.create(size - 1)
-        ends_descriptor, self._ends = StepEnds.create(size - 1)
-        self._memory = os.memfd_create("kaon-collectives")
-        store = (Path(directory) / "ranks").as_uri()
-        available = available_host_memory() if share.available_bytes is None else share.available_bytes
-        self.shard = Shard(
-            rank=0,
-            size=size,
-            local_rank=0,
-            local_size=size,
-            store=store,
-            memory=self._memory,
-            available_bytes=available // size,
-        )
-        seat_memory = () if seat is None else seat.memory
-        self.links: list[RankProc] = []
-        with ExitStack() as stack:
-            stack.callback(os.close, ring_descriptor)
-            stack.callback(os.close, ends_descriptor)
-            for rank in range(1, size):
-                launch = RankLaunch(
-                    name=f"kaon-worker-{share.replica}.{rank}",
-                    shard=self.shard._replace(rank=rank, local_rank=rank),
-                    config=config.model_dump_json(),
-                    path=str(path),
-                    steps=SharedMemory(ring_descriptor, ends_descriptor),
-                    share=share,
-                    seat=seat,
-                )
-                self.links.append(RankProc(launch, (ring_descriptor, ends_descriptor, self._memory, *seat_memory)))
-
-    def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
-        """See `RankPlaces`."""
-        return self._ring, self._ends
-
-    def part(self, why: str) -> None:
-        """Nothing: processes of this host end with it."""
-
-    def close(self) -> None:
-        """See `RankPlaces`."""
-        os.close(self._memory)
-
-
-logger = logging.getLogger(__name__)
 
 _END_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
@@ -129,11 +67,61 @@ class AsyncIOProcManager:
         self._steps: RankSteps | None = None
         self._group: RankGroup | None = None
         self._failed: set[RankLink] = set()
-        self._places = start_ranks(config, directory, path, seat, share)
-        self._links = self._places.links
+        self._network: RankNetwork | None = None
+        self._links: list[RankLink] = []
+        with ExitStack() as undo:
+            cluster = _cluster_of(config)
+            undo.callback(cluster.close)
+            memory: int | None = None
+            if any(placement.node for placement in cluster.placements):
+                self._network = RankNetwork(config, path, cluster)
+                undo.callback(self._network.close)
+                self._transport: StepTransport = self._network.transport
+                store = self._network.store
+            else:
+                self._transport = SharedMemorySteps.create(len(cluster.placements))
+                undo.callback(self._transport.close)
+                memory = os.memfd_create("kaon-collectives")
+                undo.callback(os.close, memory)
+                store = (Path(directory) / "ranks").as_uri()
+            num_local = cluster.placements[0].num_local
+            available = available_host_memory() if share.available_bytes is None else share.available_bytes
+            self.shard = Shard(
+                rank=0,
+                size=len(cluster.placements),
+                local_rank=0,
+                local_size=num_local,
+                store=store,
+                memory=memory,
+                available_bytes=available // num_local,
+            )
+            """What the caller itself is."""
+            inherited = (
+                *self._transport.descriptors,
+                *(() if memory is None else (memory,)),
+                *(() if seat is None else seat.memory),
+            )
+            for rank, (node, local_rank, local_size) in list(enumerate(cluster.placements))[1:]:
+                launch = RankLaunch(
+                    name=f"kaon-worker-{share.replica}.{rank}",
+                    shard=self.shard._replace(rank=rank, local_rank=local_rank, local_size=local_size),
+                    config=config.model_dump_json(),
+                    path=str(path),
+                    steps=self._transport.address,
+                    share=share,
+                    seat=seat,
+                )
+                if self._network is not None and node:
+                    self._links.append(self._network.links[rank])
+                    self._links[-1].send(launch)
+                else:
+                    self._links.append(RankProc(launch, inherited))
+                undo.callback(self._links[-1].close, _END_SECONDS)
+            if self._network is not None:
+                self.shard = self.shard._replace(listener=self._network.listener.detach())
+                cluster.start(self._network.joining, self._network.router.turn_away)
+            self._resources = undo.pop_all()
         self._said: dict[int, SimpleQueue[FromRank | None]] = {link.rank: SimpleQueue() for link in self._links}
-        self.shard = self._places.shard
-        """What the caller itself is."""
         self._closing, self._wake = os.pipe()
         self._thread = Thread(target=self._hear, name="ranks", daemon=True)
         self._thread.start()
@@ -175,10 +163,11 @@ class AsyncIOProcManager:
     def open_steps(self, group: RankGroup) -> RankSteps:
         """Have the other ranks serve; through what is returned, they compute each step that the caller begins."""
         self._expect_all(RankServes, "warm up")
-        writer, taker = self._places.open_steps(self._timeout)
-        self._steps = RankSteps(
-            writer, taker, len(self._links), group, self._fail, lambda trace: logger.error("%s", trace)
-        )
+        missing = self._transport.missing_rank(self._timeout)
+        if missing is not None:
+            title, where = self._links[missing - 1].title, self._transport.where
+            raise RankError(f"{title} does not reach {where}; open it to the hosts")
+        self._steps = RankSteps(self._transport, self.shard.size, group, self._fail)
         return self._steps
 
     def part(self, why: str = "") -> None:
@@ -186,15 +175,14 @@ class AsyncIOProcManager:
 
         `why` is a sentence, or "" at an orderly end. Called by any thread.
         """
-        self._places.part(why)
+        if self._network is not None:
+            self._network.router.part(why)
 
     def close(self) -> None:
         """End the processes, within seconds."""
         os.close(self._wake)
         self._thread.join()
-        for link in self._links:
-            link.close(_END_SECONDS)
-        self._places.close()
+        self._resources.close()
         if self._group is not None:
             self._group.close()
         os.close(self._closing)
@@ -274,20 +262,17 @@ class _Due(NamedTuple):
     """Whether it is the user's mistake."""
 
 
-def start_ranks(config: Config, directory: str, path: Path, seat: Seat | None, share: HostShare) -> RankPlaces:
-    """Start the ranks behind the first where the configuration says. Raises as `AsyncIOProcManager` does.
+def _cluster_of(config: Config) -> Cluster:
+    """The hosts of the ranks. Of several replicas each has its ranks on one host."""
+    parallel = config.parallel_config
+    size = parallel.tensor_parallel_size
+    if not parallel.has_remote_ranks:
+        return Cluster(place_evenly(size, 1))
+    if parallel.distributed_executor_backend == "ray":
+        from engine.distributed.ray_cluster import RayCluster
 
-    Of several replicas each has its ranks on one host: only those have a `seat` or a `share`.
-    """
-    if not config.parallel_config.has_remote_ranks:
-        return LocalRanks(config, directory, path, seat, share)
-    if config.parallel_config.distributed_executor_backend == "ray":
-        from engine.distributed.ray_cluster import RayRanks
-
-        return RayRanks(config, path)
-    from engine.distributed.remote_ranks import RemoteRanks
-
-    return RemoteRanks(config, path)
+        return RayCluster(config, size, ranks_each=1, title="ranks", restarts=False)
+    return Cluster.of_hosts(parallel, size)
 
 
 def _wait_readable(links: Sequence[RankLink], wake: int, timeout: float | None) -> list[int]:

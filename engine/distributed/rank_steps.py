@@ -1,5 +1,6 @@
 """`StepMessage`: what rank 0 tells the other ranks of a step; `RankBatch`: the step as they compute it."""
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import AppendedBlocks, PromptSpan, ScheduledBatch
-from engine.distributed.rank_link import EndTaker, StepWriter
+from engine.distributed.step_transport import StepTransport
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
+logger = logging.getLogger(__name__)
+
 _GREEDY = SamplingParams(temperature=0.0)
-"""Ranks behind the first never sample: they need nothing of how."""
+"""Only rank 0 samples: the other ranks need no sampling parameters."""
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True):
@@ -122,9 +125,6 @@ def _sequence(row: NewRow, block_size: int) -> Sequence:
     return seq
 
 
-# [rank_steps] `RankSteps`: rank 0's hold on the other ranks while steps run. Used by the model runner around each
-# step.
-
 ABORTED = "aborted"
 """The failure of a rank that left the step because another had."""
 
@@ -153,20 +153,11 @@ class RankStepError(RuntimeError):
 
 
 class RankSteps:
-    """Tells the other ranks of steps, and hears of their ends."""
+    """Rank 0's control of the other ranks while steps run: sends them each step, and takes their reports."""
 
-    def __init__(
-        self,
-        writer: StepWriter,
-        ends: EndTaker,
-        num_others: int,
-        group: RankGroup,
-        fail: Callable[[str], object],
-        on_trace: Callable[[str], object],
-    ) -> None:
-        """`fail` ends this process with a sentence; `on_trace` is given the traceback of a rank that raised."""
-        self._writer, self._ends, self._num_others, self._group = writer, ends, num_others, group
-        self._fail, self._on_trace = fail, on_trace
+    def __init__(self, transport: StepTransport, size: int, group: RankGroup, fail: Callable[[str], object]) -> None:
+        """`fail` ends this process with a sentence."""
+        self._transport, self._others, self._group, self._fail = transport, range(1, size), group, fail
         self._number = 0
         self._sampled: list[int] = []
         self._is_open = False
@@ -184,7 +175,7 @@ class RankSteps:
         )
         self._sampled = []
         try:
-            self._writer.write(message)
+            self._transport.write(message)
         except ConnectionError as error:
             self._fail(str(error))
             raise
@@ -194,7 +185,7 @@ class RankSteps:
     def end(self, sampled: list[int]) -> None:
         """This rank has computed the step and sampled these tokens. Raises `RankStepError` where another has not."""
         self._is_open = False
-        failures = [self._ends.take(other) for other in range(self._num_others)]
+        failures = [self._transport.take(rank) for rank in self._others]
         self._raise_first(failures)
         self._sampled = sampled
 
@@ -205,12 +196,12 @@ class RankSteps:
         self._is_open = False
         self._group.abort()
         failures: list[str] = []
-        for other in range(self._num_others):
-            failure = self._ends.take_within(other, _LEAVE_SECONDS)
+        for rank in self._others:
+            failure = self._transport.take_within(rank, _LEAVE_SECONDS)
             if failure is None:
                 self._fail(
                     f"a step failed on tensor-parallel rank 0 ({str(error) or type(error).__name__}), and rank "
-                    f"{other + 1} did not leave it within {_LEAVE_SECONDS:g} s"
+                    f"{rank} did not leave it within {_LEAVE_SECONDS:g} s"
                 )
                 return
             failures.append(failure)
@@ -218,8 +209,8 @@ class RankSteps:
 
     def _raise_first(self, failures: list[str]) -> None:
         """Raise what the first rank tells that did not merely follow another."""
-        for other, failure in enumerate(failures):
+        for rank, failure in zip(self._others, failures, strict=True):
             if failure and failure != ABORTED:
                 sentence, _, trace = failure.partition("\n")
-                self._on_trace(f"tensor-parallel rank {other + 1} raised in a step:\n{trace}")
-                raise RankStepError(f"tensor-parallel rank {other + 1}: {sentence}") from None
+                logger.error("tensor-parallel rank %d raised in a step:\n%s", rank, trace)
+                raise RankStepError(f"tensor-parallel rank {rank}: {sentence}") from None

@@ -1,85 +1,97 @@
-"""`RayCluster`: places in a Ray cluster that runs already, and the actors that run there.
+"""`RayCluster`: the hosts of a server as actors of a Ray cluster that runs already.
 
-Used by the engine core for its ranks, and by the front end for its replicas. Ray chooses where, keeps devices, and
-ends actors with this process; requests, steps and tensors do not go through Ray.
+Used by the engine core for its ranks, and by the front end for its replicas. Ray chooses the machines, reserves
+devices, and ends actors with this process. An actor is a `RankHost`, which joins as any other host does: requests,
+steps and tensors do not go through Ray.
 """
 
+import logging
 import os
 import secrets
 import signal
-from pathlib import Path
-from threading import Thread
+import time
+from collections.abc import Callable, Iterable, Sequence
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
-from engine.distributed.cluster import ClusterKeys, is_loopback
-from engine.distributed.curve import endpoint, resolve
+from engine.distributed.cluster import Cluster, ClusterKeys, Placement, is_loopback
 from engine.distributed.host_agent import RankHost
-from engine.distributed.rank_link import RankFailed
-from engine.distributed.remote_ranks import RankPlace, RemoteRank, RemoteRanks
 from models.errors import first_line
 
+_log = logging.getLogger(__name__)
+
 _NODE_ID_LABEL = "ray.io/node-id"
+_POLL_SECONDS = 1.0
+_RESTART_SECONDS = 1.0, 30.0
+"""Until an actor that has ended is replaced: after the first time, and, doubled each time, at most.
+
+An actor that ran for longer than the maximum resets the delay."""
 
 
-class Asked(NamedTuple):
-    """What is asked of a cluster."""
+class RayCluster(Cluster):
+    """The hosts of one server as actors of a running Ray cluster, one for each rank or replica but the first.
 
-    size: int
-    """Places, the first of them for this process."""
-    ranks: int
-    """That run at each."""
-    what: str
-    """As a sentence calls those that take the places."""
+    An actor is a host of its own: its number is that of its rank or replica. The first is on this machine, in this
+    process, and has no actor.
+    """
 
+    def __init__(self, config: Config, size: int, *, ranks_each: int, title: str, restarts: bool) -> None:
+        """Connect, and wait for resources for `size` ranks or replicas, of `ranks_each` ranks.
 
-class RayCluster:
-    """Places, numbered from 0, which is on this machine and has no actor."""
-
-    def __init__(self, config: Config, asked: Asked) -> None:
-        """Connect, and wait for the places. Raises `ValueError`, a sentence: no Ray, no cluster, or no room in it."""
-        self._config = config
+        `title` is what sentences call them; `restarts`: another actor follows one that has ended. Raises `ValueError`,
+        a sentence: no Ray, no cluster, or no room in it.
+        """
+        self._config, self._restarts = config, restarts
         self._ray = ray = _connect()
-        self._needs = _needs(ray, config, asked.ranks)
-        self._group = _reserve(ray, config, self._needs, asked)
-        nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        self._nodes = [nodes[number] for number in range(asked.size)]
-        self._actors: dict[int, Any] = {}
+        self._needs = _needs(ray, config, ranks_each)
+        self._group = _reserve(ray, config, self._needs, size, title)
+        bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        nodes = [bundles[number] for number in range(size)]
+        # A key that nobody else ever needs: the actors receive it.
         self._key = secrets.token_urlsafe(32)
+        given = config.parallel_config.master_addr
+        super().__init__(
+            [Placement(number, *self._share(nodes, number)) for number in range(size)],
+            ray.util.get_node_ip_address() if is_loopback(given) else given,
+            ClusterKeys.of(self._key),
+        )
+        self._actors: dict[int, Any] = {}
+        self._closing = Event()
+        self._keeper: Thread | None = None
         if "GPU" in self._needs:
             self._holder = self._actor(_DeviceHolder, 0)
             # HIP goes by its own variable where that is set.
             devices = ",".join(ray.get(self._holder.devices.remote()))
             os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = devices
 
-    @property
-    def keys(self) -> ClusterKeys:
-        """Of a key that nobody else ever needs: the actors are told."""
-        return ClusterKeys.of(self._key)
+    def start(self, joining: str, on_failure: Callable[[int, str], object]) -> None:
+        """See `Cluster`; return at once."""
+        numbers = range(1, len(self.placements))
+        arguments = self, numbers, joining, on_failure, self._closing
+        self._keeper = Thread(
+            target=keep_actors, args=arguments, kwargs={"restarts": self._restarts}, name="ray", daemon=True
+        )
+        self._keeper.start()
 
-    @property
-    def address(self) -> str:
-        """Of this machine, by which the actors' reach it."""
-        given = self._config.parallel_config.master_addr
-        own: str = self._ray.util.get_node_ip_address() if is_loopback(given) else given
-        return own
-
-    def share(self, number: int) -> tuple[int, int]:
-        """Which of how many places on the same machine that one is, as far as they share its processors or devices."""
-        if "GPU" in self._needs:
-            # Each actor sees its own devices only, and so does this process.
-            return 0, 1
-        node = self._nodes[number]
-        return self._nodes[:number].count(node), self._nodes.count(node)
+    def close(self) -> None:
+        """See `Cluster`; give the resources back."""
+        self._closing.set()
+        for actor in list(self._actors.values()):
+            self._ray.kill(actor)
+        if self._keeper is not None:
+            self._keeper.join()
+        self._ray.util.remove_placement_group(self._group)
+        self._ray.shutdown()
 
     def serve(self, number: int, joining: str) -> Any:
-        """Have an actor at that place serve who listens at `joining`, in place of the last one there; see `result`."""
+        """Start the actor of that number, in place of its last one: a host that joins at `joining`. See `wait`."""
         self._actors[number] = actor = self._actor(_HostActor, number)
         return actor.serve.remote(number, joining, self._key, self._config.model_dump_json())
 
     def wait(self, served: list[Any], seconds: float | None = None) -> tuple[list[Any], list[Any]]:
-        """Those of `served` whose actors have ended, once there is one or so many seconds are over; the others."""
+        """Those of `served` whose actors have ended, once there is one or the time is over; and the others."""
         ended, left = self._ray.wait(served, timeout=seconds)
         return ended, left
 
@@ -92,12 +104,12 @@ class RayCluster:
             return first_line(cause)
         return None
 
-    def close(self) -> None:
-        """End the actors, and give the places back."""
-        for actor in self._actors.values():
-            self._ray.kill(actor)
-        self._ray.util.remove_placement_group(self._group)
-        self._ray.shutdown()
+    def _share(self, nodes: Sequence[str], number: int) -> tuple[int, int]:
+        """Index of an actor among those of its machine, and how many those are, as far as they share processors."""
+        if "GPU" in self._needs:
+            # Each actor sees its own devices only, and so does this process.
+            return 0, 1
+        return nodes[:number].count(nodes[number]), nodes.count(nodes[number])
 
     def _actor(self, kind: type, number: int) -> Any:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -154,7 +166,7 @@ def _connect() -> Any:
 
 
 def _needs(ray: Any, config: Config, ranks: int) -> dict[str, float]:
-    """What so many ranks need of their node."""
+    """Resources that a number of ranks take of their node."""
     here = ray.get_runtime_context().get_node_id()
     [resources] = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
     if config.device == "cuda" or (config.device == "auto" and resources.get("GPU")):
@@ -162,59 +174,73 @@ def _needs(ray: Any, config: Config, ranks: int) -> dict[str, float]:
     return {"CPU": float(ranks * (config.cpu_threads or 1))}
 
 
-def _reserve(ray: Any, config: Config, needs: dict[str, float], asked: Asked) -> Any:
-    """The places, the first on this node."""
+def _reserve(ray: Any, config: Config, needs: dict[str, float], size: int, title: str) -> Any:
+    """A placement group of `size` bundles, the first on this node."""
     parallel = config.parallel_config
     here = {_NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}
     group = ray.util.placement_group(
-        [dict(needs)] * asked.size,
+        [dict(needs)] * size,
         strategy=parallel.ray_placement,
-        bundle_label_selector=[here, *({} for _ in range(asked.size - 1))],
+        bundle_label_selector=[here, *({} for _ in range(size - 1))],
     )
     if not group.wait(parallel.rank_start_timeout):
         ray.util.remove_placement_group(group)
         ray.shutdown()
         wanted = " and ".join(f"{number:g} {name}" for name, number in needs.items())
         raise ValueError(
-            f"the Ray cluster had no room for {asked.size} {asked.what} of {wanted} each, placed by "
+            f"the Ray cluster had no room for {size} {title} of {wanted} each, placed by "
             f"{parallel.ray_placement}, within rank_start_timeout {parallel.rank_start_timeout:g} s"
         )
     return group
 
 
-# [ray_ranks] `RayRanks`: the ranks behind the first as actors of a Ray cluster that runs already, one each.
-#
-# An actor is a host of `RemoteRanks` with one rank.
+class _Running(NamedTuple):
+    """An actor."""
+
+    number: int
+    since: float
+    """When it was started, on the monotonic clock."""
 
 
-class RayRanks(RemoteRanks):
-    """See `RankPlaces`."""
+def keep_actors(
+    cluster: RayCluster,
+    numbers: Iterable[int],
+    joining: str,
+    on_failure: Callable[[int, str], object],
+    closing: Event,
+    *,
+    restarts: bool,
+) -> None:
+    """Start the actors of these numbers, and report each that fails; where it `restarts`, replace it, until `closing`.
 
-    def __init__(self, config: Config, path: Path) -> None:
-        """Take places in the cluster, start the actors, and return.
-
-        Raises `ValueError`, a sentence, where there is no Ray, no cluster, or no room in it.
-        """
-        parallel = config.parallel_config
-        self._cluster = cluster = RayCluster(config, Asked(parallel.tensor_parallel_size, 1, "ranks"))
-        places = [RankPlace(rank, *cluster.share(rank)) for rank in range(parallel.tensor_parallel_size)]
-        self._start(config, path, cluster.keys, places, cluster.address)
-        joining = endpoint(resolve(cluster.address), parallel.master_port)
-        served = [cluster.serve(link.rank, joining) for link in self.links]
-        Thread(target=self._watch, args=(served,), name="ray", daemon=True).start()
-
-    def close(self) -> None:
-        """See `RankPlaces`."""
-        super().close()
-        self._cluster.close()
-
-    def _watch(self, served: list[Any]) -> None:
-        """Tell of actors that end before they have joined: of the others their connections tell."""
-        links = dict(zip(served, self.links, strict=True))
-        left = served
-        while left:
-            ended, left = self._cluster.wait(left)
-            for actor in ended:
-                link, why = links[actor], self._cluster.failure(actor)
-                if why is not None and isinstance(link, RemoteRank) and link.absence is not None:
-                    link.give(RankFailed(why, usage=True))
+    An actor whose place Ray has moved meanwhile starts there.
+    """
+    first, longest = _RESTART_SECONDS
+    # Of the numbers without an actor, by the monotonic clock.
+    start_at = dict.fromkeys(numbers, time.monotonic())
+    delays = dict.fromkeys(start_at, first)
+    running: dict[Any, _Running] = {}
+    while (start_at or running) and not closing.is_set():
+        now = time.monotonic()
+        for number in [number for number, at in start_at.items() if at <= now]:
+            del start_at[number]
+            running[cluster.serve(number, joining)] = _Running(number, now)
+        seconds = min([_POLL_SECONDS, *(at - now for at in start_at.values())])
+        if not running:
+            closing.wait(seconds)
+            continue
+        ended, _ = cluster.wait(list(running), seconds)
+        for served in ended if not closing.is_set() else ():
+            number, since = running.pop(served)
+            why = cluster.failure(served)
+            if restarts:
+                now = time.monotonic()
+                delay = first if now - since > longest else delays[number]
+                start_at[number] = now + delay
+                delays[number] = min(2 * delay, longest)
+                if why is not None:
+                    _log.warning(
+                        "the Ray actor of replica %d ended (%s); another is started in %g s", number, why, delay
+                    )
+            if why is not None:
+                on_failure(number, why)

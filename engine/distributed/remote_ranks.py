@@ -1,48 +1,35 @@
-"""`RemoteRanks`: the ranks behind the first on several hosts, told of steps over TCP.
+"""The ranks on other hosts, as the process of rank 0 sees them: `RankNetwork` and, of each rank, a `RemoteRank`.
 
-Three ports, at which only this host listens: hosts join at `master_port`, steps are told at the next, and
-torch.distributed meets at the one behind that.
+Only the host of rank 0 listens, at three ports: hosts join at `master_port`, ranks receive steps at the next, and
+torch.distributed's process groups meet at the one after that. `HostRouter` carries the messages of each rank between
+its host and its `RemoteRank`.
 """
 
 import contextlib
-import logging
 import math
 import os
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from engine.config.config import Config
-from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, read_cluster_key
+from engine.distributed.cluster import Cluster, CommonGround
 from engine.distributed.curve import Doorkeeper, endpoint, resolve, why_not
 from engine.distributed.host_messages import FromHost, RankGone, RankSaid, TellRank
-from engine.distributed.host_resources import Shard, available_host_memory
 from engine.distributed.host_router import HostRouter
 from engine.distributed.rank_link import (
     MAX_BYTES,
-    EndTaker,
     FromRank,
-    RankError,
     RankFailed,
-    RankLaunch,
-    RankLink,
     RankLoaded,
-    RankProc,
-    StepAddress,
-    StepWriter,
     ToRank,
     hear_rank,
     tell_rank,
 )
-from engine.distributed.step_transport import StepSocket
-
-# [remote_rank] `RemoteRank`: a rank on another host as the engine core sees it. Made by `RemoteRanks`, served by
-# `HostRouter`.
+from engine.distributed.step_transport import TcpSteps
 
 _to_rank = msgspec.msgpack.Decoder(ToRank)
 _encoder = msgspec.msgpack.Encoder()
@@ -51,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 class RemoteRank:
     """See `RankLink` and `Member`.
 
-    A pair of sockets: the one end is the manager's, the other the thread's that talks to hosts.
+    A pair of sockets: one end is the rank manager's, the other the thread's that talks to hosts.
     """
 
     join_by = math.inf
@@ -136,7 +123,7 @@ class RemoteRank:
 
     def differ(self, host: str, difference: str) -> None:
         """See `Member`."""
-        self._host = host
+        self._host = host or None
         self.give(RankFailed(f"its host {difference}", usage=True))
 
     def be_late(self, timeout: float) -> None:
@@ -155,120 +142,58 @@ class RemoteRank:
             self._far_end.close()
 
 
-_log = logging.getLogger(__name__)
-
 STEPS_PORT, STORE_PORT = 1, 2
-"""Behind `master_port`."""
+"""Added to `master_port`."""
 _NAME_SECONDS = 60.0
 """For this host's own name to have an address: caches keep for half a minute that it had none."""
 
 
-class RankPlace(NamedTuple):
-    """Where a rank runs."""
+class RankNetwork:
+    """The ports at which the ranks of other hosts reach rank 0, and the links to those ranks."""
 
-    node: int
-    """Number of its host; 0 is the engine core's own."""
-    local_rank: int
-    """Among the ranks of its host."""
-    local_size: int
-    """How many those are."""
-
-
-class RemoteRanks:
-    """See `RankPlaces`."""
-
-    def __init__(self, config: Config, path: Path) -> None:
-        """Listen for the other hosts, start the ranks of this one, and return at once.
-
-        Raises `ValueError`, a sentence, for a key that is missing and a port that is taken.
-        """
-        parallel = config.parallel_config
-        per_node = parallel.tensor_parallel_size // parallel.nnodes
-        key = read_cluster_key(parallel.cluster_key_file, parallel.master_addr)
-        places = [RankPlace(*divmod(rank, per_node), per_node) for rank in range(parallel.tensor_parallel_size)]
-        self._start(config, path, ClusterKeys.of(key), places, parallel.master_addr)
-        _log.info("waiting for %d of %d hosts to join at %s", parallel.nnodes - 1, parallel.nnodes, self._joining)
-
-    def _start(self, config: Config, path: Path, keys: ClusterKeys, places: Sequence[RankPlace], address: str) -> None:
-        """`places`: by rank."""
-        host, port = resolve(address, _NAME_SECONDS), config.parallel_config.master_port
-        self._steps_port = f"port {port + STEPS_PORT} on {host}"
-        size, here = len(places), places[0].local_size
+    def __init__(self, config: Config, path: Path, cluster: Cluster) -> None:
+        """Listen at all ports. Raises `ValueError`, a sentence, for a port that is taken."""
+        assert cluster.keys is not None
+        host, port = resolve(cluster.address, _NAME_SECONDS), config.parallel_config.master_port
+        self.joining = endpoint(host, port)
+        """Where the other hosts join."""
+        self.store = endpoint(host, port + STORE_PORT)
+        """Where torch.distributed's process groups of all ranks meet."""
+        placements = enumerate(cluster.placements)
+        self.links = {rank: RemoteRank(rank, place.node, self.joining) for rank, place in placements if place.node}
+        nodes: dict[int, list[RemoteRank]] = {}
+        for link in self.links.values():
+            nodes.setdefault(link.node, []).append(link)
         ground = CommonGround.of(config, path)
-        own, theirs = CurvePair.new(), CurvePair.new()
-        steps = StepAddress(endpoint(host, port + STEPS_PORT), own.public, theirs.public, theirs.secret)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.links: Sequence[RankLink] = []
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            doorkeeper = Doorkeeper(self._context)
+            undo.callback(context.destroy, linger=0)
+            doorkeeper = Doorkeeper(context)
             undo.callback(doorkeeper.close)
-            doorkeeper.admit(keys.host.public)
-            doorkeeper.admit(theirs.public)
-            self._joining = joining = endpoint(host, port)
-            remote = [RemoteRank(rank, place.node, joining) for rank, place in enumerate(places) if place.node]
-            nodes = {node: [link for link in remote if link.node == node] for node in {link.node for link in remote}}
             try:
-                self._steps = StepSocket(self._context, steps.address, own, size - 1)
-                listener = listening_socket(host, port + STORE_PORT)
-                undo.callback(listener.close)
-                self._router = HostRouter(
-                    self._context,
-                    joining,
-                    keys.core,
+                self.transport = TcpSteps(context, host, port + STEPS_PORT, len(cluster.placements))
+                undo.callback(self.transport.close)
+                self.listener = listening_socket(host, port + STORE_PORT)
+                """At `store`; whoever detaches it closes it."""
+                undo.callback(self.listener.close)
+                doorkeeper.admit(cluster.keys.host.public)
+                doorkeeper.admit(self.transport.address.public)
+                self.router = HostRouter(
+                    context,
+                    self.joining,
+                    cluster.keys.core,
                     ground=ground,
                     nodes=nodes,
                     timeout=config.parallel_config.rank_start_timeout,
                 )
             except OSError as error:
                 raise ValueError(str(error)) from error
-            undo.callback(self._router.close)
-            shard = Shard(
-                rank=0,
-                size=size,
-                local_rank=0,
-                local_size=here,
-                store=endpoint(host, port + STORE_PORT),
-                memory=None,
-                available_bytes=available_host_memory() // here,
-            )
-            self.shard = shard._replace(listener=listener.detach())
-            elsewhere = {link.rank: link for link in remote}
-            links: list[RankLink] = []
-            for rank, place in list(enumerate(places))[1:]:
-                launch = RankLaunch(
-                    name=f"kaon-worker-0.{rank}",
-                    shard=shard._replace(rank=rank, local_rank=place.local_rank, local_size=place.local_size),
-                    config=config.model_dump_json(),
-                    path=str(path),
-                    steps=steps,
-                )
-                if place.node:
-                    elsewhere[rank].send(launch)
-                    links.append(elsewhere[rank])
-                else:
-                    links.append(RankProc(launch, ()))
-            self.links = links
-            undo.pop_all()
-        self._doorkeeper = doorkeeper
-
-    def open_steps(self, timeout: float) -> tuple[StepWriter, EndTaker]:
-        """See `RankPlaces`."""
-        missing = self._steps.wait_for_ranks(timeout)
-        if missing is not None:
-            raise RankError(f"{self.links[missing - 1].title} does not reach {self._steps_port}; open it to the hosts")
-        return self._steps, self._steps
-
-    def part(self, why: str) -> None:
-        """See `RankPlaces`."""
-        self._router.part(why)
+            undo.callback(self.router.close)
+            self._resources = undo.pop_all()
 
     def close(self) -> None:
-        """See `RankPlaces`."""
-        self._router.close()
-        self._steps.close()
-        self._doorkeeper.close()
-        self._context.term()
+        """End all connections."""
+        self._resources.close()
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -102,7 +102,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
             logger.error("step %d failed: %s", message.number, sentence)
             _send(core, RankRaised(message.number, sentence))
             failure = f"{sentence}\n{traceback.format_exc()}"
-        steps.tell(failure)
+        steps.report(failure)
 
 
 def _end_with(core: socket.socket) -> None:

@@ -8,11 +8,11 @@ import pytest
 import zmq
 
 from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
-from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, deal_out, read_cluster_key
+from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, place_evenly, read_cluster_key
 from engine.distributed.curve import Doorkeeper, dial, endpoint, listen, resolve
-from engine.distributed.rank_link import RankLoaded, RankServes, StepAddress
+from engine.distributed.rank_link import RankLoaded, RankServes
 from engine.distributed.remote_ranks import RemoteRank
-from engine.distributed.step_transport import RankSocket, StepsLost, StepSocket
+from engine.distributed.step_transport import StepsLost, TcpSteps, TcpStepSource
 from models.demo import CHECKPOINT_DIR
 from tests.ports import free_ports
 
@@ -106,9 +106,9 @@ def test_the_first_difference_is_named_with_both_values() -> None:
 
 
 def test_replicas_are_dealt_out_as_neighbours_with_as_many_on_each_host() -> None:
-    assert deal_out(4, 2) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
-    assert deal_out(2, 2) == [(0, 0, 1), (1, 0, 1)]
-    assert deal_out(3, 1) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
+    assert place_evenly(4, 2) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert place_evenly(2, 2) == [(0, 0, 1), (1, 0, 1)]
+    assert place_evenly(3, 1) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]
     ParallelConfig(nnodes=2, data_parallel_size=4, tensor_parallel_size=3)
 
 
@@ -233,16 +233,21 @@ def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.S
     doorkeeper.close()
 
 
-def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    core, rank = CurvePair.new(), CurvePair.new()
+def steps_over_tcp(context: "zmq.Context[zmq.Socket[bytes]]", size: int) -> tuple[TcpSteps, Doorkeeper]:
+    """Rank 0's side of `size` ranks, which its address lets in."""
     doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(rank.public)
-    address = free_address()
-    steps = StepSocket(context, address, core, 1)
-    end = RankSocket(StepAddress(address, core.public, rank.public, rank.secret), 1)
-    assert steps.wait_for_ranks(WAIT_SECONDS) is None
-    end.tell("it broke\n" + "x" * (3 << 20) + "\nthe last line")
-    failure = steps.take_within(0, WAIT_SECONDS)
+    host, _, port = free_address().removeprefix("tcp://").rpartition(":")
+    steps = TcpSteps(context, host, int(port), size)
+    doorkeeper.admit(steps.address.public)
+    return steps, doorkeeper
+
+
+def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    steps, doorkeeper = steps_over_tcp(context, 2)
+    source = TcpStepSource(steps.address, 1)
+    assert steps.missing_rank(WAIT_SECONDS) is None
+    source.report("it broke\n" + "x" * (3 << 20) + "\nthe last line")
+    failure = steps.take_within(1, WAIT_SECONDS)
     assert failure is not None
     assert failure.startswith("it broke\n")
     assert failure.endswith("\nthe last line")
@@ -251,30 +256,25 @@ def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.S
     doorkeeper.close()
 
 
-def test_steps_reach_every_rank_and_their_ends_come_back(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    core, rank = CurvePair.new(), CurvePair.new()
-    doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(rank.public)
-    address = free_address()
-    steps = StepSocket(context, address, core, 2)
-    told = StepAddress(address, core.public, rank.public, rank.secret)
-    first = RankSocket(told, 1)
-    while (missing := steps.wait_for_ranks(0.1)) == 1:
+def test_steps_reach_every_rank_and_their_reports_come_back(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    steps, doorkeeper = steps_over_tcp(context, 3)
+    first = TcpStepSource(steps.address, 1)
+    while (missing := steps.missing_rank(0.1)) == 1:
         pass
     assert missing == 2
     with pytest.raises(StepsLost, match="the connection to tensor-parallel rank 2 is lost"):
         steps.write(b"too early")
-    second = RankSocket(told, 2)
-    assert steps.wait_for_ranks(WAIT_SECONDS) is None
+    second = TcpStepSource(steps.address, 2)
+    assert steps.missing_rank(WAIT_SECONDS) is None
     long = os.urandom(1 << 20)
     steps.write(long)
     assert first.read() == b"too early"
     assert first.read() == second.read() == long
-    second.tell("it broke\nTraceback")
-    first.tell()
-    assert steps.take(0) == ""
-    assert steps.take_within(1, WAIT_SECONDS) == "it broke\nTraceback"
-    assert steps.take_within(0, 0.05) is None
+    second.report("it broke\nTraceback")
+    first.report()
+    assert steps.take(1) == ""
+    assert steps.take_within(2, WAIT_SECONDS) == "it broke\nTraceback"
+    assert steps.take_within(1, 0.05) is None
     steps.close()
     doorkeeper.close()
 

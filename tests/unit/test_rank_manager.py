@@ -1,6 +1,7 @@
 """`AsyncIOProcManager` while ranks load, over real processes without a model: who fails is told of, and how."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +61,13 @@ def command_of(process: psutil.Process) -> str:
         return ""
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process began with; the kernel shows none for a moment after its start."""
+    while not (environment := psutil.Process(pid).environ()):
+        time.sleep(0.001)
+    return environment
+
+
 def test_what_every_rank_has_loaded_is_added_up(start_ranks: StartRanks) -> None:
     ranks, failures = start_ranks("loaded", size=3)
     assert ranks.wait_loaded() == (frozenset({1, 2}), 2000)
@@ -76,7 +84,7 @@ def test_threads_of_a_core_and_of_a_rank_sleep_while_they_wait(
     core = CoreProcess(Config())
     core.start()
     try:
-        policies = [psutil.Process(pid).environ().get("OMP_WAIT_POLICY") for pid in (core.pid, rank.pid)]
+        policies = [environment_of(pid).get("OMP_WAIT_POLICY") for pid in (core.pid, rank.pid)]
     finally:
         core.stop(0.0)
     assert policies == ["passive", "passive"]

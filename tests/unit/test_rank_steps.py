@@ -1,6 +1,5 @@
 """`RankSteps`: a step of several ranks ends for all of them, and its error names the rank whose it is."""
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from engine.batch import ScheduledBatch
 from engine.distributed import rank_steps
 from engine.distributed.rank_steps import ABORTED, RankStepError, RankSteps, StepMessage, decode_step, encode_step
-from engine.distributed.step_transport import StepEnds, StepRing
+from engine.distributed.step_transport import SharedMemorySteps
 from engine.sequence import Sequence
 
 
@@ -18,7 +17,6 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.failures: list[str] = []
-        self.traces: list[str] = []
 
     def begin_step(self, number: int) -> None:
         self.calls.append(number)
@@ -28,23 +26,19 @@ class Recorded:
 
 
 class Ranks:
-    """Two ranks behind the first, played by the test."""
+    """Ranks 1 and 2, played by the test."""
 
     def __init__(self) -> None:
         self.recorded = Recorded()
-        ring_descriptor, ring = StepRing.create(2)
-        ends_descriptor, ends = StepEnds.create(2)
-        self.rings = [StepRing(ring_descriptor, 2) for _ in range(2)]
-        self.ends = StepEnds(ends_descriptor, 2)
-        os.close(ring_descriptor)
-        os.close(ends_descriptor)
-        failures, traces = self.recorded.failures, self.recorded.traces
-        self.steps = RankSteps(ring, ends, 2, self.recorded, failures.append, traces.append)
+        transport = SharedMemorySteps.create(3)
+        self.first, self.second = (SharedMemorySteps(*transport.descriptors, 3, rank) for rank in (1, 2))
+        transport.close()
+        self.steps = RankSteps(transport, 3, self.recorded, self.recorded.failures.append)
 
     def begin(self) -> list[StepMessage]:
-        """A step of one row; what each rank is told."""
+        """A step of one row; the message that each rank receives."""
         self.steps.begin(batch(), is_greedy=True)
-        return [decode_step(ring.read(number)) for number, ring in enumerate(self.rings)]
+        return [decode_step(rank.read()) for rank in (self.first, self.second)]
 
 
 def batch() -> ScheduledBatch:
@@ -53,28 +47,30 @@ def batch() -> ScheduledBatch:
     return ScheduledBatch({3: seq}, [3], 3, 3, total_seqs_num=1, total_seqs_num_prefill=1, new_seqs=[seq])
 
 
-def test_a_rank_is_told_of_new_rows_whole_and_of_the_tokens_of_the_step_before() -> None:
+def test_a_rank_receives_new_rows_whole_and_the_tokens_of_the_previous_step() -> None:
     ranks = Ranks()
     first = ranks.begin()
     assert first[0] == first[1]
     assert (first[0].slots, first[0].context_lens, first[0].sampled) == ([2], [3], [])
     [row] = first[0].new_rows
     assert (row.slot, row.token_ids, row.block_table, row.adapter) == (2, [5, 6, 7], [9], 0)
-    for rank in range(2):
-        ranks.ends.tell(rank)
+    for rank in (ranks.first, ranks.second):
+        rank.report()
     ranks.steps.end([42])
     assert [message.sampled for message in ranks.begin()] == [[42], [42]]
     assert ranks.recorded.calls == [1, 2]
 
 
-def test_a_rank_that_raised_fails_the_step_by_its_number_and_tells_its_traceback() -> None:
+def test_a_rank_that_raised_fails_the_step_by_its_number_and_its_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ranks = Ranks()
     ranks.begin()
-    ranks.ends.tell(0)
-    ranks.ends.tell(1, "no memory\nTraceback ...\nMemoryError")
+    ranks.first.report()
+    ranks.second.report("no memory\nTraceback ...\nMemoryError")
     with pytest.raises(RankStepError, match=r"^tensor-parallel rank 2: no memory$"):
         ranks.steps.end([1])
-    assert "MemoryError" in ranks.recorded.traces[0]
+    assert "MemoryError" in caplog.text
     # What the step sampled here was never used.
     assert ranks.begin()[0].sampled == []
 
@@ -82,8 +78,8 @@ def test_a_rank_that_raised_fails_the_step_by_its_number_and_tells_its_traceback
 def test_a_rank_that_only_followed_is_not_blamed() -> None:
     ranks = Ranks()
     ranks.begin()
-    ranks.ends.tell(0, ABORTED)
-    ranks.ends.tell(1, "damaged\ntrace")
+    ranks.first.report(ABORTED)
+    ranks.second.report("damaged\ntrace")
     with pytest.raises(RankStepError, match="rank 2: damaged"):
         ranks.steps.abandon(RuntimeError("another rank has left this step"))
 
@@ -91,8 +87,8 @@ def test_a_rank_that_only_followed_is_not_blamed() -> None:
 def test_where_rank_0_raises_all_leave_and_its_own_error_stays() -> None:
     ranks = Ranks()
     ranks.begin()
-    ranks.ends.tell(0, ABORTED)
-    ranks.ends.tell(1)
+    ranks.first.report(ABORTED)
+    ranks.second.report()
     ranks.steps.abandon(ValueError("mine"))
     assert ranks.recorded.calls == [1, "abort"]
     # Once only, and between steps there is nothing to leave.
@@ -105,7 +101,7 @@ def test_a_rank_that_does_not_leave_ends_the_process_in_a_sentence(monkeypatch: 
     monkeypatch.setattr(rank_steps, "_LEAVE_SECONDS", 0.05)
     ranks = Ranks()
     ranks.begin()
-    ranks.ends.tell(0)
+    ranks.first.report()
     ranks.steps.abandon(ValueError("mine"))
     [sentence] = ranks.recorded.failures
     assert "rank 0 (mine)" in sentence

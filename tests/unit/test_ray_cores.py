@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.distributed import core_hosts as ray_cores
+from engine.distributed import ray_cluster
 
 JOINING = "tcp://10.0.0.1:29500"
 HOUR = 3600.0
@@ -71,12 +71,13 @@ class Router:
         self.turned_away.append((node, why))
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[float]) -> tuple[Cluster, Router]:
+def keep(monkeypatch: pytest.MonkeyPatch, *lives: Sequence[float], restarts: bool = True) -> tuple[Cluster, Router]:
     """What becomes of the replicas from 1 on."""
     clock, router = Clock(), Router()
     cluster = Cluster(clock, lives)
-    monkeypatch.setattr(ray_cores, "time", clock)
-    ray_cores._keep(cluster, range(1, len(lives) + 1), JOINING, router, clock)  # type: ignore[arg-type]
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    numbers = range(1, len(lives) + 1)
+    ray_cluster.keep_actors(cluster, numbers, JOINING, router.turn_away, clock, restarts=restarts)  # type: ignore[arg-type]
     return cluster, router
 
 
@@ -114,6 +115,12 @@ def test_those_that_end_at_the_same_time_are_followed_at_the_same_time(monkeypat
 def test_an_end_is_told_of_in_a_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     keep(monkeypatch, [0.0])
     assert "the Ray actor of replica 1 ended (actor 1: 1 has died); another is started in 1 s" in caplog.text
+
+
+def test_an_actor_of_ranks_is_not_replaced_but_its_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, router = keep(monkeypatch, [2.0], [5.0], restarts=False)
+    assert cluster.starts == [[0.0], [0.0]]
+    assert router.turned_away == [(1, "actor 1: 1 has died"), (2, "actor 2: 1 has died")]
 
 
 def test_after_the_end_of_the_server_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
