@@ -1,4 +1,6 @@
-"""`BlockManager`: gives sequences their KV-cache blocks and shares those of equal prefixes (specification §3 and §4).
+"""`BlockManager`: gives sequences their KV-cache blocks and shares those of equal prefixes.
+
+The contract is docs/specification.md#block-manager.
 
 Called by the scheduler: `allocate` when a sequence starts, `may_append` as it grows, `deallocate` when it leaves.
 """

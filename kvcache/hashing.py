@@ -29,9 +29,10 @@ def first_parent(salt: int | None) -> int:
 
 
 def compute_hash(token_ids: Sequence[int], prefix: int = NO_HASH) -> int:
-    """xxhash64 of a block's tokens, chained to `prefix`, the digest of the block before (specification §4.1).
+    """xxhash64 of a block's tokens, chained to `prefix`, the digest of the block before it.
 
-    Tokens are hashed as little-endian int64, so digests agree between machines.
+    See docs/specification.md#prefix-caching. Tokens are hashed as little-endian int64, so that digests agree between
+    machines.
     """
     if prefix == NO_HASH:
         return xxhash.xxh64_intdigest(struct.pack(f"<{len(token_ids)}q", *token_ids))

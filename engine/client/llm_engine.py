@@ -58,7 +58,9 @@ class LLMEngine:
             finally:
                 self.close()
             raise
-        self.io_processor = InputOutputProcessor(tokenizer, chat_template, self.model_info, defaults)
+        self.io_processor = InputOutputProcessor(
+            tokenizer, chat_template, self.model_info, defaults, config.bos_token_id
+        )
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}

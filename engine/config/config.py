@@ -441,7 +441,7 @@ class Config(Section):
     """Share KV blocks between requests whose prompts begin alike."""
 
     bos_token_id: Annotated[int, Field(ge=0)] | None = None
-    """Beginning-of-sequence token; default: the checkpoint's."""
+    """Beginning-of-sequence token, with which an empty prompt is completed; default: the checkpoint's."""
 
     eos_token_id: Annotated[int, Field(ge=0)] | None = None
     """End-of-sequence token; default: the checkpoint's."""

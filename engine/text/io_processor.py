@@ -137,11 +137,16 @@ class InputOutputProcessor:
         chat_template: ChatTemplate | None,
         model: ModelInfo,
         defaults: GenerationDefaults = OPENAI_DEFAULTS,
+        bos_token_id: int | None = None,
     ) -> None:
-        """`defaults` are the values of sampling fields that requests leave out."""
+        """`defaults` are the values of sampling fields that requests leave out; `bos_token_id` is the tokenizer's, if
+        it is None.
+        """
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.defaults = defaults
+        self.bos_token_id = tokenizer.bos_token_id if bos_token_id is None else bos_token_id
+        """The prompt of a completion that brings none; None: it must bring one."""
         self.fill_in = FillIn.of(tokenizer)
         """Writes fill-in prompts; None if the tokenizer has no marks for them."""
         self._vocab_size = model.vocab_size

@@ -214,7 +214,7 @@ def _token_ids(
     token_ids = processor.tokenize(prompt, request.add_special_tokens, keep_last)
     if token_ids or prompt:
         return token_ids
-    bos = processor.tokenizer.bos_token_id
+    bos = processor.bos_token_id
     if bos is None:
         raise InvalidRequest(
             "prompt is empty, and this model has no beginning-of-sequence token to start from; send at least 1 token",

@@ -1,4 +1,4 @@
-"""Paged KV-cache bookkeeping: what a reader of the specification's §3 and §4 may rely on, and its corrections."""
+"""Paged KV-cache bookkeeping, as docs/specification.md#block-manager promises it, with its deviations."""
 
 from types import SimpleNamespace
 

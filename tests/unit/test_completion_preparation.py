@@ -32,10 +32,13 @@ def tokenizer() -> Tokenizer:
 
 
 async def prepared(
-    tokenizer: Tokenizer, defaults: GenerationDefaults | None = None, **fields: Any
+    tokenizer: Tokenizer,
+    defaults: GenerationDefaults | None = None,
+    bos_token_id: int | None = None,
+    **fields: Any,
 ) -> tuple[CheckedPrompt, PromptEcho]:
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
-    processor = InputOutputProcessor(tokenizer, None, info, defaults or GenerationDefaults())
+    processor = InputOutputProcessor(tokenizer, None, info, defaults or GenerationDefaults(), bos_token_id)
     request = validate({"model": "m", **fields}, CompletionRequest, allow_unknown=False)
     (only,) = await prepare_prompts(request, processor)
     return only
@@ -67,6 +70,11 @@ async def test_an_empty_prompt_is_the_bos_token(tokenizer: Tokenizer, prompt: di
     request, shown = await prepared(tokenizer, echo=True, **prompt)
     assert request.token_ids == [tokenizer.bos_token_id]
     assert shown.echo == ""
+
+
+async def test_an_empty_prompt_is_the_bos_token_of_the_settings(tokenizer: Tokenizer) -> None:
+    request, _ = await prepared(tokenizer, bos_token_id=7, prompt="")
+    assert request.token_ids == [7]
 
 
 async def test_an_empty_prompt_is_refused_where_there_is_no_bos(tokenizer: Tokenizer) -> None:

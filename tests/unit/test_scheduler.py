@@ -1,4 +1,4 @@
-"""The scheduler as the specification's §1, §2 and §5 describe it, constructed from nothing but its attributes."""
+"""The scheduler as docs/specification.md#scheduler describes it, constructed from nothing but the attributes there."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""`Sequence`: counts, derived fields and names of the specification's §7."""
+"""`Sequence`: counts, derived fields and names, as docs/specification.md#sequence has them."""
 
 import pytest
 
