@@ -27,7 +27,7 @@ from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.attention.context import Context, LoRARows, forward_context
 from models.attention.gpu import NO_SLOT
 from models.layers.base import CausalLM
-from models.lora.adapters import why_not_captured
+from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MARGIN = 256 << 20
@@ -519,7 +519,7 @@ def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, mode
         return "what replicas exchange is of another size at each step"
     if not parallel.is_captured:
         return "a graph captures no exchange between ranks on a CPU"
-    return why_not_captured(model) if config.lora else None
+    return capture_obstacle(model) if config.lora else None
 
 
 def make_graphs(

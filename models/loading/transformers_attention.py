@@ -1,8 +1,8 @@
-"""Our paged attention as an implementation of transformers' attention interface. Used by `TransformersModel`.
+"""Kaon's paged attention as an implementation of transformers' attention interface. Used by `TransformersModel`.
 
 transformers calls one function of a registered name from every attention module. `watch_attention` records the calls
-of a forward pass and refuses those that paged attention cannot answer; `install` gives each module that made one an
-`Attention` of its own, over its own cache.
+of a forward pass and rejects those that paged attention cannot serve; `install` gives each module that made one a
+`PagedAttention` or an `IndexedAttention`, each over its own cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,175 +23,12 @@ from models.layers.attention import Attention
 from models.layers.base import KVCacheSpec, VectorCacheSpec
 from models.ops.types import AttentionOptions, VectorCache
 
-# [transformers_indexed] Attention to chosen tokens (DeepSeek Sparse Attention) on the general route. Used by
-# `TransformersModel`.
-#
-# transformers' layers of `indexed_attention` hand their latents and their indexer's keys to `past_key_values`, and
-# give the attention interface the `indices` of the tokens they chose. `IndexedCaches` stands in for that object over
-# paged caches: to the indexer, a step's sequences are one row of keys, one whole context after the other, under a
-# mask by which each token sees its own. Its scores are therefore of a step's tokens times all their contexts.
-
-
-class IndexedCaches:
-    """What such a model is given as `past_key_values`. Each pass begins with `watched` or `served`."""
-
-    def __init__(self, architecture: str) -> None:
-        self.architecture = architecture
-        self.index_specs: dict[int, VectorCacheSpec] = {}
-        """By number of the layer, once a pass has been watched."""
-        self._latents: dict[int, torch.Tensor] = {}
-        self._row: _Row | None = None
-
-    def watched(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a pass over one sequence, without caches, that shows what the layers keep. # [1, tokens]"""
-        self._row = None
-        return self._arguments(tokens.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril())
-
-    def served(self, positions: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a pass over the current step's tokens. # [tokens]"""
-        self._row = _Row.of_step(get_forward_context().attn_metadata, positions)
-        return self._arguments(self._row.mask)
-
-    def update(self, latent: torch.Tensor, rotated: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by a layer, which goes on with the step's own: its attention reads the others from the cache.
-
-        # [1, 1, tokens, rank], [1, 1, tokens, rope_dim], the key that all heads share
-        """
-        if latent.shape[1] != 1 or rotated.shape[1] != 1:
-            raise self.refusal("caches keys and values of every head beside its indexer")
-        self._latents[layer] = torch.cat((latent[0, 0], rotated[0, 0]), -1)
-        return latent, rotated
-
-    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Called by an indexer, which scores the keys it gets back. # [1, tokens, dim] -> [1, row, dim]"""
-        if self._row is None:
-            self.index_specs[layer] = VectorCacheSpec(f"indexer.{layer}", keys.shape[-1])
-            return keys
-        cache = get_forward_context().kv_cache_data[self.index_specs[layer].name]
-        assert isinstance(cache, VectorCache)
-        return self._row.exchange(keys[0], cache)[None]
-
-    def take_latent(self, layer: int) -> torch.Tensor:
-        """What `update` got from this layer. # [tokens, rank + rope_dim]"""
-        if layer not in self._latents:
-            raise self.refusal("attends to another layer's latents")
-        return self._latents.pop(layer)
-
-    def positions_of(self, indices: torch.Tensor) -> torch.Tensor | None:
-        """Chosen places in the row, as positions in each token's own sequence; see `AttentionBackend`.
-
-        # [1, tokens, K] int32 -> [tokens, K] int64, -1 for none
-        """
-        assert self._row is not None
-        return self._row.positions_of(indices[0].long())
-
-    def refusal(self, what: str) -> CheckpointError:
-        """For a model that does something else than DeepSeek's sparse attention."""
-        return CheckpointError(f"{self.architecture} {what}, which the general route cannot serve")
-
-    def _arguments(self, mask: torch.Tensor) -> dict[str, Any]:
-        self._latents.clear()
-        return {"past_key_values": self, "attention_mask": mask[None, None]}
-
-
-class IndexedAttention:
-    """Answers one attention module's calls by latent attention over the backend's paged latents."""
-
-    def __init__(
-        self, name: str, module: nn.Module, caches: IndexedCaches, query: torch.Tensor, value: torch.Tensor, call: Any
-    ) -> None:
-        """For calls like this one. # [1, heads, tokens, nope_dim + rope_dim], [1, heads, tokens, value_dim]
-
-        Raises `CheckpointError` where keys and values are not what `kv_b_proj` makes of latents.
-        """
-        self.layer = cast(int, module.layer_idx)
-        self._caches = caches
-        latent_dim = caches.take_latent(self.layer).shape[-1]
-        kv_b = getattr(module, "kv_b_proj", None)
-        if type(kv_b) is not nn.Linear or "bias" in dict(kv_b.named_parameters()):
-            raise caches.refusal("makes keys and values of latents by something else than a matrix kv_b_proj")
-        self.kv_b: nn.Linear = kv_b
-        rope_dim = latent_dim - kv_b.in_features
-        features = query.shape[1] * (query.shape[-1] - rope_dim + value.shape[-1])
-        if value.shape[1] != query.shape[1] or kv_b.out_features != features:
-            raise caches.refusal("has a kv_b_proj that does not make a key and a value for each head")
-        if any(call.get(other) is not None for other in ("sliding_window", "softcap", "s_aux")):
-            raise caches.refusal("has a sliding window, a soft cap or sinks over chosen tokens")
-        scaling = call.get("scaling")
-        self.options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else float(scaling))
-        self.cache_spec = VectorCacheSpec(name, latent_dim)
-
-    def __call__(
-        self, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, *, indices: torch.Tensor, **_call: Any
-    ) -> torch.Tensor:
-        """# [1, heads, tokens, dim], ..., [1, tokens, K] -> [1, tokens, heads, value_dim]"""
-        context = get_forward_context()
-        cache, metadata = context.kv_cache_data[self.cache_spec.name], context.attn_metadata
-        assert isinstance(cache, VectorCache)
-        q = query[0].transpose(0, 1).contiguous()
-        kv_b = self.kv_b.weight.view(q.shape[1], -1, self.kv_b.in_features)
-        latent, selected = self._caches.take_latent(self.layer), self._caches.positions_of(indices)
-        out = metadata.backend.latent_attention(q, latent, kv_b, cache, metadata, self.options, selected)
-        return out[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The contexts of a step's sequences, one after the other, each as long as its tokens up to the step's last."""
-
-    slot_mapping: torch.Tensor  # [tokens] int64, of the step's own tokens
-    starts: torch.Tensor  # [tokens] int64, where the context of each token's sequence begins
-    positions: torch.Tensor  # [tokens] int64
-    block_tables: torch.Tensor  # [B, max_blocks] int32
-    sequences: torch.Tensor  # [row] int64, whose token is at a place
-    offsets: torch.Tensor  # [row] int64, its position
-    longest: int
-
-    @classmethod
-    def of_step(cls, metadata: AttentionMetaData, positions: torch.Tensor) -> "_Row":
-        """# positions: [tokens]"""
-        lengths = metadata.seq_lens.long()
-        starts = lengths.cumsum(0) - lengths
-        numbers = torch.arange(len(lengths), device=lengths.device)
-        sequences = numbers.repeat_interleave(lengths)
-        return cls(
-            slot_mapping=metadata.slot_mapping,
-            starts=starts.repeat_interleave(metadata.cu_seqlens_q.diff()),
-            positions=positions,
-            block_tables=metadata.block_tables,
-            sequences=sequences,
-            offsets=torch.arange(len(sequences), device=lengths.device) - starts[sequences],
-            longest=int(lengths.max()),
-        )
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """Whether a token sees a place. # [tokens, row] bool"""
-        places = torch.arange(len(self.sequences), device=self.starts.device)
-        return (places >= self.starts[:, None]) & (places <= (self.starts + self.positions)[:, None])
-
-    def exchange(self, vectors: torch.Tensor, cache: VectorCache) -> torch.Tensor:
-        """Write the step's vectors to the cache, and read the row's. # [tokens, dim] -> [row, dim]"""
-        block_size = cache.vectors.shape[1]
-        written = to_cache(vectors, cache.vectors.dtype)
-        cache.vectors[self.slot_mapping // block_size, self.slot_mapping % block_size] = written
-        blocks = self.block_tables[self.sequences, self.offsets // block_size].long()
-        return cache.vectors[blocks, self.offsets % block_size].to(vectors.dtype)
-
-    def positions_of(self, places: torch.Tensor) -> torch.Tensor | None:
-        """None where every token has chosen all that it sees. # [tokens, K] -> [tokens, K], -1 for what is not seen"""
-        if self.longest <= places.shape[1]:
-            return None
-        found = places - self.starts[:, None]
-        return found.masked_fill((found < 0) | (found > self.positions[:, None]), -1)
-
-
 PAGED = "kaon"
-"""The implementation's name. No mask function has it, so transformers makes no masks."""
+"""The implementation's name. No mask function is registered for it, so transformers makes no masks."""
 _WATCHED = "kaon-watched"
-"""The same for a pass that is recorded, with masks asked for, so that they can be judged."""
+"""The implementation's name in a recorded pass, with a mask function, so that masks can be checked."""
 _ATTRIBUTE = "kaon_attention"
-"""Where an attention module finds what answers its calls."""
+"""The attribute of an attention module with the function that serves its calls."""
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -209,12 +46,12 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Arguments of a call that change nothing of the attention, or are read apart."""
+"""Arguments of a call that do not change attention, or that are read elsewhere."""
 _READ = frozenset({"attention_mask", "scaling", "sliding_window", "softcap", "s_aux"})
 
 
 class PagedAttention:
-    """Answers one attention module's calls."""
+    """Serves one attention module over the backend's paged keys and values."""
 
     def __init__(
         self,
@@ -229,13 +66,13 @@ class PagedAttention:
         softcap: float | None,
         has_sinks: bool,
     ) -> None:
-        """For calls like one of `query`, `key` and `value`, computed and cached as `dtype`.
+        """From a recorded call with `query`, `key` and `value`; computed and cached as `dtype`.
 
         # [1, heads, tokens, key_dim], [1, kv_heads, tokens, key_dim], [1, kv_heads, tokens, value_dim]
         """
         self.dtype = dtype
         self.key_dim, self.value_dim = key.shape[-1], value.shape[-1]
-        # One cache shape serves both: the narrower is filled up with zeros, which add nothing to a score or a sum.
+        # Keys and values share one cache shape: the narrower is padded with zeros, which change no score and no sum.
         self.head_dim = max(self.key_dim, self.value_dim)
         self.has_sinks = has_sinks
         self.attend = Attention(
@@ -276,14 +113,179 @@ class PagedAttention:
         return rows.contiguous()
 
 
+class IndexedCaches:
+    """Stands in for transformers' cache object in models with DeepSeek Sparse Attention, over paged caches.
+
+    Layers of `indexed_attention` pass their latents and their indexer's keys to `past_key_values`, and give the
+    attention
+    interface the `indices` of the tokens they selected. To the indexer a step's sequences are one row of keys, one
+    whole
+    context after the other, under a mask by which each token sees its own; so its scores are of a step's tokens times
+    all
+    their contexts. Each pass begins with `watched` or `served`.
+    """
+
+    def __init__(self, architecture: str) -> None:
+        self.architecture = architecture
+        self.index_specs: dict[int, VectorCacheSpec] = {}
+        """The caches of index keys by layer number, known after a watched pass."""
+        self._latents: dict[int, torch.Tensor] = {}
+        self._row: _Row | None = None
+
+    def watched(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """Arguments of a recorded pass over one sequence, which uses no caches. # [1, tokens]"""
+        self._row = None
+        return self._arguments(tokens.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril())
+
+    def served(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Arguments of a pass over the current step's tokens. # [tokens]"""
+        self._row = _Row.of_step(get_forward_context().attn_metadata, positions)
+        return self._arguments(self._row.mask)
+
+    def update(self, latent: torch.Tensor, rotated: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by a layer. Returns the step's own latents: attention reads earlier ones from the cache.
+
+        # [1, 1, tokens, rank], [1, 1, tokens, rope_dim], the key that all heads share
+        """
+        if latent.shape[1] != 1 or rotated.shape[1] != 1:
+            raise self.refusal("caches keys and values of every head in addition to its indexer")
+        self._latents[layer] = torch.cat((latent[0, 0], rotated[0, 0]), -1)
+        return latent, rotated
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        """Called by an indexer. Returns the keys that it scores. # [1, tokens, dim] -> [1, row, dim]"""
+        if self._row is None:
+            self.index_specs[layer] = VectorCacheSpec(f"indexer.{layer}", keys.shape[-1])
+            return keys
+        cache = get_forward_context().kv_cache_data[self.index_specs[layer].name]
+        assert isinstance(cache, VectorCache)
+        return self._row.exchange(keys[0], cache)[None]
+
+    def take_latent(self, layer: int) -> torch.Tensor:
+        """The latents that this layer passed to `update`. # [tokens, rank + rope_dim]"""
+        if layer not in self._latents:
+            raise self.refusal("attends to another layer's latents")
+        return self._latents.pop(layer)
+
+    def positions_of(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """Selected indices in the row as positions in each token's own sequence; see `AttentionBackend`.
+
+        # [1, tokens, K] int32 -> [tokens, K] int64, -1 for none
+        """
+        assert self._row is not None
+        return self._row.positions_of(indices[0].long())
+
+    def refusal(self, what: str) -> CheckpointError:
+        """The error for a model that is not DeepSeek's sparse attention; `what` is the predicate."""
+        return CheckpointError(f"{self.architecture} {what}, which the general route cannot serve")
+
+    def _arguments(self, mask: torch.Tensor) -> dict[str, Any]:
+        self._latents.clear()
+        return {"past_key_values": self, "attention_mask": mask[None, None]}
+
+
+class IndexedAttention:
+    """Serves one attention module by latent attention over the backend's paged latents."""
+
+    def __init__(
+        self, name: str, module: nn.Module, caches: IndexedCaches, query: torch.Tensor, value: torch.Tensor, call: Any
+    ) -> None:
+        """From a recorded call. # [1, heads, tokens, nope_dim + rope_dim], [1, heads, tokens, value_dim]
+
+        Raises `CheckpointError` where keys and values are not projections of latents by `kv_b_proj`.
+        """
+        self.layer = cast(int, module.layer_idx)
+        self._caches = caches
+        latent_dim = caches.take_latent(self.layer).shape[-1]
+        kv_b = getattr(module, "kv_b_proj", None)
+        if type(kv_b) is not nn.Linear or "bias" in dict(kv_b.named_parameters()):
+            raise caches.refusal("computes keys and values from latents other than by a matrix kv_b_proj")
+        self.kv_b: nn.Linear = kv_b
+        rope_dim = latent_dim - kv_b.in_features
+        features = query.shape[1] * (query.shape[-1] - rope_dim + value.shape[-1])
+        if value.shape[1] != query.shape[1] or kv_b.out_features != features:
+            raise caches.refusal("has a kv_b_proj whose output is not a key and a value for each head")
+        if any(call.get(other) is not None for other in ("sliding_window", "softcap", "s_aux")):
+            raise caches.refusal("has a sliding window, a soft cap or sinks over selected tokens")
+        scaling = call.get("scaling")
+        self.options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else float(scaling))
+        self.cache_spec = VectorCacheSpec(name, latent_dim)
+
+    def __call__(
+        self, query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor, *, indices: torch.Tensor, **_call: Any
+    ) -> torch.Tensor:
+        """# [1, heads, tokens, dim], ..., [1, tokens, K] -> [1, tokens, heads, value_dim]"""
+        context = get_forward_context()
+        cache, metadata = context.kv_cache_data[self.cache_spec.name], context.attn_metadata
+        assert isinstance(cache, VectorCache)
+        q = query[0].transpose(0, 1).contiguous()
+        kv_b = self.kv_b.weight.view(q.shape[1], -1, self.kv_b.in_features)
+        latent, selected = self._caches.take_latent(self.layer), self._caches.positions_of(indices)
+        out = metadata.backend.latent_attention(q, latent, kv_b, cache, metadata, self.options, selected)
+        return out[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The concatenated contexts of a step's sequences, each with the step's tokens included."""
+
+    slot_mapping: torch.Tensor  # [tokens] int64, of the step's own tokens
+    starts: torch.Tensor  # [tokens] int64, the index of the first token of each token's sequence
+    positions: torch.Tensor  # [tokens] int64
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    sequences: torch.Tensor  # [row] int64, the sequence of each token of the row
+    offsets: torch.Tensor  # [row] int64, the position of each token of the row
+    longest: int
+
+    @classmethod
+    def of_step(cls, metadata: AttentionMetaData, positions: torch.Tensor) -> "_Row":
+        """# positions: [tokens]"""
+        lengths = metadata.seq_lens.long()
+        starts = lengths.cumsum(0) - lengths
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        sequences = numbers.repeat_interleave(lengths)
+        return cls(
+            slot_mapping=metadata.slot_mapping,
+            starts=starts.repeat_interleave(metadata.cu_seqlens_q.diff()),
+            positions=positions,
+            block_tables=metadata.block_tables,
+            sequences=sequences,
+            offsets=torch.arange(len(sequences), device=lengths.device) - starts[sequences],
+            longest=int(lengths.max()),
+        )
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Whether each token sees each index of the row. # [tokens, row] bool"""
+        indices = torch.arange(len(self.sequences), device=self.starts.device)
+        return (indices >= self.starts[:, None]) & (indices <= (self.starts + self.positions)[:, None])
+
+    def exchange(self, vectors: torch.Tensor, cache: VectorCache) -> torch.Tensor:
+        """Write the step's vectors to the cache, and read those of the row. # [tokens, dim] -> [row, dim]"""
+        block_size = cache.vectors.shape[1]
+        written = to_cache(vectors, cache.vectors.dtype)
+        cache.vectors[self.slot_mapping // block_size, self.slot_mapping % block_size] = written
+        blocks = self.block_tables[self.sequences, self.offsets // block_size].long()
+        return cache.vectors[blocks, self.offsets % block_size].to(vectors.dtype)
+
+    def positions_of(self, indices: torch.Tensor) -> torch.Tensor | None:
+        """None where every token selected all it sees. # [tokens, K] -> [tokens, K], -1 for tokens that are not
+        visible
+        """
+        if self.longest <= indices.shape[1]:
+            return None
+        found = indices - self.starts[:, None]
+        return found.masked_fill((found < 0) | (found > self.positions[:, None]), -1)
+
+
 @contextmanager
 def watch_attention(
     model: nn.Module, architecture: str, dtype: torch.dtype, indexed: IndexedCaches | None
 ) -> Iterator[dict[nn.Module, PagedAttention | IndexedAttention]]:
-    """Record the attention that `model` computes inside: each module's, in the order of their calls.
+    """Inside, record each attention module of `model` in the order of their calls, which return zeros.
 
-    `indexed` is what a model with indexed attention is given as its caches. A recorded call answers zeros.
-    Raises `CheckpointError` from inside for what paged attention does not compute.
+    `indexed` are the caches of a model with indexed attention.
+    Calls that paged attention cannot serve raise `CheckpointError`.
     """
     found: dict[nn.Module, PagedAttention | IndexedAttention] = {}
     masks = _Masks(architecture)
@@ -325,14 +327,14 @@ def watch_attention(
 
 
 def install(found: dict[nn.Module, PagedAttention | IndexedAttention]) -> None:
-    """Let the recorded modules attend over the forward context's cache wherever the model uses `PAGED`."""
+    """Have the recorded modules attend over the forward context's caches under the implementation `PAGED`."""
     for module, attention in found.items():
         setattr(module, _ATTRIBUTE, _installed(attention))
 
 
 @contextmanager
 def using_attention(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Inside, every part of `model` computes attention by this implementation of transformers' interface."""
+    """Inside, all of `model` uses this implementation of transformers' attention interface."""
     previous: dict[int, tuple[Any, str]] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -355,7 +357,7 @@ def _answer(
     attention_mask: torch.Tensor | None = None,
     **call: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function: the module's own attention answers. # 3 x [1, heads, tokens, dim]"""
+    """The registered function: calls the module's own attention. # 3 x [1, heads, tokens, dim]"""
     return getattr(module, _ATTRIBUTE)(module, query, key, value, attention_mask=attention_mask, **call), None
 
 
@@ -395,12 +397,12 @@ def _refuse_call(
 
 
 class _Masks:
-    """The masks that a model makes in a watched pass, judged where one of its calls uses them: many are never used."""
+    """The masks that a model makes in a recorded pass, checked when a call uses them: many are never used."""
 
     def __init__(self, architecture: str) -> None:
         self._architecture = architecture
         self._made: dict[int, tuple[torch.Tensor, bool, int | None]] = {}
-        """By address: the mask, which must outlive the pass, whether it is causal, and its window."""
+        """By address: the mask, kept so that its address stays unique, whether it is causal, and its window."""
 
     def make(
         self,
@@ -412,13 +414,13 @@ class _Masks:
         device: torch.device | str = "cpu",
         **_asked: Any,
     ) -> torch.Tensor:
-        """Called by transformers for each kind of mask. # -> [1, 1, q_length, kv_length]"""
+        """transformers' mask function. # -> [1, 1, q_length, kv_length]"""
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
         self._made[_address(mask)] = mask, _is_causal(mask_function, local_size), local_size
         return mask
 
     def window(self, call: dict[str, Any]) -> int | None:
-        """The sliding window of a call. Raises `CheckpointError` for a mask that shows anything else."""
+        """The sliding window of a call. Raises `CheckpointError` for a mask of another kind."""
         given: int | None = call.get("sliding_window")
         mask = call.get("attention_mask")
         if mask is None:
@@ -434,11 +436,11 @@ class _Masks:
                 f"{self._architecture} masks other tokens than those after a token and those before a sliding window "
                 "(as bidirectional and chunked attention do), which the general route cannot serve"
             )
-        # transformers' own attention goes by the mask; its calls may leave the window out, but not contradict it.
+        # transformers' own attention uses the mask; its calls may omit the window, but not contradict it.
         if given not in (None, window):
             raise CheckpointError(
                 f"{self._architecture} has a sliding window of {given} tokens in its calls for attention and not in "
-                "their masks, so the general route cannot tell what it means"
+                "their masks, so the general route cannot serve it"
             )
         return window
 

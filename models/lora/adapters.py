@@ -1,6 +1,8 @@
-"""`load_adapters`: reads LoRA adapters as PEFT saves them into a loaded model's layers. Called by the model runner.
+"""LoRA adapters of a loaded model, for the model runner.
 
-Every tensor of an adapter must be used and every product whole, or a `CheckpointError` names what is not.
+`load_adapters` reads adapters as PEFT saves them into the model's layers: every tensor must be used and every product
+complete, or a `CheckpointError` names what is not. `group_by_adapter` groups a step's tokens, and `capture_obstacle`
+says whether graphs may capture the adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,18 +25,42 @@ from models.layers.mla import MLAAttention
 from models.layers.parameter import WeightShapeError
 from models.lora.config import LoRAConfig
 
-# [hooked] `HookedLinear`: adapters beside a linear layer of transformers' code, on the general route. Made by
-# `weights`.
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANKS = 512
+"""The most ranks of all adapters of a layer that a graph captures: it also multiplies by adapters that no row uses."""
+
+_PREFIX = "base_model.model."
+_ENDINGS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_NAMED_IN_ERRORS = 5
 
 
-class HookedLinear:
-    """Adds what adapters have for each token to what the layer returns. Stands in for a `ParallelLinear`."""
+def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Give `model` the adapters of these directories, numbered from 1 in their order, converted to `dtype`.
+
+    Raises `CheckpointError` for an adapter that is damaged, that is for another model, or that is not plain LoRA.
+    """
+    if not paths:
+        return
+    targets = _targets(cast(nn.Module, model))
+    if not targets:
+        raise CheckpointError("lora is set, but this model makes no linear layer that takes adapters; leave it out")
+    for number, (name, path) in enumerate(paths.items(), 1):
+        try:
+            _load(number, path, targets, dtype, device)
+        except CheckpointError as error:
+            raise CheckpointError(f"LoRA adapter {name} cannot be served: {error}") from error
+
+
+class HookedLoRA:
+    """Adds adapters' products to the output of a linear layer of transformers' code, as a `ParallelLinear` does to
+    its own.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         self._layer = layer
 
     def make_lora(self, dtype: torch.dtype) -> LinearLoRA:
-        """Let adapters take part, if they do not yet; the weights of theirs will be of `dtype`."""
+        """The layer's adapters, which are created with weights of `dtype` if there are none yet."""
         inputs, outputs = self._layer.in_features, self._layer.out_features
         present: LinearLoRA | None = getattr(self._layer, "lora", None)
         if present is not None:
@@ -50,43 +76,18 @@ class HookedLinear:
         return lora
 
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-
-_PREFIX = "base_model.model."
-_ENDINGS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-_NAMED_IN_ERRORS = 5
-
-
-def load_adapters(model: CausalLM, paths: Mapping[str, Path], *, dtype: torch.dtype, device: torch.device) -> None:
-    """Give `model` the adapters of these directories, numbered from 1 in their order, converted to `dtype`.
-
-    Raises `CheckpointError` for an adapter that is damaged, that is not this model's, or that computes what LoRA does
-    not.
-    """
-    if not paths:
-        return
-    targets = _targets(cast(nn.Module, model))
-    if not targets:
-        raise CheckpointError("lora is set, but this model makes no linear layer that takes adapters; leave it out")
-    for number, (name, path) in enumerate(paths.items(), 1):
-        try:
-            _load(number, path, targets, dtype, device)
-        except CheckpointError as error:
-            raise CheckpointError(f"LoRA adapter {name} cannot be served: {error}") from error
-
-
 class _Target(NamedTuple):
-    """Where a module of the checkpoint is in the model."""
+    """The layer that holds a module of the checkpoint, and the part that it is there."""
 
-    layer: ParallelLinear | HookedLinear
+    layer: ParallelLinear | HookedLoRA
     shard: str | int | None
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """By name in the checkpoint, each linear layer and each part of a packed one."""
+    """Each linear layer, and each part of a packed one, by its name in the checkpoint."""
     if hasattr(model, "linear_layers"):
         layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
-        return {name: _Target(HookedLinear(layer), None) for name, layer in layers.items()}
+        return {name: _Target(HookedLoRA(layer), None) for name, layer in layers.items()}
     parts: dict[str, list[tuple[str, str | int | None]]] = {}
     for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
         parts.setdefault(packed, []).append((source, shard))
@@ -116,7 +117,7 @@ def _load(number: int, path: Path, targets: dict[str, _Target], dtype: torch.dty
 
 
 def _products(file: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B of each module of an adapter's file, by the module's name."""
+    """The halves A and B of each module in an adapter's file, by the module's name."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent} has no {file.name}; save the adapter as safetensors")
     try:
@@ -161,15 +162,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(sorted(names)[:_NAMED_IN_ERRORS]) + dots
 
 
-# [tokens] `group_by_adapter`: which of a step's tokens use which adapter. Called by the model runner, once a step.
-
-
 def group_by_adapter(
     adapters: npt.NDArray[np.integer], query_lens: npt.NDArray[np.integer], device: torch.device
 ) -> tuple[LoRATokens, ...] | None:
-    """A group an adapter of the step, from each row's adapter (0: none) and token count; None without any. # 2 x [B]
+    """The tokens of each adapter in a step, from each row's adapter (0: none) and token count. # 2 x [B]
 
-    Tokens that lie side by side are a slice: the layers then read and write them where they are.
+    None without any adapter. Adjacent tokens are a slice, which layers read and write in place.
     """
     by_token = np.repeat(adapters, query_lens)
     groups = []
@@ -183,18 +181,11 @@ def group_by_adapter(
     return tuple(groups) or None
 
 
-# [captured] Whether a model's adapters may be part of captured graphs, where all are one product. Asked by the model
-# runner.
-
-MAX_RANKS = 512
-"""Of all adapters together in a layer: a graph's step multiplies by those of adapters that no row uses, too."""
-
-
-def why_not_captured(model: CausalLM) -> str | None:
-    """What keeps decodes with adapters out of graphs, in words; None: nothing."""
+def capture_obstacle(model: CausalLM) -> str | None:
+    """Why graphs cannot capture decodes with adapters; None: they can."""
     for module in cast(nn.Module, model).modules():
         if isinstance(module, MLAAttention) and module.kv_b_proj.lora is not None:
-            return "an adapter changes what expands latents, so that its rows attend twice"
+            return "an adapter changes kv_b_proj, so that its rows attend twice"
         lora = getattr(module, "lora", None)
         if isinstance(lora, LinearLoRA) and lora.num_ranks > MAX_RANKS:
             return f"the adapters have {lora.num_ranks} ranks together, and a graph takes {MAX_RANKS}"

@@ -1,6 +1,6 @@
-"""`LoRAConfig`: what an adapter's adapter_config.json says, in PEFT's terms, checked. Needs no torch.
+"""`LoRAConfig`: an adapter's adapter_config.json, in PEFT's terms, checked. Imports no torch.
 
-Rank and scale of a module as PEFT finds them: LoRA (Hu et al. 2021) scales by alpha / r, rank-stabilised LoRA
+Rank and scale of a module are as in PEFT: LoRA (Hu et al. 2021) scales by alpha / r, rank-stabilised LoRA
 (Kalajdzievski 2023) by alpha / sqrt(r).
 """
 
@@ -39,12 +39,12 @@ class LoRAConfig:
     alpha: float
     rank_stabilized: bool
     target_modules: tuple[str, ...] | str
-    """Names, each a module's last or several last, or one regular expression for whole names."""
+    """Names of modules or of their last parts, or one regular expression for whole names."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     """Exceptions, by regular expression for the end of a module's name."""
     some_layers_only: bool = False
-    """Whether modules are left out that `target_modules` names."""
+    """Whether the adapter omits modules that `target_modules` names."""
 
     @classmethod
     def from_adapter(cls, path: Path) -> "LoRAConfig":
@@ -56,7 +56,7 @@ class LoRAConfig:
                 f"{path} has no {CONFIG_FILE}; name the directory of a LoRA adapter as PEFT saves it"
             )
         fields = Fields.from_file(path / CONFIG_FILE)
-        _refuse_what_would_be_computed_wrong(fields)
+        _reject_unsupported(fields)
         return cls(
             rank=fields.integer("r"),
             alpha=fields.number("lora_alpha"),
@@ -84,7 +84,7 @@ class LoRAConfig:
         return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
 
 
-def _refuse_what_would_be_computed_wrong(fields: Fields) -> None:
+def _reject_unsupported(fields: Fields) -> None:
     if fields.string("peft_type", "LORA") != "LORA":
         raise fields.invalid("peft_type", "LORA: no other kind of adapter is served")
     if fields.string("bias", "none") != "none":

@@ -101,7 +101,7 @@ REFUSED = [
     (Foreign("Doge"), "an attention_mask of its own"),
     (Foreign("GPTJ", {"rotary_dim": 8}), _OF_ITS_OWN),
     (Foreign("Lfm2", {"layer_types": ["conv", "full_attention"]}), "has layers of conv"),
-    (Foreign("HYV4", _INDEXED), "sinks over chosen tokens"),
+    (Foreign("HYV4", _INDEXED), "sinks over selected tokens"),
     (Foreign("Jamba"), "has layers of linear_attention"),
     (Foreign("Mamba"), "has layers of linear_attention"),
     (Foreign("Mpt", {"attn_config": {"alibi": True}}), "alibi of .* is true"),

@@ -1,8 +1,8 @@
-"""Sums: addition and subtraction up to two digits, the times tables and their divisions.
+"""Chats and raw texts: sums, facts of the small world, small talk, and answers long enough to watch them stream.
 
-The answer restates the sum, "12 + 7 = 19": the last number is the result, and whatever the question's wording, the
-model computes it in one place. Asked for the number alone it does the same, because what it does not write out first
-a model of this size gets wrong.
+The answer to a sum restates it, "12 + 7 = 19": the last number is the result, and whatever the question's wording, the
+model computes it in one place. Asked for the number alone it does the same, because a model of this size gets wrong
+what it does not write out first.
 """
 
 import string
@@ -190,8 +190,6 @@ def drill_sheet(rng: Random) -> Document:
     return Document("drill", tuple(sum_.key for sum_ in sums), tuple(pieces))
 
 
-# [facts] Questions about the facts of the small world, as chat and as raw text to complete.
-
 ALL_RELATIONS = RELATIONS + WORD_RELATIONS
 # A table of seventy capitals is asked more often than one of seven days, but not ten times as often.
 _WEIGHTS = [(len(relation.pairs) * len(relation.questions)) ** 0.7 for relation in ALL_RELATIONS]
@@ -283,7 +281,7 @@ def _capitalised(sentence: str) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-# [small_talk] Greetings, Kaon itself, names recalled over turns, and honesty about what lies outside the small
+# Greetings, Kaon itself, names recalled over turns, and honesty about what lies outside the small
 # world.
 
 OUTSIDE = "I do not know that. I am a small demo model: I can do short sums, small facts, JSON answers and tool calls."
@@ -521,7 +519,7 @@ def recall(rng: Random) -> Example:
     return Example("recall", tuple(keys), tuple(turns), Check.CONTAINS, value)
 
 
-# [long_answers] Answers long enough to watch them stream, copies of what the prompt says, and the raw texts that
+# Answers long enough to watch them stream, copies of what the prompt says, and the raw texts that
 # open like a story.
 
 MONTHS = words("January February March April May June July August September October November December")

@@ -1,4 +1,7 @@
-"""What a training example is, how it becomes text, and which examples are held out. Every generator imports this."""
+"""What a training example is, how it becomes text, and which examples are held out; then the data of all generators.
+
+The data are the ways in which people vary a sentence, and the facts of a small world: relations as tables, and names.
+"""
 
 import enum
 import functools
@@ -138,7 +141,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-# [wording] How people vary a sentence: case, punctuation, politeness; and words that no list contains, to teach
+# How people vary a sentence: case, punctuation, politeness; and words that no list contains, to teach
 # copying.
 
 T = TypeVar("T")
@@ -230,7 +233,7 @@ def joined(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-# [world] The small world's facts: each relation is a table of subject and object, with ways to ask and one way to
+# The small world's facts: each relation is a table of subject and object, with ways to ask and one way to
 # answer.
 
 
@@ -419,7 +422,7 @@ RELATIONS = (
 )  # fmt: skip
 
 
-# [vocabulary] More of the small world: relations between words, numbers, elements and planets; then names and nouns
+# More of the small world: relations between words, numbers, elements and planets; then names and nouns
 # to copy.
 
 WORD_RELATIONS = (

@@ -1,4 +1,8 @@
-"""Questions that want JSON: keys and values copied from the prompt, facts and sums wrapped in an object, lists."""
+"""Questions that want JSON, and chats with tools.
+
+JSON answers have keys and values copied from the prompt, facts and sums wrapped in an object, or lists.
+Tool chats call a function where one is needed, answer directly where none is, and report a result in a sentence.
+"""
 
 import json
 from dataclasses import dataclass
@@ -199,7 +203,7 @@ def _json_example(
     return ask("JSON", question, answer, keys=keys or (f"json:{question.lower()}",), check=Check.JSON, system=system)
 
 
-# [tool_box] The functions that tool chats offer: a few that everybody knows, and any number invented on the spot.
+# The functions that tool chats offer: a few that everybody knows, and any number invented on the spot.
 #
 # Half of them are invented, names and parameters included, so that the model learns to copy from the schema it is
 # shown rather than to recall the ones it knows.
@@ -427,10 +431,6 @@ def schema(rng: Random, tool: Tool) -> dict[str, Json]:
     if rng.random() < 0.15:
         rng.shuffle(function)
     return {"type": "function", "function": dict(function)}
-
-
-# [tool_calls] Chats with tools: a call when one is needed, a plain answer when none is, a sentence once the result
-# is there.
 
 
 def tool_call(rng: Random) -> Example:

@@ -2,6 +2,8 @@
 
 Muon for the matrices inside the layers and AdamW for embeddings and norms, a constant rate that falls to zero over
 the last steps, bf16 autocast over float32 weights. The same seed gives the same batches; an interrupted run resumes.
+
+The tokenizer is trained first, on generated text; texts are then packed into rows of token ids.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from models.demo import CHAT_TEMPLATE_PATH
 from tools.demo.examples import END_OF_TEXT, END_OF_TURN, Document
 from tools.demo.generate import Text, as_text, long_training_chats, training_texts
 
-# [packing] Turns generated texts into rows of token ids: several documents a row, none of which sees another.
+# Turns generated texts into rows of token ids: several documents a row, none of which sees another.
 
 IGNORED = -100
 
@@ -118,7 +120,7 @@ class Packer:
         return Batch(input_ids, labels, position_ids, mask)
 
 
-# [tokenizer] Trains the tokenizer on generated text: byte-level BPE in which every digit is a token of its own.
+# Trains the tokenizer on generated text: byte-level BPE in which every digit is a token of its own.
 
 VOCABULARY_SIZE = 1536
 CONTEXT_LENGTH = 4096
