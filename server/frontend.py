@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from starlette.requests import HTTPConnection
+from fastapi import FastAPI
+from starlette.types import Scope
 
 from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config
@@ -70,9 +71,9 @@ class Frontend:
         self._is_closing = False
 
     @classmethod
-    def of(cls, http: HTTPConnection) -> Self:
-        """The front end of the application that received `http`."""
-        frontend: Self = http.app.state.frontend
+    def of(cls, app: FastAPI) -> Self:
+        """The front end of an application."""
+        frontend: Self = app.state.frontend
         return frontend
 
     async def start(self, on_ready: Callable[[tuple[str, ...]], object]) -> None:
@@ -170,9 +171,9 @@ class Frontend:
         return self._adapters.get(name, 0)
 
 
-def owner_of(http: HTTPConnection) -> str | None:
+def owner_of(scope: Scope) -> str | None:
     """The owner of a request, derived from its API key; None if the server needs no keys."""
-    owner: str | None = http.scope.get("state", {}).get("owner")
+    owner: str | None = scope.get("state", {}).get("owner")
     return owner
 
 

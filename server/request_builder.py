@@ -54,16 +54,18 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
 
     Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
     """
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     with frontend.admission.counted_refusals():
         request = await read_request(http, model, frontend.config.server_config)
         frontend.check_loaded()
         frontend.check_model(request.model)
-        yield request, frontend, owner_of(http)
+        yield request, frontend, owner_of(http.scope)
 
 
-def check_request_limits(request: SamplingFields, num_prompts: int, frontend: Frontend) -> None:
-    """Raise `BadRequest` for what this server's configuration does not allow."""
+def check_request_limits(
+    request: SamplingFields, frontend: Frontend, *, num_prompts: int = 1, num_choices: int | None = None
+) -> None:
+    """Raise `BadRequest` for what this server's configuration does not allow. `num_choices`: default: `n`."""
     limits = frontend.config.server_config
     if request.n > limits.max_n:
         raise BadRequest(f"n is {request.n}; it must be at most {limits.max_n} (max_n)", param="n")
@@ -72,7 +74,7 @@ def check_request_limits(request: SamplingFields, num_prompts: int, frontend: Fr
             f"stop holds {len(request.stop)} strings; it may hold {limits.max_stop_strings} (max_stop_strings)",
             param="stop",
         )
-    num_choices = request.sequences_per_prompt
+    num_choices = num_choices or request.n
     if num_choices > limits.max_n:
         raise BadRequest(f"best_of is {num_choices}; it must be at most {limits.max_n} (max_n)", param="best_of")
     if num_prompts * num_choices > MAX_SEQUENCES:
@@ -134,7 +136,7 @@ def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Fr
     try:
         text = render_prompt(request, model, frontend)
         max_tokens = request.token_limit or processor.defaults.max_new_tokens or INT31
-        params = sampling_params(request, max_tokens, request.alternatives, processor)
+        params = sampling_params(request, max_tokens, request.alternatives, request.prompt_logprobs, processor)
         kept = num_kept_tokens(request, request.token_limit or 1, processor)
         token_ids = processor.tokenize(text, request.add_special_tokens, kept)
         prompt = processor.check(token_ids, params, clip_max_tokens=request.token_limit is None)
@@ -247,6 +249,7 @@ def sampling_params(
     request: SamplingFields,
     max_tokens: int,
     logprobs: int | None,
+    prompt_logprobs: int | None,
     processor: InputOutputProcessor,
     further_stop_token_ids: list[int] | None = None,
 ) -> SamplingParams:
@@ -275,7 +278,7 @@ def sampling_params(
         logit_bias={_token_id(key): bias for key, bias in request.logit_bias.items()} or None,
         seed=request.seed,
         logprobs=logprobs,
-        prompt_logprobs=request.prompt_alternatives,
+        prompt_logprobs=prompt_logprobs,
         min_tokens=request.min_tokens,
         stop_token_ids=[*request.stop_token_ids, *(further_stop_token_ids or ())] or None,
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -291,12 +294,14 @@ def new_sequences(
     grammar: str | None,
     frontend: Frontend,
     arrival_time: float,
+    *,
+    num_choices: int = 1,
     visible_token_ids: frozenset[int] = frozenset(),
 ) -> list[NewSequence]:
     """The sequences of one of a request's prompts, one for each choice."""
     return frontend.loaded.processor.new_sequences(
         prompt,
-        frontend.hub.new_ids(request.sequences_per_prompt),
+        frontend.hub.new_ids(num_choices),
         grammar=grammar,
         cache_salt=None if request.cache_salt is None else _salt_key(request.cache_salt),
         priority=request.priority,

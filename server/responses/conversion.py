@@ -58,7 +58,7 @@ async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Fr
 
 async def _prepare(request: ResponsesRequest, messages: list[Message], frontend: Frontend) -> PreparedChat:
     chat = to_chat(request, messages)
-    check_request_limits(chat, 1, frontend)
+    check_request_limits(chat, frontend)
     return await prepare_chat(chat, frontend)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import msgspec
-from starlette.requests import HTTPConnection
+from fastapi import FastAPI
 
 from engine.config.config import ServerConfig
 from server.responses.rendering import ResponsesRenderer
@@ -35,9 +35,9 @@ class ResponsesService:
         self._runs: dict[str, _Run] = {}
 
     @classmethod
-    def of(cls, http: HTTPConnection) -> Self:
-        """The service of the application that received `http`."""
-        service: Self = http.app.state.responses
+    def of(cls, app: FastAPI) -> Self:
+        """The service of an application."""
+        service: Self = app.state.responses
         return service
 
     def keep(self, response: ResponseObject, owner: object, turn: Turn) -> None:

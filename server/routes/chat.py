@@ -54,7 +54,7 @@ class ChatChunkWriter(ChunkWriter):
             return b"".join((opening, b'"content":', encode(text), self._plain_end))
         events = [] if opening is not None else [self.begin(index, b'""')]
         has_output = bool(text) or logprobs is not None or bool(members)
-        if has_output and finish_reason is not None and self._prompt_tokens is not None:
+        if has_output and finish_reason is not None and self.reports_usage:
             stopped = members + _stopped(stop_reason)
             return b"".join(
                 (*events, self._event(index, b'"content":' + encode(text), logprobs, stopped, finish_reason))
@@ -145,8 +145,7 @@ class ChatRenderer(Renderer):
         self._tokenizer = tokenizer
         self._request = request
         self._prompt_token_ids = list(prompt_token_ids)
-        counted_from = len(prompt_token_ids) if request.continuous_usage else None
-        self._frames = ChatChunkWriter(self.head, include_usage=request.include_usage, counted_from=counted_from)
+        self._chunks = ChatChunkWriter(self.head, request.stream_options, len(prompt_token_ids))
         self._echo = (request.messages[-1].text or "") if request.echo else ""
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
         self._called_by_name = not isinstance(request.tool_choice, str)
@@ -154,32 +153,32 @@ class ChatRenderer(Renderer):
     def opening(self) -> bytes:
         prompt = b""
         if self._request.return_token_ids:
-            prompt = self._frames.of_prompt(b',"prompt_token_ids":' + encode(self._prompt_token_ids))
+            prompt = self._chunks.of_prompt(b',"prompt_token_ids":' + encode(self._prompt_token_ids))
         echoes = range(len(self._answers)) if self._echo else ()
-        return prompt + b"".join(self._frames.delta(index, self._echo, None, None) for index in echoes)
+        return prompt + b"".join(self._chunks.delta(index, self._echo, None, None) for index in echoes)
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
         if delta.prompt_logprobs is None:
             return self._answer_chunk(index, delta)
-        prompt = self._frames.of_prompt(b',"prompt_logprobs":' + encode(self._of_prompt(delta.prompt_logprobs)))
+        prompt = self._chunks.of_prompt(b',"prompt_logprobs":' + encode(self._of_prompt(delta.prompt_logprobs)))
         return prompt + self._answer_chunk(index, delta)
 
     def _answer_chunk(self, index: int, delta: RequestDelta) -> bytes:
-        self._frames.count(len(delta.token_ids))
+        self._chunks.count(len(delta.token_ids))
         logprobs = self._logprobs(delta.logprobs)
         members = b',"token_ids":' + encode(delta.token_ids) if self._request.return_token_ids else b""
         answer = self._answers[index]
         if answer is None:
-            return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
+            return self._chunks.delta(index, delta.text, logprobs, delta.finish_reason, members, delta.stop_reason)
         parts = answer.push(delta.steps, last=delta.finished)
-        events = self._frames.parts(index, parts, logprobs, members)
+        events = self._chunks.parts(index, parts, logprobs, members)
         if delta.finish_reason is not None:
             reason = self._finish_reason(delta.finish_reason, answer)
-            events += self._frames.end(index, reason, delta.stop_reason)
+            events += self._chunks.end(index, reason, delta.stop_reason)
         return events
 
     def closing(self, usage: Usage) -> bytes:
-        return self._frames.closing(self._with_reasoning(usage))
+        return self._chunks.closing(self._with_reasoning(usage))
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> ChatCompletion:
         choices = [self._choice(*each) for each in enumerate(states)]
@@ -246,10 +245,18 @@ async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
-        check_request_limits(request, 1, frontend)
+        check_request_limits(request, frontend)
         frontend.admission.precheck(owner, request.n)
         chat = await prepare_chat(request, frontend)
-        sequences = new_sequences(request, chat.prompt, chat.grammar, frontend, arrival_time, chat.visible_token_ids)
+        sequences = new_sequences(
+            request,
+            chat.prompt,
+            chat.grammar,
+            frontend,
+            arrival_time,
+            num_choices=request.n,
+            visible_token_ids=chat.visible_token_ids,
+        )
         tokenizer = frontend.loaded.processor.tokenizer
         renderer = ChatRenderer(request, tokenizer, frontend.fingerprint, chat.new_parser, chat.prompt.token_ids)
         generation = Generation(

@@ -73,9 +73,10 @@ class CompletionRenderer(Renderer):
             CompletionLogprobsWriter(tokenizer, request.skip_special_tokens, request.return_tokens_as_token_ids)
             for _ in range(len(prompts) * request.n)
         ]
-        counted_from = sum(len(prompt.token_ids) for prompt in prompts) if request.continuous_usage else None
-        self._frames = CompletionChunkWriter(self.head, include_usage=request.include_usage, counted_from=counted_from)
-        self._text_only = request.logprobs is None and not request.return_token_ids and not request.continuous_usage
+        num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._chunks = CompletionChunkWriter(self.head, request.stream_options, num_prompt_tokens)
+        needs_members = request.logprobs is not None or request.return_token_ids
+        self._text_only = not needs_members and not self._chunks.reports_usage
         self._held: dict[int, list[tuple[int, RequestDelta]]] = {}
         """By prompt, deltas of its choices that wait for the prompt's log probabilities, which must go first."""
         if request.prompt_alternatives is not None:
@@ -88,7 +89,7 @@ class CompletionRenderer(Renderer):
 
     def chunk(self, index: int, delta: RequestDelta) -> bytes:
         if self._text_only and delta.stop_reason is None:
-            return self._frames.delta(index, delta.text, None, delta.finish_reason)
+            return self._chunks.delta(index, delta.text, None, delta.finish_reason)
         number = index // self._request.n
         held = self._held.get(number)
         if held is None:
@@ -101,7 +102,7 @@ class CompletionRenderer(Renderer):
         return opening + b"".join(self._full_chunk(*each) for each in held)
 
     def closing(self, usage: Usage) -> bytes:
-        return self._frames.closing(usage)
+        return self._chunks.closing(usage)
 
     def whole(self, states: Sequence[RequestState], usage: Usage) -> Completion:
         choices = [self._choice(*each) for each in enumerate(states)]
@@ -119,20 +120,20 @@ class CompletionRenderer(Renderer):
             return b""
         first = number * request.n
         return b"".join(
-            self._frames.delta(index, prompt.echo, self._echoed(index, positions), None, members)
+            self._chunks.delta(index, prompt.echo, self._echoed(index, positions), None, members)
             for index in range(first, first + request.n)
         )
 
     def _full_chunk(self, index: int, delta: RequestDelta) -> bytes:
         request = self._request
-        self._frames.count(len(delta.token_ids))
+        self._chunks.count(len(delta.token_ids))
         logprobs = None
         if request.logprobs is not None and delta.logprobs:
             logprobs = self._logprobs[index].write(delta.logprobs)
         members = b',"token_ids":' + encode(delta.token_ids) if request.return_token_ids else b""
         if delta.stop_reason is not None:
             members += b',"stop_reason":' + encode(delta.stop_reason)
-        return self._frames.delta(index, delta.text, logprobs, delta.finish_reason, members)
+        return self._chunks.delta(index, delta.text, logprobs, delta.finish_reason, members)
 
     def _choice(self, index: int, state: RequestState) -> CompletionChoice:
         request, prompt = self._request, self._prompts[index // self._request.n]
@@ -192,7 +193,9 @@ def _check_prompts(
     fill_in_ends = None
     if request.suffix and processor.fill_in is not None and not request.ignore_eos:
         fill_in_ends = processor.fill_in.end_token_ids
-    params = sampling_params(request, max_tokens, request.alternatives, processor, fill_in_ends)
+    params = sampling_params(
+        request, max_tokens, request.alternatives, request.prompt_alternatives, processor, fill_in_ends
+    )
     keep_last = num_kept_tokens(request, max_tokens, processor)
     prompts = []
     for prompt in request.prompt:
@@ -257,15 +260,17 @@ async def create_completion(http: Request) -> Response:
     """Continue one or several prompts."""
     arrival_time = time.monotonic()
     async with accept(http, CompletionRequest) as (request, frontend, owner):
-        check_request_limits(request, len(request.prompt), frontend)
-        frontend.admission.precheck(owner, len(request.prompt) * request.sequences_per_prompt)
+        check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
+        frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
         model = frontend.loaded
         grammar = await compile_response_grammar(request, model)
         prompts = await prepare_prompts(request, model.processor)
         sequences = [
             sequence
             for prompt, _ in prompts
-            for sequence in new_sequences(request, prompt, grammar, frontend, arrival_time)
+            for sequence in new_sequences(
+                request, prompt, grammar, frontend, arrival_time, num_choices=request.num_choices
+            )
         ]
         echoes = [echo for _, echo in prompts]
         renderer = CompletionRenderer(request, model.processor.tokenizer, frontend.fingerprint, echoes)

@@ -16,7 +16,7 @@ endpoints = ENDPOINTS.register("docs")(EndpointFamily())
 async def welcome(http: Request) -> Response:
     """What this server is, and where its API is described."""
     root = http.scope.get("root_path", "")
-    version = Frontend.of(http).version
+    version = Frontend.of(http.app).version
     return as_json(Welcome("Kaon", version, f"{root}/v1/models", f"{root}/docs", f"{root}/openapi.json"))
 
 

@@ -23,17 +23,17 @@ async def live() -> Response:
 @endpoints.get("/readyz", "text/plain", is_probe=True)
 async def ready(http: Request) -> Response:
     """200 while requests are served; else 503 with the reason: the engine starts, restarts, or the server ends."""
-    Frontend.of(http).check_ready()
+    Frontend.of(http.app).check_ready()
     return PlainTextResponse("ok\n")
 
 
 @endpoints.get("/metrics", "text/plain", is_probe=True)
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
-    return Response(Frontend.of(http).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    return Response(Frontend.of(http.app).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @endpoints.get("/version", Version)
 async def version(http: Request) -> Response:
     """The server's version."""
-    return as_json(Version(Frontend.of(http).version))
+    return as_json(Version(Frontend.of(http.app).version))

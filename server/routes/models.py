@@ -13,14 +13,14 @@ endpoints = ENDPOINTS.register("models")(EndpointFamily())
 @endpoints.get("/v1/models", ModelList)
 async def list_models(http: Request) -> Response:
     """The names under which the model is served."""
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     return as_json(ModelList(data=[_model(name, frontend) for name in frontend.model_names]))
 
 
 @endpoints.get("/v1/models/{model:path}", Model)
 async def retrieve_model(http: Request, model: str) -> Response:
     """One of these names."""
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     frontend.check_model(model)
     return as_json(_model(model, frontend))
 

@@ -58,7 +58,7 @@ _EXAMPLE = {"input": "What is the capital of France?", "temperature": 0, "max_ou
 async def create_response(http: Request) -> Response:
     """Answer the next turn of a conversation."""
     arrival_time = time.monotonic()
-    service = ResponsesService.of(http)
+    service = ResponsesService.of(http.app)
     async with accept(http, ResponsesRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner, 1)
         turn, chat = await _prepare(request, frontend, service, owner)
@@ -67,7 +67,14 @@ async def create_response(http: Request) -> Response:
             if request.store:
                 service.keep(response, owner, turn)
 
-        sequences = new_sequences(request, chat.prompt, chat.grammar, frontend, arrival_time, chat.visible_token_ids)
+        sequences = new_sequences(
+            request,
+            chat.prompt,
+            chat.grammar,
+            frontend,
+            arrival_time,
+            visible_token_ids=chat.visible_token_ids,
+        )
         params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
         renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, chat.new_parser(), keep)
         generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
@@ -86,12 +93,12 @@ async def create_response(http: Request) -> Response:
 )
 async def count_input_tokens(http: Request) -> Response:
     """How many tokens the prompt of a response has."""
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     request = await read_request(http, InputTokensRequest, frontend.config.server_config)
     frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
     frontend.check_model(request.model)
-    _, chat = await _prepare(request, frontend, ResponsesService.of(http), owner_of(http))
+    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
@@ -129,7 +136,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
 async def delete_response(http: Request, response_id: str) -> Response:
     """Delete a stored response; one that is running ends. Responses that continue it stay as they are."""
     service = _serving(http)
-    service.cancel(service.store.delete(response_id, owner_of(http)))
+    service.cancel(service.store.delete(response_id, owner_of(http.scope)))
     return as_json(DeletedResponse(response_id))
 
 
@@ -141,7 +148,7 @@ async def cancel_response(http: Request, response_id: str) -> Response:
         raise BadRequest(
             f"response {response_id[:80]!r} was not created with background true; only one that was can be cancelled"
         )
-    ResponsesService.of(http).cancel(stored)
+    ResponsesService.of(http.app).cancel(stored)
     return json_response(stored.body())
 
 
@@ -168,13 +175,13 @@ async def list_input_items(http: Request, response_id: str) -> Response:
 
 
 def _stored(http: Request, id: str) -> StoredResponse:
-    return _serving(http).store.get(id, owner_of(http))
+    return _serving(http).store.get(id, owner_of(http.scope))
 
 
 def _serving(http: Request) -> ResponsesService:
     """The service. Raises `NotReady` unless requests can be served."""
-    Frontend.of(http).check_loaded()
-    return ResponsesService.of(http)
+    Frontend.of(http.app).check_loaded()
+    return ResponsesService.of(http.app)
 
 
 def _integer(http: Request, name: str, default: int, *, low: int, high: int) -> int:

@@ -25,7 +25,7 @@ endpoints = ENDPOINTS.register("tokenize")(EndpointFamily())
 )
 async def tokenize(http: Request) -> Response:
     """The token ids of a text or a chat."""
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     request = await read_request(http, TokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
@@ -35,7 +35,7 @@ async def tokenize(http: Request) -> Response:
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
 async def detokenize(http: Request) -> Response:
     """The text of token ids."""
-    frontend = Frontend.of(http)
+    frontend = Frontend.of(http.app)
     request = await read_request(http, DetokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)

@@ -83,11 +83,13 @@ class CompletionRequest(SamplingFields):
         return self
 
     @property
-    def sequences_per_prompt(self) -> int:
+    def num_choices(self) -> int:
+        """Choices that are generated for each prompt."""
         return self.best_of or self.n
 
     @property
     def prompt_alternatives(self) -> int | None:
+        """Alternatives to compute for each prompt token; None: no log probabilities."""
         echoed = self.logprobs if self.echo else None
         if echoed is None or self.prompt_logprobs is None:
             return self.prompt_logprobs if echoed is None else echoed
@@ -96,7 +98,7 @@ class CompletionRequest(SamplingFields):
     @property
     def alternatives(self) -> int | None:
         """Alternatives to compute for each generated token; None: no log probabilities."""
-        needs_logprobs = self.sequences_per_prompt > self.n
+        needs_logprobs = self.num_choices > self.n
         return 0 if self.logprobs is None and needs_logprobs else self.logprobs
 
 

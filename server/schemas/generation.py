@@ -247,24 +247,6 @@ class SamplingFields(RequestModel):
 
     user: Ignored | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    @property
-    def sequences_per_prompt(self) -> int:
-        """Sequences that run for each prompt."""
-        return self.n
-
-    @property
-    def prompt_alternatives(self) -> int | None:
-        """Alternatives to compute for each prompt token; None: no log probabilities."""
-        return self.prompt_logprobs
-
 
 class AnswerHead(NamedTuple):
     """The first fields of every answer and of every chunk."""

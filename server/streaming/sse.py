@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError
-from server.schemas.generation import AnswerHead, Usage
+from server.schemas.generation import AnswerHead, StreamOptions, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
@@ -62,15 +62,17 @@ class ChunkWriter:
     plain: bytes
     """The end of a choice that has only text."""
 
-    def __init__(self, head: AnswerHead, *, include_usage: bool, counted_from: int | None = None) -> None:
-        """With `counted_from`, the number of prompt tokens, each chunk reports the usage so far, kept by `count`.
+    def __init__(self, head: AnswerHead, options: StreamOptions | None = None, num_prompt_tokens: int = 0) -> None:
+        """With `continuous_usage_stats`, each chunk reports the usage so far, which `count` advances.
 
         Each chunk with choices then reports more tokens than the one before, where the choice's text allows it:
         clients take the difference as the chunk's own tokens.
         """
         self._head = b"data: " + encode({"object": self.object, **head._asdict()})[:-1] + b',"choices":['
-        self._include_usage = include_usage
-        self._prompt_tokens = counted_from
+        self._include_usage = include_usage = options is not None and options.include_usage
+        self.reports_usage = options is not None and include_usage and options.continuous_usage_stats
+        """Whether every chunk reports the usage so far."""
+        self._prompt_tokens = num_prompt_tokens
         self._completion_tokens = 0
         self._close_with(b'],"usage":null' if include_usage else b"]")
         self.count(0)
@@ -80,7 +82,7 @@ class ChunkWriter:
 
     def count(self, completion_tokens: int) -> None:
         """Count tokens of the completion, for the usage in later chunks."""
-        if self._prompt_tokens is not None:
+        if self.reports_usage:
             self._plain_before = self._plain_end
             self._completion_tokens += completion_tokens
             usage = (self._prompt_tokens, self._completion_tokens, self._prompt_tokens + self._completion_tokens)

@@ -136,7 +136,7 @@ async def test_a_request_has_an_owner_where_keys_are_asked_for(settings: dict[st
     seen: list[str | None] = []
 
     async def whose(request: Request) -> Response:
-        seen.append(owner_of(request))
+        seen.append(owner_of(request.scope))
         return Response()
 
     app = application(**settings)

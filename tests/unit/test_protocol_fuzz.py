@@ -54,7 +54,7 @@ def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
 def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, CompletionRequest, allow_unknown=allow_unknown)
-        sampling_params(request, request.max_tokens, request.alternatives, PROCESSOR)
+        sampling_params(request, request.max_tokens, request.alternatives, request.prompt_logprobs, PROCESSOR)
 
     refused_at_worst(read)
 
@@ -63,7 +63,7 @@ def test_any_completion_fields_become_parameters_or_are_refused(data: dict[str, 
 def test_any_chat_fields_become_parameters_or_are_refused(data: dict[str, Any], allow_unknown: bool) -> None:
     def read() -> None:
         request = validate(data, ChatCompletionRequest, allow_unknown=allow_unknown)
-        sampling_params(request, request.token_limit or 100, request.alternatives, PROCESSOR)
+        sampling_params(request, request.token_limit or 100, request.alternatives, request.prompt_logprobs, PROCESSOR)
         json.dumps([message.for_template() for message in request.messages])
 
     refused_at_worst(read)

@@ -14,6 +14,7 @@ from server.request_builder import _salt_key, sampling_params
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.completions import CompletionRequest
+from server.schemas.generation import StreamOptions
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -202,7 +203,9 @@ def test_very_many_prompts_are_refused_together() -> None:
 
 
 def test_a_top_p_of_zero_takes_the_likeliest_token() -> None:
-    assert sampling_params(completion(top_p=0, top_k=5), 8, None, PROCESSOR) == SamplingParams(max_tokens=8, top_k=1)
+    assert sampling_params(completion(top_p=0, top_k=5), 8, None, None, PROCESSOR) == SamplingParams(
+        max_tokens=8, top_k=1
+    )
 
 
 def test_null_means_absent() -> None:
@@ -213,7 +216,7 @@ def test_null_means_absent() -> None:
     assert completion(**dict.fromkeys(fields)) == completion()
     assert completion(prompt=None).prompt == [""]
     nothing = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
-    assert not completion(stream_options=nothing).include_usage
+    assert completion(stream_options=nothing).stream_options == StreamOptions()
 
 
 def test_no_alternatives_need_no_log_probabilities() -> None:
@@ -223,7 +226,7 @@ def test_no_alternatives_need_no_log_probabilities() -> None:
 
 def test_what_clients_send_for_nothing_is_accepted() -> None:
     request = completion(stop=[], suffix="", user="", logit_bias={}, stream_options={}, bad_words=[], cache_salt="")
-    assert sampling_params(request, 16, None, PROCESSOR) == SamplingParams(max_tokens=16)
+    assert sampling_params(request, 16, None, None, PROCESSOR) == SamplingParams(max_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_every_form_of_prompt_becomes_a_list_of_prompts(prompt: Any, prompts: li
 
 
 def test_defaults_are_those_of_openai() -> None:
-    params = sampling_params(completion(), 16, None, PROCESSOR)
+    params = sampling_params(completion(), 16, None, None, PROCESSOR)
     assert params == SamplingParams(temperature=1.0, max_tokens=16)
     assert completion().max_tokens == 16
     assert chat().token_limit is None
@@ -253,7 +256,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True, allowed_token_ids=[9, 7],
         bad_words=["word"], prompt_logprobs=4,
     )  # fmt: skip
-    assert sampling_params(request, 8, 2, PROCESSOR) == SamplingParams(
+    assert sampling_params(request, 8, 2, request.prompt_logprobs, PROCESSOR) == SamplingParams(
         temperature=0.5, max_tokens=8, ignore_eos=True, stop_strings=["x"], top_p=0.9, top_k=5, min_p=0.1,
         presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias={7: -1.0}, seed=3,
         logprobs=2, min_tokens=2, stop_token_ids=[9], include_stop_str_in_output=True, skip_special_tokens=False,
@@ -265,9 +268,9 @@ def test_what_a_request_leaves_out_is_the_checkpoints_to_say() -> None:
     defaults = GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.2)
     processor = processor_with(defaults)
     expected = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.2, max_tokens=8)
-    assert sampling_params(completion(), 8, None, processor) == expected
+    assert sampling_params(completion(), 8, None, None, processor) == expected
     own = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
-    assert sampling_params(completion(**own), 8, None, processor) == SamplingParams(temperature=0, max_tokens=8)
+    assert sampling_params(completion(**own), 8, None, None, processor) == SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -296,12 +299,12 @@ def test_the_best_are_chosen_by_log_probabilities_that_nobody_need_ask_for() -> 
 
 @pytest.mark.parametrize("key", ["a", "-1", "1.5", "", "\u0661", "99999999999"])
 def test_a_logit_bias_key_that_is_no_token_id_is_refused(key: str) -> None:
-    error = refusal(lambda: sampling_params(completion(logit_bias={key: 1}), 8, None, PROCESSOR))
+    error = refusal(lambda: sampling_params(completion(logit_bias={key: 1}), 8, None, None, PROCESSOR))
     assert error.param == "logit_bias"
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:
-    error = refusal(lambda: sampling_params(completion(min_tokens=9), 8, None, PROCESSOR))
+    error = refusal(lambda: sampling_params(completion(min_tokens=9), 8, None, None, PROCESSOR))
     assert str(error) == "min_tokens is 9; it must be at most max_tokens, 8"
 
 

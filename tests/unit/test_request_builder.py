@@ -29,7 +29,7 @@ def sequences(grammar: str | None = None, params: dict[str, Any] | None = None, 
     )
     request = validate({"model": "m", "prompt": "def", **fields}, CompletionRequest, allow_unknown=False)
     prompt = processor.check([5, 6, 7], SamplingParams(**params or {}), clip_max_tokens=True)
-    return new_sequences(request, prompt, grammar, cast(Frontend, frontend), 3.0)
+    return new_sequences(request, prompt, grammar, cast(Frontend, frontend), 3.0, num_choices=request.num_choices)
 
 
 def test_each_choice_has_an_id_and_the_arrival_time_and_all_share_the_prompt() -> None:

@@ -11,7 +11,7 @@ from server.routes.chat import ChatChunkWriter
 from server.routes.completions import CompletionChunkWriter
 from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from server.schemas.completions import CompletionLogprobs
-from server.schemas.generation import AnswerHead, PromptTokensDetails, Usage
+from server.schemas.generation import AnswerHead, PromptTokensDetails, StreamOptions, Usage
 from server.streaming.sse import DONE, error_event
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
@@ -30,7 +30,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("finish_reason", [None, "stop"])
 def test_a_completion_chunk_holds_its_text_and_reason(text: str, finish_reason: str | None) -> None:
-    frames = CompletionChunkWriter(HEAD, include_usage=False)
+    frames = CompletionChunkWriter(HEAD)
     (chunk,) = events(frames.delta(3, text, None, finish_reason))
     choice = {"index": 3, "text": text, "logprobs": None, "finish_reason": finish_reason}
     assert chunk == {**HEAD._asdict(), "object": "text_completion", "choices": [choice]}
@@ -39,7 +39,7 @@ def test_a_completion_chunk_holds_its_text_and_reason(text: str, finish_reason: 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(text: str) -> None:
-    frames = ChatChunkWriter(HEAD, include_usage=False)
+    frames = ChatChunkWriter(HEAD)
     raw = (
         frames.delta(1, "first", None, None) + frames.delta(1, text, None, None) + frames.delta(1, "", None, "length")
     )
@@ -59,13 +59,13 @@ def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(text: str) 
 
 
 def test_each_choice_has_a_role_of_its_own() -> None:
-    frames = ChatChunkWriter(HEAD, include_usage=False)
+    frames = ChatChunkWriter(HEAD)
     chunks = events(frames.delta(0, "a", None, None) + frames.delta(1, "b", None, None))
     assert [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]] == [0, 1]
 
 
 def test_text_and_end_that_come_together_are_two_chat_chunks() -> None:
-    frames = ChatChunkWriter(HEAD, include_usage=False)
+    frames = ChatChunkWriter(HEAD)
     deltas = [chunk["choices"][0]["delta"] for chunk in events(frames.delta(0, "all", None, "stop"))]
     assert [delta.get("content") for delta in deltas] == ["", "all", None]
 
@@ -74,7 +74,7 @@ def test_text_and_end_that_come_together_are_two_chat_chunks() -> None:
 def test_with_usage_asked_for_chunks_carry_null_and_the_last_one_the_count(
     kind: type[CompletionChunkWriter] | type[ChatChunkWriter],
 ) -> None:
-    frames = kind(HEAD, include_usage=True)
+    frames = kind(HEAD, StreamOptions(include_usage=True))
     stream = frames.delta(0, "a", None, None) + frames.delta(0, "b", None, "stop") + frames.closing(USAGE)
     *chunks, last = events(stream.removesuffix(DONE))
     assert all(chunk["usage"] is None for chunk in chunks)
@@ -84,11 +84,11 @@ def test_with_usage_asked_for_chunks_carry_null_and_the_last_one_the_count(
 
 
 def test_log_probabilities_ride_on_their_chunk() -> None:
-    completion = CompletionChunkWriter(HEAD, include_usage=False)
+    completion = CompletionChunkWriter(HEAD)
     logprobs = CompletionLogprobs(["a"], [-0.5], [{"a": -0.5, "b": -1.0}], [0])
     (chunk,) = events(completion.delta(0, "a", logprobs, None))
     assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.0}]
-    chat = ChatChunkWriter(HEAD, include_usage=False)
+    chat = ChatChunkWriter(HEAD)
     entry = TokenLogprob("a", -0.5, [97], [TopLogprob("a", -0.5, [97])])
     chunks = events(chat.delta(0, "a", ChatLogprobs([entry]), "stop"))
     assert chunks[1]["choices"][0]["logprobs"]["content"][0]["bytes"] == [97]
