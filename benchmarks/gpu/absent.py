@@ -32,7 +32,7 @@ from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
 from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
-from engine.runner.kv_cache import CommittedBlocks
+from engine.runner.kv_cache import PageCommitter
 from engine.runner.launched_step import LaunchedStep
 from engine.runner.loaded_model import load_model
 from engine.runner.model_runner import ModelRunner
@@ -220,7 +220,7 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
     assert config.num_kvcache_blocks is not None
     runner = SizedRunner(loaded, config.num_kvcache_blocks)
     # A GPU's memory is committed when it is taken.
-    runner.committed = CommittedBlocks((), 1)
+    runner.page_committer = PageCommitter((), 1)
     if runner.graphs is not None:
         # What a pass would have left of nothing is not compared with what a replay left of it.
         with patch.object(GraphRunner, "_is_right", lambda *_: True):

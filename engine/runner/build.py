@@ -1,6 +1,8 @@
 """`load_rank`: from a configuration and a checkpoint to a `LoadedModel`, on every rank alike.
 
-Called by the engine core's start-up, and by the processes of further ranks.
+In this order: check the configuration against the checkpoint, choose the device and its kernels, place threads and
+memory by a `CorePlan`, set up collectives, and read the weights. Called by the core's start and by rank processes, on
+the thread that will run the steps.
 """
 
 import ctypes
@@ -39,12 +41,7 @@ from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorP
 from models.quantization.config import ROUNDINGS
 from models.quantization.methods import parse_quantization
 
-# [threads] Puts an engine's threads and memory where its `CorePlan` says. Called once, by the engine core's
-# start-up.
-#
-# The calling thread is the one that runs the steps.
-
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number."""
@@ -53,7 +50,7 @@ _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks: int = 1) -> CorePlan:
-    """`cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` finds. Raises `ValueError` for too many.
+    """A plan of `cpu_threads`, else OMP_NUM_THREADS, else what `plan_cores` chooses. Raises `ValueError` for too many.
 
     `cpus`: that this rank of `ranks` may use; None: those of the process.
     """
@@ -65,7 +62,7 @@ def choose_threads(config: Config, cpus: Collection[int] | None = None, *, ranks
 
 
 def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
-    """Before there are operators or weights: torch's threads, and the NUMA node.
+    """Start torch's threads and put them on their cores, before there are operators or weights.
 
     One of several ranks computes on the CPUs of its plan alone: the system would let two share one for a while.
     """
@@ -80,9 +77,9 @@ def settle(plan: CorePlan, *, is_rank: bool = False) -> None:
         elif is_rank:
             os.sched_setaffinity(caller, plan.cpus)
     except OSError as error:
-        _log.warning("threads run on any core: the system refused to keep them on some (%s)", error)
+        logger.warning("threads run on any core: the system refused to keep them on some (%s)", error)
     if plan.pins:
-        # Torch makes its threads now: they would stay on whatever its caller is pinned to by then.
+        # Have torch start its threads now: later ones would inherit the CPUs that the caller is pinned to by then.
         torch.ones(1 << 20).add_(1)
 
 
@@ -94,20 +91,20 @@ def pin(plan: CorePlan, operators: Library | None) -> frozenset[int]:
     if operators is None or not plan.pins:
         return frozenset()
     try:
-        # Threads that the caller starts later find room beside it; the caller itself has no reason to move.
+        # Threads that the caller starts later run on CPUs outside the plan; the caller itself has no reason to move.
         os.sched_setaffinity(0, {plan.pins[0], *(plan.cpus - plan.own)})
         if not operators.pin(plan.pins):
             raise OSError("pthread_setaffinity_np failed")
     except OSError as error:
-        _log.warning("threads are not pinned: the system refused (%s)", error)
+        logger.warning("threads are not pinned: the system refused (%s)", error)
         return frozenset()
     return plan.own
 
 
 def bind_memory(node: int, needed: int, root: Path = Path("/")) -> bool:
-    """Have what this process allocates from now on lie on a NUMA node that has `needed` bytes; whether it will.
+    """Bind what this process allocates from now on to a NUMA node, if it has `needed` bytes; whether it is bound.
 
-    Where it will not, memory still comes from the node of the thread that first writes to it, while that has any.
+    Unbound memory comes from the node of the thread that first writes to it, while that has any.
     """
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None or needed > node_memory(node, root):
@@ -121,7 +118,7 @@ def bind_memory(node: int, needed: int, root: Path = Path("/")) -> bool:
 
 
 def node_memory(node: int, root: Path = Path("/")) -> int:
-    """Bytes of a NUMA node that are free or hold files only; 0 where the system does not tell."""
+    """Bytes of a NUMA node that are free or hold only file pages; 0 where the system does not report them."""
     try:
         lines = (root / f"sys/devices/system/node/node{node}/meminfo").read_text().splitlines()
     except OSError:
@@ -130,16 +127,14 @@ def node_memory(node: int, root: Path = Path("/")) -> int:
     return 1024 * (fields.get("MemFree", 0) + fields.get("Active(file)", 0) + fields.get("Inactive(file)", 0))
 
 
-logger = logging.getLogger(__name__)
-
 World: TypeAlias = ReplicaWorld | SharedMemoryExchange
-"""The ranks of all replicas that compute in lockstep, or those of one place."""
+"""What joins the ranks of all replicas that compute in lockstep."""
 _FP8_BLOCK = FP8_GROUP, FP8_GROUP
 """Rows and columns that share a scale, in the FP8 experts that aiter computes."""
 
 
 class RankCollectives(Collectives, RankGroup, Protocol):
-    """A rank's end of its group, as the layers use it too."""
+    """A rank's end of its group: its collectives, and how it joins and leaves."""
 
 
 class LoadedRank(NamedTuple):
@@ -216,20 +211,20 @@ def load_rank(
 
 
 def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
-    """This rank among those of this host, and how many they are: a device or a part of the cores for each."""
+    """The index of this rank among those of this host, and their number: each has a device or a part of the cores."""
     rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
     return share.place * size + rank, share.places * size
 
 
 def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> World:
-    """What joins the replicas that compute in lockstep: memory that they share, or torch.distributed."""
+    """How replicas in lockstep exchange tokens: by shared memory, or by torch.distributed."""
     rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
     operators = library.load_library()
     shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and bool(seat.memory)
     if device.type == "cpu" and operators is not None and shares_memory:
         most_tokens = config.max_num_batched_tokens
         return SharedMemoryExchange(operators, seat.replica, seat.num_replicas, seat.memory[rank], most_tokens)
-    # A replica that hangs is found by who watches it, not by those that wait for it.
+    # A replica that hangs is detected by its supervisor, not by the replicas that wait for it.
     timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
     arrivals = Arrivals(seat.memory[rank], seat.num_replicas) if seat.memory else None
     note_arrival = partial(arrivals.note, seat.replica) if arrivals is not None else None
@@ -246,7 +241,7 @@ def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device
 
 
 def _collectives(config: Config, shard: Shard, device: torch.device, world: World | None) -> RankCollectives:
-    """How the ranks add up what they compute: through memory that they share, or by torch.distributed."""
+    """The ranks' collectives: by shared memory, or by torch.distributed."""
     operators = library.load_library()
     shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and shard.memory is not None
     if device.type == "cpu" and operators is not None and shares_memory:
@@ -258,7 +253,7 @@ def _collectives(config: Config, shard: Shard, device: torch.device, world: Worl
 
 
 def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
-    """Keep a rank's weights and cache on a NUMA node that has room for those of all replicas here, and to spare."""
+    """Keep a rank's weights and cache on a NUMA node, if it has room for those of all replicas of this host."""
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     cache = MAX_CPU_BYTES if config.cpu_kvcache_gib is None else int(config.cpu_kvcache_gib * GIB)
     # Weights may be widened; several replicas may be on one node.
@@ -330,7 +325,7 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
 
 
 def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
-    """Sizes of one rank's part of a model, for the probe of aiter. What the model does not have is as in `Sizes`."""
+    """Sizes of one rank's part of a model, for the probe of aiter; defaults for what the model does not have."""
     usual = Sizes(block=block)
     if not isinstance(config, ModelConfig):
         return usual
@@ -357,15 +352,15 @@ def sizes_of(config: CheckpointConfig, block: int, ranks: int) -> Sizes:
 
 
 def _first(config: ModelConfig, *names: str) -> int | None:
-    """A field by any of its names. It is checked where the model is built."""
+    """A field by any of its names. The model's constructor checks its value."""
     found = (config.fields.values.get(name) for name in names)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
 def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -> None:
-    """Say what computes each operator, and have it do so. Raises `ValueError` for a backend that there is not.
+    """Choose what computes each operator, and log it. Raises `ValueError` for an unknown backend.
 
-    `sizes`: of the model's problems.
+    `sizes`: of the model's layers.
     """
     if device.type == "cpu":
         backends.parse(wanted)

@@ -1,7 +1,11 @@
-"""Memory of the KV cache's tensors, and a GPU's memory figures. Used by the model runner."""
+"""`Device`: where steps run: its memory figures, pinned memory, copies, events and graphs; `Uploads` and `Downloads`.
+
+`HostDevice` does everything before a call returns; `GPUDevice` is CUDA or ROCm, both `torch.cuda`. Enqueued work runs
+in order: one stream is enough, since a step's copies are a few kilobytes. `oom_at_start` and `oom_in_step` turn a
+GPU's lack of memory into errors of the start and of a step.
+"""
 
 import contextlib
-import math
 import re
 import traceback
 from collections import deque
@@ -13,13 +17,12 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import StepOutOfMemory
-from engine.runner.memory_sizing import DeviceMemory
-from models.ops.memory import Packing, Views, aligned_zeros
+from models.ops.memory import Packing, Views
 
 
 @contextmanager
-def at_start(what: str, advice: str) -> Iterator[None]:
-    """Raises `ValueError`, which names how much is missing, and what to do, where a GPU has no memory for `what`."""
+def oom_at_start(what: str, advice: str) -> Iterator[None]:
+    """Raises `ValueError`, with how much is missing and what to do, where a GPU has no memory for `what`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -27,8 +30,8 @@ def at_start(what: str, advice: str) -> Iterator[None]:
 
 
 @contextmanager
-def in_step() -> Iterator[None]:
-    """Raises `StepOutOfMemory` where a GPU has no memory for a step, having given back what torch keeps for reuse."""
+def oom_in_step() -> Iterator[None]:
+    """Raises `StepOutOfMemory` where a GPU has no memory for a step, after giving back what torch keeps for reuse."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -40,7 +43,7 @@ def in_step() -> Iterator[None]:
 
 
 def _shortage(error: torch.OutOfMemoryError) -> str:
-    """What an allocation asked for and what there was, in torch's words, without its advice on fragmentation."""
+    """What an allocation asked for and what was free, in torch's words, without its advice on fragmentation."""
     text = " ".join(str(error).split())
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
@@ -49,77 +52,50 @@ def _shortage(error: torch.OutOfMemoryError) -> str:
     return f"{asked[1]} more were asked for" + (f", and {free[1]} are free" if free else "")
 
 
-def zeros(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    lower: str = "cpu_kvcache_gib or num_kvcache_blocks",
-) -> torch.Tensor:
-    """A zeroed tensor; on CPU the system commits its pages when they are first written.
-
-    `torch.zeros` would touch every page. Zeros, and not whatever was there: attention multiplies masked values by 0.
-    Raises `ValueError` when the host refuses the memory: the fields in `lower` would make it less.
-    """
-    if device.type != "cpu":
-        with at_start(
-            f"a KV cache tensor of {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB",
-            "lower gpu_memory_utilization or num_kvcache_blocks",
-        ):
-            return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        pages = aligned_zeros(num_bytes)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"the system refused {num_bytes} bytes for the KV cache ({error}); lower {lower}") from error
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-class TorchDeviceMemory:
-    """A CUDA or ROCm device's figures by torch; see `engine.runner.memory_sizing.DeviceMemory`."""
+class DeviceMemory:
+    """Figures of a GPU's memory, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def total(self) -> int:
+        """All of the device's memory."""
         return torch.cuda.mem_get_info(self._device)[1]
 
     def free(self) -> int:
+        """What no process holds."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def held(self) -> int:
+        """What this process holds through torch's allocator, in use or kept for reuse."""
         return torch.cuda.memory_reserved(self._device)
 
     def in_use(self) -> int:
+        """What of `held` is in use."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
+        """The most that was in use at a time since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:
+        """Forget the peak so far, and give back what is kept for reuse."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-# [device] `Device`: what steps that run ahead of the host need of where they run: pinned memory, copies, events and
-# graphs.
-#
-# `HostDevice` does everything before the call returns; `GPUDevice` is CUDA or ROCm, both `torch.cuda`. What is
-# enqueued runs in the order in which it was: one stream is enough, since a step's copies are a few kilobytes.
-
-
 class Event(Protocol):
-    """A place in what was enqueued."""
+    """A point in the enqueued work."""
 
     def query(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached it."""
 
     def synchronize(self) -> None:
         """Wait until it has. Raises what it failed with."""
 
 
 class Graph(Protocol):
-    """Work that was captured, over the memory that it was captured with."""
+    """Captured work, which reads and writes the memory that it was captured with."""
 
     def replay(self) -> object:
         """Enqueue it again."""
@@ -130,25 +106,25 @@ class Device(Protocol):
 
     torch_device: torch.device
     has_graphs: bool
-    """Whether replaying work saves time over enqueueing it anew."""
+    """Whether replaying a graph is faster than enqueueing its work again."""
     is_host: bool
-    """Whether it reads the host's memory, and at once: nothing need be copied."""
+    """Whether it reads the host's memory at once, so that nothing need be copied."""
     memory: DeviceMemory | None
-    """Its figures; None where its memory is the host's."""
+    """None where its memory is the host's."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that the device copies from and to by itself. # [num_bytes] uint8"""
+        """Page-locked host memory, for asynchronous copies. # [num_bytes] uint8"""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy between the device's memory and pinned memory, either way. Shapes and types are equal."""
 
     def record(self) -> Event:
-        """An event behind all that is enqueued."""
+        """An event after all work that is enqueued now."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """The work that `run` enqueues, as a graph; all graphs of a device share one pool of memory.
+        """The work that `run` enqueues, as a graph. All graphs of a device share one pool of memory.
 
-        It was run before, as it is: kernels are compiled and libraries set up by that.
+        The caller has called `run` before, which compiles kernels and sets up libraries.
         """
 
 
@@ -170,11 +146,11 @@ class HostDevice:
 
     def record(self) -> Event:
         """See `Device`."""
-        return _Past()
+        return CompletedEvent()
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See `Device`."""
-        return _Call(run)
+        return EagerGraph(run)
 
 
 class GPUDevice:
@@ -185,7 +161,7 @@ class GPUDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
-        self.memory: DeviceMemory | None = TorchDeviceMemory(device)
+        self.memory: DeviceMemory | None = DeviceMemory(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
@@ -207,34 +183,34 @@ class GPUDevice:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.torch_device)
         try:
-            # Other threads may look at events of theirs meanwhile, as the one that watches over collectives does.
+            # Other threads may query their events meanwhile, as the watchdog of collectives does.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 run()
         except BaseException:
             self._leave_pool()
             raise
         finally:
-            # torch leaves its own stream only where the capture ended well.
+            # torch leaves its capture stream only where the capture succeeded.
             torch.cuda.set_stream(stream)
         return graph
 
     def _leave_pool(self) -> None:
         """Have torch allocate from its general memory again.
 
-        Where a capture cannot even be ended, torch leaves its allocator in it, and that then gives nothing back.
+        Where a capture cannot be ended, torch's allocator stays in the graphs' pool and frees nothing.
         """
         index = self.torch_device.index
-        # It is out of the pool already, or a release that leaves it by itself.
+        # The allocator has left the pool already, or this release of torch leaves it by itself.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device() if index is None else index, self._pool)
 
 
 def device_of(device: torch.device) -> Device:
-    """The seam to a torch device."""
+    """The `Device` of a torch device."""
     return HostDevice() if device.type == "cpu" else GPUDevice(device)
 
 
-class _Past:
+class CompletedEvent:
     def query(self) -> bool:
         return True
 
@@ -242,7 +218,7 @@ class _Past:
         """Nothing is pending."""
 
 
-class _Call:
+class EagerGraph:
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
 
@@ -250,18 +226,15 @@ class _Call:
         self._run()
 
 
-# [staging] `Uploads` and `Downloads`: a step's small arrays between host and device, each way by few copies that
-# nobody awaits.
-#
-# Pinned memory is kept: an upload's is written again only when the device has read it, a download's when the host
-# has.
-
 _SMALLEST = 1 << 16
-"""Bytes of a first buffer."""
+"""Bytes of the first pinned buffer."""
 
 
 class Uploads:
-    """Packs arrays into pinned buffers and copies them while the host goes on."""
+    """Packs a step's small arrays into pinned buffers and copies them to the device while the host goes on.
+
+    A pinned buffer is reused once the device has read it.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -272,18 +245,18 @@ class Uploads:
         """So far."""
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Each array on the device, by the time at which what is enqueued now has run; they share memory."""
+        """The arrays on the device, valid for work that is enqueued from now on; they share memory."""
         upload = self.begin()
         tensors = upload.add(arrays)
         upload.go()
         return tensors
 
     def begin(self) -> "Upload":
-        """A copy whose arrays are not all known yet."""
+        """An upload whose arrays are added one after the other."""
         return Upload(self)
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pinned memory of at least so many bytes, and as much of the device's. # 2 x [...] uint8"""
+        """Pinned memory of at least `num_bytes`, and as much of the device's. # 2 x [...] uint8"""
         while self._sent and self._sent[0][1].query():
             self._free.append(self._sent.popleft()[0])
         while self._free:
@@ -295,7 +268,7 @@ class Uploads:
         return pinned, torch.empty(len(pinned), dtype=torch.uint8, device=self.torch_device)
 
     def copy(self, pinned: torch.Tensor, on_device: torch.Tensor, num_bytes: int) -> None:
-        """Copy the beginning of what `take` gave, if there is any, and have the pinned memory back."""
+        """Copy the first `num_bytes` of what `take` returned, and take the pinned memory back for reuse."""
         if num_bytes == 0:
             self._free.append(pinned)
             return
@@ -306,14 +279,14 @@ class Uploads:
 
 
 class Upload:
-    """Arrays that go together, added one after the other: one copy, unless they are many."""
+    """Arrays that are copied together: in one copy, unless they outgrow a buffer."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
         self._end = self._room = 0
 
     def add(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Where the arrays, which are read now, will be on the device once `go` is called."""
+        """The tensors that hold the arrays once `go` is called; the arrays are read now."""
         packing = Packing(arrays, self._end)
         if packing.end == self._end:
             nothing = torch.empty(0, dtype=torch.uint8, device=self._uploads.torch_device)
@@ -335,27 +308,27 @@ class Upload:
 
 
 class Download:
-    """Words on their way to the host."""
+    """A copy to the host that has begun."""
 
     def __init__(self, buffer: torch.Tensor, shape: torch.Size, arrived: Event) -> None:
         self.buffer, self._shape, self._arrived = buffer, shape, arrived
 
     def wait(self) -> torch.Tensor:
-        """The words, once they are there; valid until `Downloads.give_back`. # int64"""
+        """Wait for the copy; what is returned is valid until `Downloads.give_back`. # int64"""
         self._arrived.synchronize()
         num_bytes = self._shape.numel() * torch.int64.itemsize
         return self.buffer[:num_bytes].view(torch.int64).view(self._shape)
 
 
 class Downloads:
-    """Copies of results, begun when the device is told to make them."""
+    """Copies a step's results to pinned host memory. A buffer is reused once its reader has given it back."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._free: list[torch.Tensor] = []
 
     def begin(self, source: torch.Tensor) -> Download:
-        """Copy once what is enqueued now has run. # int64, any shape"""
+        """Enqueue a copy. # int64, any shape"""
         buffer = self._free.pop() if self._free else None
         if buffer is None or len(buffer) < source.nbytes:
             buffer = self._device.pinned(max(_SMALLEST, 2 * source.nbytes))
@@ -363,5 +336,5 @@ class Downloads:
         return Download(buffer, source.shape, self._device.record())
 
     def give_back(self, download: Download) -> None:
-        """Nothing looks at its words any more."""
+        """Reuse the download's buffer: its reader is done."""
         self._free.append(download.buffer)

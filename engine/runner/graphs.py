@@ -1,7 +1,9 @@
-"""`GraphMemory`: whether one more graph leaves steps the memory that they need. Asked by the graph runner.
+"""Captured graphs of decode steps: `make_graphs` decides on them, `DecodeGraphs` chooses and replays one for a step.
 
-All graphs share one pool of memory. The largest, which is captured first, fills it with what its pass takes; a smaller
-one finds that there, and takes little more: as much as the one before it did.
+A graph is captured over fixed buffers for each of some batch sizes, largest first, and a batch is padded to the next
+size. There is a `GraphRunner` for plain decodes, and one for rows that verify drafts. Serving starts eagerly, and
+sizes are captured one at a time between steps. `GraphMemory` decides whether one more graph leaves steps the memory
+they need: all graphs share one pool, which the largest fills with what its pass takes; a smaller one adds little.
 """
 
 import dataclasses
@@ -17,11 +19,11 @@ import torch
 
 from engine.batch import StepOutOfMemory
 from engine.config.config import Config
-from engine.runner.device import Device, Graph, in_step
+from engine.runner.device import Device, DeviceMemory, Graph, oom_in_step
 from engine.runner.device_batch import DeviceInputs
-from engine.runner.input_batch import RowsAlike, StepInputs
+from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches
-from engine.runner.memory_sizing import DeviceMemory, gib
+from engine.runner.memory_sizing import gib
 from engine.speculative.drafts import most_rows
 from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.attention.context import Context, LoRARows, forward_context
@@ -31,26 +33,40 @@ from models.lora.adapters import capture_obstacle
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _MARGIN = 256 << 20
-"""Bytes kept beside the largest step's: for what is left between allocations, and for libraries that set up late."""
+"""Bytes kept free besides the largest step's: for fragmentation, and for libraries that allocate late."""
+_Integer = TypeVar("_Integer", bound=np.integer[Any])
+_log = logging.getLogger(__name__)
+
+_STEPS_BETWEEN = 32
+"""Steps between two captures while there is work: a capture and its test take as long as several steps."""
+
+_TRIED_LENGTHS = (1, 2, 3)
+"""Context lengths, and token ids, of the rows that a new graph is tested with."""
+_APART = 0.2
+"""Largest distance of a replayed row from the eager one, as a share of its norm. Libraries sum in any order; a wrong
+row is further away."""
 
 
 class GraphMemory:
-    """Made while no step is under way, before the steps of the start, the largest of which shows what steps take."""
+    """Whether there is memory for one more graph.
+
+    Constructed while no step runs, before the steps of the start, the largest of which shows what steps take.
+    """
 
     def __init__(self, memory: DeviceMemory | None) -> None:
         """`memory`: of the device; None where graphs take none of their own."""
         self._memory = memory
         self._of_steps: int | None = None
         self._at_rest = self._free = self._in_use = 0
-        """The last two: before the pass that is looked at."""
+        """Bytes in use between steps; free and in use before the pass that is measured."""
         self._num_graphs = self._free_before_last = 0
-        """The second: before the last graph was captured."""
+        """Graphs captured, and bytes that were free before the last one."""
         if memory is not None:
             memory.reset_peak()
             self._at_rest = memory.in_use()
 
     def begin(self) -> None:
-        """The pass of a graph is about to be run as it is, which shows what it takes."""
+        """Called before the pass of a graph is run eagerly, which shows what it takes."""
         memory = self._memory
         if memory is None:
             return
@@ -60,7 +76,7 @@ class GraphMemory:
         self._free, self._in_use = memory.free(), memory.in_use()
 
     def shortage(self) -> str | None:
-        """Why a graph of the pass that was run is not to be captured, in words; None: there is room."""
+        """Why there is no memory for a graph of the pass that was run, in words; None: there is."""
         memory = self._memory
         if memory is None or self._of_steps is None:
             return None
@@ -72,7 +88,7 @@ class GraphMemory:
         kept = self._of_steps + _MARGIN
         if needed + kept <= self._free:
             return None
-        return f"it may take {gib(needed)}, and of {gib(self._free)} that are free steps need {gib(kept)}"
+        return f"it may take {gib(needed)}, and steps need {gib(kept)} of the {gib(self._free)} that are free"
 
     def note_graph(self) -> None:
         """The graph was captured."""
@@ -80,37 +96,19 @@ class GraphMemory:
         self._free_before_last = self._free
 
 
-# [graph_runner] `GraphRunner`: replays the model's pass of a batch of decodes from captured graphs. Owned by the
-# model runner.
-#
-# A graph is captured over fixed buffers for each of some batch sizes, largest first, and a batch is padded to the
-# next. Serving starts eagerly; `capture_next` captures one size at a time behind live traffic.
-
-_Integer = TypeVar("_Integer", bound=np.integer[Any])
-_log = logging.getLogger(__name__)
-
-_STEPS_BETWEEN = 32
-"""Steps between two captures while there is work: a capture, and trying the graph, take as long as several of them."""
-
-_TRIED_LENGTHS = (1, 2, 3)
-"""Of the rows that a new graph is replayed with, and ids of their tokens."""
-_APART = 0.2
-"""Of its norm, how far a row may be from the pass's: libraries add up in any order, and a wrong row is farther."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """What the rows of all of a runner's graphs are."""
+    """What all graphs of a `GraphRunner` have in common."""
 
     block_size: int
     max_blocks: int
     """Of the longest sequence."""
-    spare_block: int
-    """Which no sequence uses: rows that pad a batch write there."""
-    spare_slot: int
-    """Their place in block tables and in the layers' states."""
+    padding_block: int
+    """A block that no sequence uses: padding rows write there."""
+    padding_slot: int
+    """The padding rows' slot in block tables and in the layers' states."""
     query_len: int = 1
-    """Tokens of a row: one, and as many drafts as are verified with it."""
+    """Tokens of a row: one, and the drafts that are verified with it."""
     has_adapters: bool = False
     """Whether rows may use LoRA adapters."""
     have_states: bool = False
@@ -125,7 +123,7 @@ class GraphShape:
 
 
 class GraphRunner:
-    """Graphs of one model on one device, which share a pool of memory; one runner a number of tokens in a row."""
+    """Graphs of one model for rows of one number of tokens."""
 
     def __init__(
         self,
@@ -139,8 +137,8 @@ class GraphRunner:
     ) -> None:
         """`forward` is the model's pass. # 2 x [T] int64 -> [T, H]
 
-        `sizes`: rows. `parallel`: the ranks that replay graphs together. `memory`: of the device's graphs; None: these
-        are all.
+        `sizes`: numbers of rows. `parallel`: the ranks that replay graphs together. `memory`: shared with the device's
+        other graphs; None: there are no others.
         """
         self._device, self._backend, self._forward = device, backend, forward
         self._shape, self._parallel = shape, parallel
@@ -153,10 +151,10 @@ class GraphRunner:
         num_columns = 3 if shape.has_adapters else 2
         self._tokens = list(torch.zeros(num_columns, most, dtype=torch.int64, device=device.torch_device))
         self._hidden: torch.Tensor | None = None
-        """What all graphs write their rows to; as wide as the model, which the first capture shows."""
+        """The output of all graphs, allocated by the first pass, which shows how wide it is. # [max tokens, H]"""
         backend.init_capture(self._sizes[-1], shape.max_blocks, shape.query_len)
         self._memory = memory or GraphMemory(device.memory)
-        self._has_told_of_memory = False
+        self._has_warned = False
 
     @property
     def query_len(self) -> int:
@@ -168,13 +166,13 @@ class GraphRunner:
         self._pending.clear()
 
     @property
-    def spare_slot(self) -> int:
-        """In a slot mapping: what is nobody's goes there."""
-        return self._shape.spare_block * self._shape.block_size
+    def padding_slot(self) -> int:
+        """Where padding tokens are written, as an entry of a slot mapping."""
+        return self._shape.padding_block * self._shape.block_size
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are sizes that were not tried yet."""
+        """Whether there are sizes left to capture."""
         return bool(self._pending)
 
     @property
@@ -193,37 +191,37 @@ class GraphRunner:
         return next(fitting, 0)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step as a graph of `size` rows is to see it: those that are missing are nobody's. 0: as it is."""
+        """A step padded to a graph of `size` rows. 0: as it is."""
         missing = size - len(inputs.query_lens)
         if missing <= 0:
             return inputs
         shape = self._shape
-        spare, length, num_rows = shape.spare_block, shape.query_len, size - missing
+        spare, length, num_rows = shape.padding_block, shape.query_len, size - missing
         tables = None
         if inputs.block_tables is not None:
             tables = np.full((size, inputs.num_blocks), spare, dtype=np.int32)
             tables[:num_rows] = inputs.block_tables
-        unread_rows, unread_tokens = inputs.unread_rows, inputs.unread_tokens
-        if len(unread_rows) == len(inputs.input_ids):
-            # Nobody's last token is where all others are: they are taken in one go.
-            unread_rows = unread_tokens = np.arange(size)
+        pending_rows, pending_tokens = inputs.pending_rows, inputs.pending_tokens
+        if len(pending_rows) == len(inputs.input_ids):
+            # The padding slot has a last token as well: all are gathered in one operation.
+            pending_rows = pending_tokens = np.arange(size)
         return replace(
             inputs,
             input_ids=_extended(inputs.input_ids, missing * length, 0),
             positions=_extended(inputs.positions, missing * length, 0),
             query_lens=_extended(inputs.query_lens, missing, length),
             seq_lens=_extended(inputs.seq_lens, missing, length),
-            slot_mapping=_extended(inputs.slot_mapping, missing * length, self.spare_slot),
+            slot_mapping=_extended(inputs.slot_mapping, missing * length, self.padding_slot),
             block_tables=tables,
             num_decodes=size,
-            slots=_extended(inputs.slots, missing, shape.spare_slot),
-            unread_rows=unread_rows,
-            unread_tokens=unread_tokens,
+            slots=_extended(inputs.slots, missing, shape.padding_slot),
+            pending_rows=pending_rows,
+            pending_tokens=pending_tokens,
             adapters=None if inputs.adapters is None else _extended(inputs.adapters, missing, 0),
         )
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """Replay a padded step, of which so many tokens are somebody's. # -> [num_tokens, H]
+        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
 
         The next replay overwrites what is returned.
         """
@@ -238,17 +236,17 @@ class GraphRunner:
         return self._hidden[:num_tokens]
 
     def count_step(self) -> None:
-        """Capture a further size once in a while, behind live traffic."""
+        """Called once a step: capture a further size every `_STEPS_BETWEEN` steps."""
         if self._pending:
             self._steps_left -= 1
             if self._steps_left < 0:
                 self.capture_next()
 
     def capture_next(self) -> bool:
-        """Capture the largest size that was not tried yet; whether there are more. What fails leaves steps eager.
+        """Capture the largest size that is left; whether there are more. Where that fails, steps stay eager.
 
-        Ranks that compute together do so at the same time, and all of them have a graph or none: each first shows
-        that it can, while nobody waits for it. Raises what the pass raises once all have shown that.
+        Ranks that compute together capture at the same time, and all of them have a graph or none: each first shows
+        alone that it can. Raises what the pass raises after that.
         """
         if not self._pending:
             return False
@@ -279,14 +277,14 @@ class GraphRunner:
         return self.captured_sizes[0], self.captured_sizes[-1]
 
     def _is_fit(self, size: int, run: Callable[[], None]) -> bool:
-        """Whether the pass, run as it is, neither fails on a rank nor takes memory that steps need there."""
+        """Whether the pass, run eagerly, neither fails on any rank nor takes memory that steps need there."""
         failure: Exception | None = None
         shortage: str | None = None
         self._memory.begin()
         try:
-            # A rank that fails among the others would leave them waiting for its part of a sum.
-            with in_step(), self._parallel.without_collectives():
-                self._seat_nobodys(size)
+            # Alone: a rank that fails in a collective would leave the others waiting for its part.
+            with oom_in_step(), self._parallel.without_collectives():
+                self._write_padding_rows(size)
                 run()
                 self._device.record().synchronize()
             shortage = self._memory.shortage()
@@ -295,70 +293,70 @@ class GraphRunner:
         except Exception as error:  # noqa: BLE001, compilers of kernels and libraries may raise any
             failure = error
         if failure is not None:
-            self._tell_failure(size, failure)
-        if shortage is not None and not self._has_told_of_memory:
-            self._has_told_of_memory = True
+            self._log_failure(size, failure)
+        if shortage is not None and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "Decodes of %d rows run eagerly, and smaller ones if need be: a graph finds no memory (%s); lower "
                 "gpu_memory_utilization, or name smaller cudagraph_capture_sizes",
                 size,
                 shortage,
             )
-        if not self._all_say(failure is None):
+        if not self._all_agree(failure is None):
             # A smaller one would fail the same way.
             self._pending.clear()
             return False
-        return self._all_say(shortage is None)
+        return self._all_agree(shortage is None)
 
     def _capture(self, size: int, run: Callable[[], None]) -> Graph | None:
-        """The graph of a pass that is fit to be captured, on all ranks or on none."""
+        """The graph of a pass, on all ranks or on none."""
         if self._parallel.size > 1:
-            # What the ranks exchange is set up when it is first run.
+            # The first run sets up what the ranks exchange.
             run()
         graph: Graph | None = None
         try:
             with self._parallel.capturing():
                 graph = self._captured_by_all(run)
         except RuntimeError as error:
-            self._tell_failure(size, error)
+            self._log_failure(size, error)
             graph = None
-        if self._all_say(graph is not None):
+        if self._all_agree(graph is not None):
             return graph
         # A smaller one would fail the same way, or leave no memory for steps.
         self._pending.clear()
         return None
 
     def _is_tried(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
-        """Whether a graph may serve, on all ranks: its replays give what the pass gives."""
+        """Whether a graph may serve on all ranks: its replays give what the eager pass gives."""
         try:
-            with in_step():
+            with oom_in_step():
                 is_right = self._is_right(size, run, graph)
         except (RuntimeError, StepOutOfMemory) as error:
             if self._parallel.size > 1:
                 # The others wait in the pass that this one left.
                 raise
-            self._tell_failure(size, error)
+            self._log_failure(size, error)
             self._pending.clear()
             return False
-        if self._all_say(is_right):
+        if self._all_agree(is_right):
             return True
         self._drop_all(size)
         return False
 
     def _is_right(self, size: int, run: Callable[[], None], graph: Graph) -> bool:
-        """Some of ROCm's releases replay graphs wrongly, and say nothing.
+        """Some releases of ROCm replay graphs wrongly without an error.
 
-        A state that layers keep is another at each pass: there nothing is compared.
+        Layers' states change with each pass: models that keep some are not compared.
         """
         if self._shape.have_states:
             return True
         assert self._hidden is not None
         hidden = self._hidden[: size * self._shape.query_len]
         is_right = True
-        # Rows of nobody's share one place in the cache, so all are alike; their contexts grow. Every rank tries them
-        # all: what it finds wrong, the others wait in.
+        # Padding rows share one slot of the cache, so all are equal; their contexts grow. Every rank runs all lengths,
+        # whatever it finds: the others wait for it in collectives.
         for length in _TRIED_LENGTHS:
-            self._seat_nobodys(size, length)
+            self._write_padding_rows(size, length)
             run()
             expected = hidden.to(torch.float32, copy=True)
             hidden.fill_(float("nan"))
@@ -368,9 +366,9 @@ class GraphRunner:
         return is_right
 
     def _drop_all(self, size: int) -> None:
-        """A device that replays one graph wrongly is not to be trusted with others."""
+        """Drop all graphs: a device that replays one wrongly may replay others wrongly."""
         _log.warning(
-            "Decodes run eagerly: a graph of %d rows replays other numbers than the pass that it was captured of; "
+            "Decodes run eagerly: a graph of %d rows does not reproduce the pass that it was captured of; "
             "another release of the driver or of ROCm may do better",
             size,
         )
@@ -384,18 +382,18 @@ class GraphRunner:
             graph = self._device.capture(run)
         except Exception as error:  # noqa: BLE001, as above
             failure = error
-        if not self._all_say(failure is None):
+        if not self._all_agree(failure is None):
             raise RuntimeError("another rank failed to" if failure is None else str(failure)) from failure
         return graph
 
-    def _all_say(self, is_so: bool) -> bool:
+    def _all_agree(self, is_so: bool) -> bool:
         return self._parallel.all_agree(is_so, self._device.torch_device)
 
-    def _tell_failure(self, size: int, error: Exception) -> None:
+    def _log_failure(self, size: int, error: Exception) -> None:
         _log.warning("Decodes of up to %d rows run eagerly: capturing a graph failed: %s", size, error)
 
     def _pass(self, size: int, metadata: AttentionMetaData) -> Callable[[], None]:
-        """What a graph of so many rows is captured of, with rows that are nobody's."""
+        """The work that a graph of `size` rows is captured of, on padding rows."""
         shape = self._shape
         num_tokens = size * shape.query_len
         input_ids, positions, *adapters = (tokens[:num_tokens] for tokens in self._tokens)
@@ -411,21 +409,21 @@ class GraphRunner:
 
         return run
 
-    def _seat_nobodys(self, size: int, length: int = 1) -> None:
-        """Have the buffers hold rows of nobody's, behind contexts in the spare block that make them so long."""
+    def _write_padding_rows(self, size: int, length: int = 1) -> None:
+        """Fill the buffers with padding rows whose contexts, in the padding block, have `length` tokens."""
         shape = self._shape
         positions = np.arange(length - 1, length - 1 + shape.query_len)
         seq_len = length - 1 + shape.query_len
-        # The spare block is all of the context's blocks: what a later one would hold is stored nowhere.
-        places = np.where(positions < shape.block_size, self.spare_slot + positions, NO_SLOT)
+        # The padding block stands for all blocks of the context: positions beyond it are stored nowhere.
+        slots = np.where(positions < shape.block_size, self.padding_slot + positions, NO_SLOT)
         num_blocks = -(-seq_len // shape.block_size)
-        nobodys = self._backend.build_metadata(
+        metadata = self._backend.build_metadata(
             query_lens=np.full(size, shape.query_len, dtype=np.int64),
             seq_lens=np.full(size, seq_len, dtype=np.int64),
-            block_tables=np.full((size, num_blocks), shape.spare_block, dtype=np.int32),
-            slot_mapping=np.tile(places, size),
+            block_tables=np.full((size, num_blocks), shape.padding_block, dtype=np.int32),
+            slot_mapping=np.tile(slots, size),
             num_decodes=size,
-            slots=np.full(size, shape.spare_slot) if shape.have_states else None,
+            slots=np.full(size, shape.padding_slot) if shape.have_states else None,
             query_len=shape.query_len,
         )
         for tokens in self._tokens:
@@ -434,7 +432,7 @@ class GraphRunner:
         self._tokens[1][: size * shape.query_len].view(size, -1).add_(
             torch.arange(length - 1, seq_len, device=self._device.torch_device)
         )
-        self._backend.prepare_for_replay(nobodys, size)
+        self._backend.prepare_for_replay(metadata, size)
 
 
 def capture_sizes(wanted: Sequence[int], max_num_seqs: int) -> list[int]:
@@ -448,19 +446,15 @@ def _extended(values: npt.NDArray[_Integer], count: int, value: int) -> npt.NDAr
     return np.concatenate((values, np.full(count, value, dtype=values.dtype)))
 
 
-# [decode_graphs] `DecodeGraphs`: the graphs of a model's decodes, and of those that verify drafts. Owned by the
-# model runner.
-
-
 class DecodeGraphs:
-    """A `GraphRunner` for each number of tokens in a row; all as one."""
+    """The `GraphRunner` of plain decodes, and that of rows that verify drafts."""
 
     def __init__(self, plain: GraphRunner, of_drafts: GraphRunner | None = None) -> None:
-        """`of_drafts`: whose rows have one token, and as many drafts as may be verified with it."""
+        """`of_drafts`: for rows of one token and the drafts that are verified with it."""
         self._runners = {each.query_len: each for each in (plain, of_drafts) if each is not None}
         self._plain = plain
-        self.alike = None if of_drafts is None else RowsAlike(of_drafts.query_len, of_drafts.spare_slot)
-        """What rows are to be where one verifies drafts; None: none does."""
+        self.uniform_rows = None if of_drafts is None else UniformRows(of_drafts.query_len, of_drafts.padding_slot)
+        """The common length of rows in steps that verify drafts; None: no step does."""
 
     @property
     def captured_sizes(self) -> list[int]:
@@ -473,29 +467,29 @@ class DecodeGraphs:
         return 0 if runner is None else runner.size_for(inputs)
 
     def pad(self, inputs: StepInputs, size: int) -> StepInputs:
-        """A step as a graph of `size` rows is to see it. 0: as it is."""
+        """A step padded to a graph of `size` rows. 0: as it is."""
         return self._runners[inputs.query_len].pad(inputs, size) if size else inputs
 
     def run(self, step: DeviceInputs, num_tokens: int) -> torch.Tensor:
-        """Replay a padded step, of which so many tokens are somebody's. # -> [num_tokens, H]
+        """Replay a padded step of `num_tokens` tokens without padding. # -> [num_tokens, H]
 
         The next replay overwrites what is returned.
         """
         return self._runners[step.metadata.query_len].run(step, num_tokens)
 
     def count_step(self) -> None:
-        """Capture a further size once in a while, behind live traffic: those of plain decodes first."""
+        """Called once a step: capture a further size once in a while, those of plain decodes first."""
         self._unfinished.count_step()
         self._settle()
 
     def capture_next(self) -> bool:
-        """Capture the next size that was not tried yet; whether there are more. What fails leaves steps eager."""
+        """Capture the next size that is left; whether there are more. Where that fails, steps stay eager."""
         self._unfinished.capture_next()
         self._settle()
         return self._unfinished.has_pending
 
     def _settle(self) -> None:
-        """A device that holds no graph of plain decodes, or none that is right, is not asked for others."""
+        """Give up on all sizes where no graph of plain decodes could be captured, or none was right."""
         if not self._plain.has_pending and not self._plain.captured_sizes:
             for runner in self._runners.values():
                 runner.give_up()
@@ -507,16 +501,12 @@ class DecodeGraphs:
         return next((runner for runner in runners if runner.has_pending), runners[-1])
 
 
-# [model_graphs] Which models replay decodes from graphs, and the `DecodeGraphs` of one that does. Asked by the model
-# runner.
-
-
 def why_no_graphs(config: Config, device: Device, parallel: TensorParallel, model: CausalLM) -> str | None:
-    """What keeps decodes out of graphs, in words; empty where that needs none; None: nothing."""
+    """Why decodes run eagerly, in words, or "" where that needs no explanation; None: they are captured."""
     if not device.has_graphs or config.compilation_config.enforce_eager:
         return ""
     if parallel.experts is not None and parallel.experts.exchange is not None:
-        return "what replicas exchange is of another size at each step"
+        return "the sizes of what replicas exchange change from step to step"
     if not parallel.is_captured:
         return "a graph captures no exchange between ranks on a CPU"
     return capture_obstacle(model) if config.lora else None
@@ -531,15 +521,15 @@ def make_graphs(
     caches: LayerCaches,
     *,
     max_model_len: int,
-    spare_block: int,
-    spare_slot: int,
+    padding_block: int,
+    padding_slot: int,
 ) -> DecodeGraphs:
-    """Graphs of a model whose caches have a block and a slot to spare."""
+    """Graphs of a model whose caches have a padding block and a padding slot."""
     shape = GraphShape(
         block_size=config.kv_cache_block_size,
         max_blocks=-(-max_model_len // config.kv_cache_block_size),
-        spare_block=spare_block,
-        spare_slot=spare_slot,
+        padding_block=padding_block,
+        padding_slot=padding_slot,
         has_adapters=bool(config.lora),
         have_states=caches.have_states,
     )

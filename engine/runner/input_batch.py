@@ -62,8 +62,8 @@ class StepInputs:
     sampled_rows: npt.NDArray[np.int64]  # [S], ascending: of each place
     sampled_slots: npt.NDArray[np.int64]  # [S]
     last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one that each place is behind
-    unread_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
-    unread_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
+    pending_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
+    pending_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
     sampling: SamplingRows | None
     """None where a row needs the token before its own, which has not been read yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
@@ -78,12 +78,12 @@ class StepInputs:
         return self.positions[self.last_tokens] + 1
 
 
-class RowsAlike(NamedTuple):
+class UniformRows(NamedTuple):
     """How rows that verify drafts have one length, as graphs want them, and attention by decodes."""
 
     query_len: int
     """One token, and all the drafts that a row may have. One that has fewer computes tokens again that were before."""
-    spare_slot: int
+    padding_slot: int
     """Where the keys and values of these go, which are stored already."""
 
 
@@ -161,10 +161,10 @@ class InputBatch:
         for seq in batch.new_seqs:
             self._write(seq)
 
-    def step_inputs(self, batch: StepRows, alike: "RowsAlike | None" = None) -> StepInputs:
+    def step_inputs(self, batch: StepRows, uniform_rows: "UniformRows | None" = None) -> StepInputs:
         """The arrays of a step whose changes have been applied.
 
-        `alike`: what all decodes are to be where one of them verifies drafts, if their sequences are as long.
+        `uniform_rows`: what all decodes are to be where one of them verifies drafts, if their sequences are as long.
         """
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
@@ -172,9 +172,9 @@ class InputBatch:
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
         # Of a prompt that is to be read it was said which of the step's tokens are its own.
         is_movable = not batch.prompt_spans
-        if drafts and alike and is_movable and seq_lens[:num_decodes].min() >= alike.query_len:
+        if drafts and uniform_rows and is_movable and seq_lens[:num_decodes].min() >= uniform_rows.query_len:
             query_lens = scheduled.copy()
-            query_lens[:num_decodes] = alike.query_len
+            query_lens[:num_decodes] = uniform_rows.query_len
         ends = np.cumsum(query_lens)
         num_tokens_in_step = int(ends[-1])
         if num_tokens_in_step == len(slots):
@@ -191,10 +191,10 @@ class InputBatch:
         slot_mapping = self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
         if drafts:
             counts = np.where(sampled < num_decodes, scheduled[sampled], 1)
-            sampled, last_tokens, drafted = _places(sampled, last_tokens, counts)
+            sampled, last_tokens, drafted = _verification_positions(sampled, last_tokens, counts)
             self._tokens[token_slots[drafted], positions[drafted]] = drafts
-            if alike:
-                slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = alike.spare_slot
+            if uniform_rows:
+                slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = uniform_rows.padding_slot
             # Rows of one length are decodes to the attention backend, others are spans as those of a prompt.
             shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
             num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
@@ -202,7 +202,7 @@ class InputBatch:
         # Of a row's tokens but the drafts, which are known here, only the last may not be.
         num_read = self._num_read[slots]
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
-        is_late = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
+        needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
         return StepInputs(
             input_ids=self._tokens[token_slots, positions].astype(np.int64),
             positions=positions,
@@ -216,9 +216,9 @@ class InputBatch:
             sampled_rows=sampled,
             sampled_slots=sampled_slots,
             last_tokens=last_tokens,
-            unread_rows=unread,
-            unread_tokens=(ends - seq_lens + num_read)[unread],
-            sampling=None if is_late else self._sampling.rows(sampled_slots, places, self._tokens),
+            pending_rows=unread,
+            pending_tokens=(ends - seq_lens + num_read)[unread],
+            sampling=None if needs_pending_token else self._sampling.rows(sampled_slots, places, self._tokens),
             adapters=self._adapters_of(slots),
             query_len=query_len,
             has_drafts=bool(drafts),
@@ -239,11 +239,11 @@ class InputBatch:
         """Whether each of these slots takes its likeliest token, and asks nothing else of the logits."""
         return self._sampling.are_greedy(slots)
 
-    def reserve(self, inputs: StepInputs) -> None:
-        """Each sequence that samples has a further token, of a step that was launched; `keep` tells which."""
+    def reserve_token(self, inputs: StepInputs) -> None:
+        """Each sequence that samples has a further token, of a step that was launched; `store_tokens` says which."""
         self._num_tokens[inputs.sampled_slots] += 1
 
-    def keep(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
+    def store_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
         """Take in what was sampled at a step's places. # [S]"""
         slots, positions = inputs.sampled_slots, inputs.sampled_positions
         if inputs.has_drafts:
@@ -273,7 +273,7 @@ class InputBatch:
         self._sampling.write(slot, seq)
 
 
-def _places(
+def _verification_positions(
     rows: npt.NDArray[np.int64], last_tokens: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Rows that verify drafts at so many places each: the places' rows and tokens, and which tokens are drafts.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.doctor_report import ANOTHER_TRITON
-from engine.runner.device import at_start
+from engine.runner.device import oom_at_start
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.warm_up import dummy_prompt
 from models.attention.backend import AttentionBackend
@@ -147,7 +147,7 @@ def _leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> Att
         return TorchAttentionBackend(device)
     if operator in ("moe", "linear"):
         is_expert = operator == "moe"
-        with at_start("a model whose weights were made dense", "serve a smaller one, or mend Triton"):
+        with oom_at_start("a model whose weights were made dense", "serve a smaller one, or mend Triton"):
             for module in cast(nn.Module, model).modules():
                 if isinstance(module, FusedMoE) is is_expert:
                     for parameter in module.parameters(recurse=False):

@@ -1,7 +1,10 @@
-"""`LayerCaches`: sizes and makes what a model's layers declare that they keep. Used by the model runner.
+"""The KV cache: `LayerCaches` allocates what layers declare; `PageCommitter` commits a host's cache ahead of its use.
 
-Paged caches whose pages have one shape share a pool, in which a block's pages of all layers lie together: a block that
-is used takes its own bytes from the system, and not a huge page of each layer's.
+Paged caches whose pages have one shape share a pool, in which a block's pages of all layers lie together: a block in
+use takes only its own bytes from the system, and not a huge page for each layer.
+
+A cache on the host grows page by page as blocks are first written. Where pages are large, or a virtual machine's host
+has yet to find them, the step that opens a new block for many sequences would take several times as long as others.
 """
 
 import ctypes
@@ -17,10 +20,10 @@ from typing import TypeAlias
 
 import torch
 
-from engine.runner.device import zeros
+from engine.runner.device import oom_at_start
 from models.attention.backend import AttentionBackend
 from models.layers.base import CacheSpec, KVCacheSpec, StateCacheSpec, VectorCacheSpec
-from models.ops.memory import HUGE_PAGE
+from models.ops.memory import HUGE_PAGE, aligned_zeros
 from models.ops.types import KVCacheTensor, LayerCache, StateCache, VectorCache
 
 KV_CACHE_DTYPES = {
@@ -30,22 +33,37 @@ KV_CACHE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
 }
-"""By the words of `kv_cache_dtype`; None: the model's."""
+"""By value of `kv_cache_dtype`; None: the model's dtype."""
 
 _Shape: TypeAlias = tuple[int, ...]
 
+_log = logging.getLogger(__name__)
+
 _MANY_PAGES = 64
-"""From here on, one more in a block is little."""
+"""From this number of pages in a block, one more costs little."""
+
+RESERVE = 128 << 20
+"""Bytes committed ahead of what sequences have used, while nothing runs."""
+_UNDER_LOAD = RESERVE // 4
+"""The same while steps run: a page may take as long as ten steps of a small model."""
+_MOST_THREADS = 4
+"""Pages that are committed at a time, for which an arriving request waits."""
+_SHARE = 1 / 6
+"""Largest share of the steps' time that is spent on committing."""
+_MOST_SECONDS = 0.02
+"""Most seconds of it after one step: a long prompt must not delay the next step by its share."""
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, of Linux 5.14."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """Where caches lie in a block, in pages: the last two dimensions of their shapes."""
+    """The layout of a block: caches as pages, which are the last two dimensions of their shapes."""
 
     num_pages: int = 0
-    """Of all the caches."""
+    """Pages of all caches in a block."""
     places: dict[tuple[str, int], tuple[int, _Shape]] = field(default_factory=dict)
-    """Of each layer's first and second cache: its first page, and its pages' dimensions."""
+    """By layer and cache (first or second): its first page, and its pages' dimensions."""
 
     @property
     def stride(self) -> int:
@@ -60,7 +78,7 @@ class _Pool:
 
 
 class LayerCaches:
-    """Paged caches, whose blocks sequences share out, and states, one a slot of the worker."""
+    """Paged caches, whose blocks are given to sequences, and states, one for each slot."""
 
     def __init__(
         self,
@@ -100,13 +118,13 @@ class LayerCaches:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all layers."""
+        """Bytes of one block in all layers."""
         itemsize = self._kv_dtype.itemsize
         return sum(pool.stride * math.prod(page) * itemsize for page, pool in self._pools.items())
 
     @property
     def slot_bytes(self) -> int:
-        """Of one sequence's states in all layers."""
+        """Bytes of one sequence's states in all layers."""
         states = [spec for spec in self._specs if isinstance(spec, StateCacheSpec)]
         return sum(spec.bytes_per_sequence(self._dtype) for spec in states)
 
@@ -151,31 +169,34 @@ class LayerCaches:
                 )
 
 
-# [committed] `CommittedBlocks`: has the system commit a host's KV cache a little ahead of its use. Owned by the
-# model runner.
-#
-# A cache grows page by page as blocks are first written. Where pages are large, or a virtual machine's host has yet
-# to find them, the step that opens a new block for many sequences would otherwise take several times its neighbours'
-# time.
+def zeros(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    lower: str = "cpu_kvcache_gib or num_kvcache_blocks",
+) -> torch.Tensor:
+    """A zeroed tensor; on CPU the system commits its pages when they are first written.
 
-_log = logging.getLogger(__name__)
+    `torch.zeros` would touch every page. Attention multiplies masked values by 0, so memory must hold finite numbers.
+    Raises `ValueError` when the host refuses the memory; `lower` names the fields that reduce it.
+    """
+    if device.type != "cpu":
+        with oom_at_start(
+            f"a KV cache tensor of {math.prod(shape) * dtype.itemsize / 2**30:.2f} GiB",
+            "lower gpu_memory_utilization or num_kvcache_blocks",
+        ):
+            return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = aligned_zeros(num_bytes)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"the system refused {num_bytes} bytes for the KV cache ({error}); lower {lower}") from error
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
-RESERVE = 128 << 20
-"""Bytes committed past what sequences have used, while nothing runs."""
-_UNDER_LOAD = RESERVE // 4
-"""The same while something does: a page may take as long as ten steps of a small model, so no more than is needed."""
-_MOST_THREADS = 4
-"""A request that arrives waits for as many pages."""
-_SHARE = 1 / 6
-"""Of the steps' time, at most spent on it."""
-_MOST_SECONDS = 0.02
-"""After one step: the next must not wait for what a long prompt would allow."""
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, of Linux 5.14."""
 
-
-class CommittedBlocks:
-    """Pages of the pools of blocks, in the order in which ascending blocks use them."""
+class PageCommitter:
+    """Commits pages of the pools of blocks in the order in which ascending blocks use them."""
 
     def __init__(self, pools: Iterable[torch.Tensor], num_threads: int) -> None:
         """`pools` [num_blocks, ...] on the host, each beginning with a huge page."""
@@ -184,54 +205,54 @@ class CommittedBlocks:
             for pool in pools
             for first in range(0, pool.nbytes, HUGE_PAGE)
         ]
-        """Each with the block in which it begins, as pools may differ in size."""
+        """Block in which it begins, address and size of each page; pools may differ in size."""
         self._pages.sort()
         self._used = 0
         self._next = 0
         self._credit = 0.0
-        # They run where this thread may: with a core of its own, that is one.
+        # They may run on this thread's CPUs only, which may be one.
         self._num_threads = min(num_threads, _MOST_THREADS, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="commit")
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def use(self, highest_block: int) -> None:
-        """Blocks up to this one are in use; those a sequence never had are given out in ascending order.
+        """Commit what is missing of the blocks up to this one, which a step will use, by all threads at once.
 
-        What is missing of them is committed at once, by all threads: written to first, pages would be found one by
-        one, with the other threads waiting.
+        Blocks are first given out in ascending order. When written to first, pages would be committed one by one,
+        with the other threads waiting.
         """
         while self._used < len(self._pages) and self._pages[self._used][0] < highest_block + 1:
             self._used += 1
         self._commit(self._used - self._next)
 
-    def at_start(self) -> None:
-        """Commit what should be there under load."""
+    def commit_initial(self) -> None:
+        """Commit as much as should be committed under load."""
         while self._commit_some(_UNDER_LOAD):
             pass
 
-    def after_step(self, seconds: float) -> None:
-        """Spend a share of a step's time on missing pages; one that takes longer is paid off by later steps."""
+    def commit_after_step(self, seconds: float) -> None:
+        """Spend a share of a step's time on missing pages; a page that takes longer uses the share of later steps."""
         self._credit = min(self._credit, 0.0) + min(seconds * _SHARE, _MOST_SECONDS)
         while self._credit > 0 and self.is_behind:
             start = time.perf_counter()
             self._commit_some(_UNDER_LOAD)
             self._credit -= time.perf_counter() - start
 
-    def at_rest(self) -> bool:
-        """Commit a little while there is nothing else to do; whether more is missing."""
+    def commit_idle(self) -> bool:
+        """Commit a little while no step runs; whether more is missing."""
         return self._commit_some(RESERVE)
 
     @property
     def is_behind(self) -> bool:
-        """Whether a page is missing of what should be there under load."""
+        """Whether less is committed than should be under load."""
         return self._missing(_UNDER_LOAD) > 0
 
     def _missing(self, reserve: int) -> int:
         return min(self._used + reserve // HUGE_PAGE, len(self._pages)) - self._next
 
     def _commit_some(self, reserve: int) -> bool:
-        """Have the system find the next pages, one a thread; whether more is missing. Other threads run meanwhile."""
+        """Commit the next pages, one a thread, while other threads run; whether more is missing."""
         self._commit(min(self._num_threads, self._missing(reserve)))
         return self._missing(reserve) > 0
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
-from engine.runner.device import Download, in_step
+from engine.runner.device import Download, oom_in_step
 from engine.runner.input_batch import StepInputs
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens
@@ -47,7 +47,7 @@ class LaunchedStep:
         """Have the device sample, keep the tokens for the next step, and copy them to the host."""
         device_batch = self._runner.device_batch
         assert self._logits is not None
-        with torch.inference_mode(), in_step():
+        with torch.inference_mode(), oom_in_step():
             self._tokens = tokens = self._runner.launch_sampler(self._logits, rows)
             # A step that verifies drafts is read before the next is launched, which finds its tokens on the host.
             if not self._inputs.has_drafts:
@@ -75,12 +75,12 @@ class LaunchedStep:
 
 def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:
     """As `sampled`, but with `NO_TOKEN` at positions of rows that verify drafts where no token could be sampled."""
-    if not inputs.has_drafts or not (sampled.broken or sampled.refused):
+    if not inputs.has_drafts or not (sampled.non_finite or sampled.refused):
         return sampled
     verifies = is_verifying(inputs.sampled_rows)
     token_ids = sampled.token_ids.copy()
-    token_ids[[index for index in (*sampled.broken, *sampled.refused) if verifies[index]]] = NO_TOKEN
-    broken = [index for index in sampled.broken if not verifies[index]]
+    token_ids[[index for index in (*sampled.non_finite, *sampled.refused) if verifies[index]]] = NO_TOKEN
+    broken = [index for index in sampled.non_finite if not verifies[index]]
     refused = {index: reason for index, reason in sampled.refused.items() if not verifies[index]}
     return SampledTokens(token_ids, sampled.logprobs, broken, refused)
 
@@ -107,7 +107,7 @@ def output_of(
             f"the model's logits are not finite after {inputs.sampled_positions[index]} tokens: the "
             f"checkpoint is damaged, or its values overflow {dtype} and need another dtype"
         )
-        for index in sampled.broken
+        for index in sampled.non_finite
     }
     refusals = {ids[index]: reason for index, reason in sampled.refused.items()}
     for seq_id in (*errors, *refusals):

@@ -11,7 +11,7 @@ import torch
 
 from engine.config.config import Config
 from engine.distributed.host_resources import available_host_memory
-from engine.runner.device import Device, at_start, device_of
+from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.attention.backend import AttentionBackend, select_backend
@@ -127,7 +127,7 @@ def load_model(
     available = available_host_memory() if available_bytes is None else available_bytes
     # Rope types that depend on the context's length depend on the length that is served.
     served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)
-    with at_start("the model", "serve a smaller or a quantised one"):
+    with oom_at_start("the model", "serve a smaller or a quantised one"):
         model = (read_weights or loader.load_model)(
             path,
             served,

@@ -1,15 +1,18 @@
 """How many KV-cache blocks fit: from what a GPU has left after a worst-case step, or from the host's memory on CPU.
 
-Called by the model runner before the cache is allocated. No torch here: a GPU's figures come through `DeviceMemory`.
+Called at the start, before the cache is allocated. Imports no torch: a GPU's figures come from `device.DeviceMemory`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.config.config import Config
 from engine.distributed.host_resources import available_host_memory
+
+if TYPE_CHECKING:
+    from engine.runner.device import DeviceMemory
 
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
@@ -18,28 +21,6 @@ CPU_BYTES_AT_FIRST = GIB
 """Of the cache, used before cached blocks are given out for something else."""
 MAX_CPU_TOKENS = 2**19
 """Most tokens that a cache on CPU holds unasked: a tiny model would spend its start-up on bookkeeping for millions."""
-
-
-class DeviceMemory(Protocol):
-    """Figures of one GPU, in bytes."""
-
-    def total(self) -> int:
-        """The device's memory."""
-
-    def free(self) -> int:
-        """What nobody holds."""
-
-    def held(self) -> int:
-        """What this process holds through the allocator, in use or kept for reuse."""
-
-    def in_use(self) -> int:
-        """What of that is in use."""
-
-    def peak(self) -> int:
-        """The most that was in use at a time since `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Forget the peak so far, and hold nothing for reuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +101,7 @@ def _too_small(found: MemoryBudget, what_takes: str, num_bytes: int) -> ValueErr
 
 def gpu_budget(
     config: Config,
-    memory: DeviceMemory,
+    memory: "DeviceMemory",
     worst_case_step: Callable[[int], None],
     *,
     block_bytes: int,

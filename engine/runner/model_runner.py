@@ -17,11 +17,11 @@ import torch
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
 from engine.messages import TokenLogprobs
-from engine.runner.device import in_step
-from engine.runner.device_batch import DeviceBatch, DeviceInputs, Place, ResidentTables
+from engine.runner.device import oom_in_step
+from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
 from engine.runner.input_batch import InputBatch, StepInputs, StepRows
-from engine.runner.kv_cache import CommittedBlocks
+from engine.runner.kv_cache import PageCommitter
 from engine.runner.launched_step import LaunchedStep, mark_unusable, output_of
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
@@ -73,14 +73,14 @@ class ModelRunner:
         is_serving = num_blocks > 1
         why_eager = why_no_graphs(config, loaded.seam, self.parallel, self.model)
         has_graphs = why_eager is None and is_serving
-        self.spare_block = num_blocks if has_graphs or loaded.exchange is not None else None
+        self.padding_block = num_blocks if has_graphs or loaded.exchange is not None else None
         """A block of the cache that no sequence uses: dummy and padding rows write there."""
         self.caches = loaded.layer_caches()
         set_kv_cache_data(
-            self.caches.allocate(num_blocks + (self.spare_block is not None), self.num_slots + has_graphs)
+            self.caches.allocate(num_blocks + (self.padding_block is not None), self.num_slots + has_graphs)
         )
         on_host = self.device.type == "cpu"
-        self.committed = CommittedBlocks(self.caches.pools if on_host else (), torch.get_num_threads())
+        self.page_committer = PageCommitter(self.caches.pools if on_host else (), torch.get_num_threads())
         self.input_batch = InputBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=loaded.max_model_len,
@@ -90,10 +90,10 @@ class ModelRunner:
             device_has_tables=self.backend.reads_tables_on_device,
         )
         self.device_batch = DeviceBatch(loaded.seam, config.max_num_seqs)
-        self.tables: ResidentTables | None = None
+        self.tables: DeviceBlockTables | None = None
         """Block tables on the device, where the attention backend reads them there."""
         if self.backend.reads_tables_on_device:
-            self.tables = ResidentTables(self.num_slots, self.input_batch.max_blocks, num_blocks, self.device)
+            self.tables = DeviceBlockTables(self.num_slots, self.input_batch.max_blocks, num_blocks, self.device)
         self.graphs: DecodeGraphs | None = None
         """Where decode steps are replayed."""
         if has_graphs:
@@ -105,8 +105,8 @@ class ModelRunner:
                 self.backend,
                 self.caches,
                 max_model_len=loaded.max_model_len,
-                spare_block=num_blocks,
-                spare_slot=self.num_slots,
+                padding_block=num_blocks,
+                padding_slot=self.num_slots,
             )
         elif why_eager and is_serving:
             _log.info("Decodes run eagerly: %s", why_eager)
@@ -158,12 +158,12 @@ class ModelRunner:
         if triton.active():
             compile_kernels(self.step_sizes, self.run_dummy_step, self.parallel)
         self.sampler.warm_up(self.model_config.vocab_size, self.device)
-        self.committed.at_start()
+        self.page_committer.commit_initial()
 
     def run_dummy_step(self, step: WarmUpStep) -> None:
         """Compute dummy sequences. All write to one block: the first, which a real sequence overwrites before use, or
         the spare one."""
-        batch = dummy_batch(step, self.config.kv_cache_block_size, self.spare_block or 0)
+        batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0)
         with self.loaded.compiling():
             self._compute(batch)
 
@@ -172,11 +172,13 @@ class ModelRunner:
         if self.parallel.size > 1:
             self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
             return
-        assert self.spare_block is not None
+        assert self.padding_block is not None
         block_size, have_states = self.config.kv_cache_block_size, self.caches.have_states
-        context, token = dummy_prompt(self.backend, self.spare_block, block_size, self.device, have_states=have_states)
+        context, token = dummy_prompt(
+            self.backend, self.padding_block, block_size, self.device, have_states=have_states
+        )
         metadata = self.loaded.dp_metadata(1, self.tokens_across_dp)
-        with torch.inference_mode(), in_step(), forward_context(token.metadata, context, metadata):
+        with torch.inference_mode(), oom_in_step(), forward_context(token.metadata, context, metadata):
             self._hidden_states(token, 1, has_adapters=False)
 
     # Steps
@@ -184,9 +186,9 @@ class ModelRunner:
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Compute one step and sample a token for each row whose last known token it computes."""
         # Before a step, the outputs of the last one have been sent.
-        self.committed.after_step(self._last_step_seconds)
+        self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with in_step():
+        with oom_in_step():
             output = self._compute(batch)
         self._last_step_seconds = time.perf_counter() - start
         self._count_step()
@@ -197,13 +199,13 @@ class ModelRunner:
 
         Each step must be read, or waited for, before the one after the next is launched.
         """
-        self.committed.after_step(self._last_step_seconds)
+        self.page_committer.commit_after_step(self._last_step_seconds)
         start = time.perf_counter()
-        with in_step():
+        with oom_in_step():
             with torch.inference_mode():
                 inputs, on_device = self.prepare_model(batch)
                 logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
-            self.input_batch.reserve(inputs)
+            self.input_batch.reserve_token(inputs)
             step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
             if inputs.sampling is not None:
                 step.launch_sampler(inputs.sampling)
@@ -217,9 +219,9 @@ class ModelRunner:
 
     def follow(self, message: StepMessage) -> None:
         """Compute this rank's part of a step that rank 0 sent."""
-        self.committed.after_step(self._last_step_seconds)
+        self.page_committer.commit_after_step(self._last_step_seconds)
         if message.sampled and self._followed is not None:
-            self.input_batch.keep(self._followed, np.array(message.sampled, dtype=np.int64))
+            self.input_batch.store_tokens(self._followed, np.array(message.sampled, dtype=np.int64))
         self._followed = None
         batch = rank_batch(message, self.config.kv_cache_block_size)
         self._chooses_by_shard = message.is_greedy
@@ -235,7 +237,7 @@ class ModelRunner:
         # Other ranks are not notified between steps.
         if self.graphs is not None and self.parallel.size == 1 and self.graphs.capture_next():
             return True
-        return self.committed.at_rest()
+        return self.page_committer.commit_idle()
 
     def _count_step(self) -> None:
         """Of several ranks, each counts as a step begins, see `prepare_model`."""
@@ -272,13 +274,13 @@ class ModelRunner:
         if self.graphs is not None and self.parallel.size > 1 and not is_dummy:
             # All ranks count each step that rank 0 sends, whatever becomes of it, and so capture at the same time.
             self.graphs.count_step()
-        inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.alike)
+        inputs = self.input_batch.step_inputs(batch, None if self.graphs is None else self.graphs.uniform_rows)
         highest_block = int(inputs.slot_mapping.max()) // self.config.kv_cache_block_size
-        if highest_block != self.spare_block:
-            self.committed.use(highest_block)
+        if highest_block != self.padding_block:
+            self.page_committer.use(highest_block)
         size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
-        place = Place(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
+        place = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, place, size)
 
     def run_model(
@@ -326,7 +328,7 @@ class ModelRunner:
     def finish(self, batch: ScheduledBatch, inputs: StepInputs, sampled: SampledTokens) -> ScheduledBatchOutput:
         """Keep a step's tokens for the next one, and report them by sequence."""
         sampled = mark_unusable(sampled, inputs)
-        self.input_batch.keep(inputs, sampled.token_ids)
+        self.input_batch.store_tokens(inputs, sampled.token_ids)
         if self._ranks is not None:
             self._ranks.end(sampled.token_ids.tolist())
         return output_of(batch, inputs, sampled, self.dtype)

@@ -6,7 +6,7 @@ its size -> construct the runner -> warm up. Rank 0 then begins to send steps, a
 
 from collections.abc import Callable
 
-from engine.runner.device import TorchDeviceMemory
+from engine.runner.device import DeviceMemory
 from engine.runner.kernel_checks import check_kernels
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import KVCacheSize, cpu_budget, gpu_budget, kv_cache_size
@@ -50,7 +50,7 @@ def measure_kv_cache(loaded: LoadedModel) -> KVCacheSize:
             if loaded.device.type == "cpu"
             else gpu_budget(
                 config,
-                TorchDeviceMemory(loaded.device),
+                DeviceMemory(loaded.device),
                 lambda num_seqs: run_worst_case(loaded, num_seqs),
                 agree=lambda is_so: loaded.parallel.all_agree(is_so, loaded.device),
                 **sizes,

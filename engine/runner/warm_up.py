@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch, StepOutOfMemory
-from engine.runner.device import at_start, in_step
+from engine.runner.device import oom_at_start, oom_in_step
 from engine.runner.device_batch import DeviceInputs
 from engine.sequence import Sequence as EngineSequence
 from engine.speculative.drafts import most_rows
@@ -65,7 +65,7 @@ def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], paralle
     for step in warm_up_steps(sizes):
         num_steps += 1
         try:
-            with in_step(), nullcontext() if is_in_lockstep else parallel.without_collectives():
+            with oom_in_step(), nullcontext() if is_in_lockstep else parallel.without_collectives():
                 run(step)
         except StepOutOfMemory as error:
             if is_in_lockstep:
@@ -91,7 +91,9 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     length, longer = divmod(num_tokens, num_rows)
     lengths = [length + 1] * longer + [length] * (num_rows - longer)
     rows = [WarmUpRow(min(each, sizes.max_model_len), min(each, sizes.max_model_len)) for each in lengths]
-    with at_start(f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"):
+    with oom_at_start(
+        f"a step of max_num_batched_tokens {num_tokens}, beside the model,", "lower max_num_batched_tokens"
+    ):
         run(WarmUpStep(rows))
         if sizes.num_drafts:
             # It chooses more tokens than there are rows, and beside it prompts may end.

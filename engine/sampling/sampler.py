@@ -30,12 +30,12 @@ _NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A token for each of N positions, one a row unless it verifies drafts; except those `broken` or `refused`."""
+    """A token for each of N positions, one a row unless it verifies drafts; except those `non_finite` or `refused`."""
 
     token_ids: npt.NDArray[np.int64]  # [N]
     logprobs: dict[int, TokenLogprobs]
     """By row, for those that asked."""
-    broken: list[int]
+    non_finite: list[int]
     """Rows whose logits have no finite maximum."""
     refused: dict[int, str]
     """Rows whose request leaves no token to sample, and why, as a sentence."""
@@ -73,15 +73,15 @@ class LaunchedTokens:
         tokens, peak_words = words.numpy()
         token_ids, peaks = tokens[:num_rows].copy(), peak_words.view(np.float32)[:num_rows]
         # A NaN counts as a row's maximum, so the maximum shows every value that would spoil the row.
-        broken = np.flatnonzero(~np.isfinite(peaks)).tolist()
-        refused = self.refused | _without_a_token(broken, peaks, self.rows) if broken else self.refused
+        non_finite = np.flatnonzero(~np.isfinite(peaks)).tolist()
+        refused = self.refused | _without_a_token(non_finite, peaks, self.rows) if non_finite else self.refused
         found: dict[int, TokenLogprobs] = {}
         if logprobs is not None and self.rows.num_logprobs:
             asked = self.rows.num_logprobs
             found = dict(zip(asked, unpack_logprobs(logprobs, list(asked.values())), strict=True))
-            for row in (*broken, *refused):
+            for row in (*non_finite, *refused):
                 found.pop(row, None)
-        return SampledTokens(token_ids, found, [row for row in broken if row not in refused], refused)
+        return SampledTokens(token_ids, found, [row for row in non_finite if row not in refused], refused)
 
 
 class Sampler:
@@ -166,14 +166,14 @@ def _on_host(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
     return [torch.from_numpy(array) for array in arrays]
 
 
-def _without_a_token(broken: list[int], peaks: npt.NDArray[np.float32], rows: SamplingRows) -> dict[int, str]:
+def _without_a_token(non_finite: list[int], peaks: npt.NDArray[np.float32], rows: SamplingRows) -> dict[int, str]:
     """Rows that have no maximum because their request forbids every token, and the fields that do. # peaks [N]"""
     refused = {}
     masked = {each.row: each for each in rows.masked or ()}
     forbidding = set[int]()
     if rows.bias is not None:
         forbidding.update(rows.bias.rows[np.isneginf(rows.bias.values)].tolist())
-    for row in broken:
+    for row in non_finite:
         fields = masked[row].fields if row in masked else []
         if row in forbidding:
             fields = [*fields, "bad_words or min_tokens"]

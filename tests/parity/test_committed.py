@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.runner import kv_cache as committed
-from engine.runner.device import zeros
-from engine.runner.kv_cache import RESERVE, CommittedBlocks
+from engine.runner.kv_cache import RESERVE, PageCommitter, zeros
 from models.ops.memory import HUGE_PAGE
 
 BLOCKS = 64
@@ -32,39 +31,39 @@ def resident(pool: torch.Tensor) -> int:
 
 
 def test_pages_are_committed_a_little_ahead_of_use_and_no_further(pools: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(pools, THREADS)
-    while blocks.at_rest():
+    blocks = PageCommitter(pools, THREADS)
+    while blocks.commit_idle():
         pass
     assert [resident(pool) for pool in pools] == [AHEAD // 2 * HUGE_PAGE] * 2
 
 
 def test_at_the_start_and_under_load_less_is_committed(pools: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(pools, THREADS)
-    blocks.at_start()
+    blocks = PageCommitter(pools, THREADS)
+    blocks.commit_initial()
     assert [resident(pool) for pool in pools] == [AHEAD // 8 * HUGE_PAGE] * 2
     assert not blocks.is_behind
     blocks.use(BLOCKS // 32 - 1)
     assert blocks.is_behind
     for _ in range(1000):
-        blocks.after_step(0.1)
+        blocks.commit_after_step(0.1)
     assert [resident(pool) for pool in pools] == [(AHEAD // 8 + PAGES // 32) * HUGE_PAGE] * 2
 
 
 def test_blocks_that_are_used_before_they_are_committed_are_committed_at_once(pools: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(pools, THREADS)
+    blocks = PageCommitter(pools, THREADS)
     blocks.use(BLOCKS // 8 - 1)
     assert [resident(pool) for pool in pools] == [PAGES // 8 * HUGE_PAGE] * 2
 
 
 def test_the_whole_cache_is_the_most(pools: list[torch.Tensor]) -> None:
-    blocks = CommittedBlocks(pools, THREADS)
+    blocks = PageCommitter(pools, THREADS)
     blocks.use(BLOCKS - 1)
     assert not blocks.is_behind
-    assert not blocks.at_rest()
+    assert not blocks.commit_idle()
 
 
 def test_without_a_cache_there_is_nothing_to_commit() -> None:
-    assert not CommittedBlocks([], THREADS).is_behind
+    assert not PageCommitter([], THREADS).is_behind
 
 
 @pytest.mark.parametrize(
@@ -77,10 +76,10 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_off_by_later_steps(
     page_seconds, steps = 0.07, 100
     times = iter(range(10_000))
     monkeypatch.setattr(committed, "time", SimpleNamespace(perf_counter=lambda: page_seconds * next(times)))
-    blocks = CommittedBlocks(pools, THREADS)
+    blocks = PageCommitter(pools, THREADS)
     counts = [0]
     monkeypatch.setattr(blocks, "_commit_some", lambda reserve: counts.append(counts.pop() + 1))
-    by_step = [(blocks.after_step(step_seconds), counts[0])[1] for _ in range(steps)]
+    by_step = [(blocks.commit_after_step(step_seconds), counts[0])[1] for _ in range(steps)]
     assert by_step[0] == 1
     assert by_step[1] == 1, "one at a time"
     assert steps * allowed - page_seconds <= by_step[-1] * page_seconds <= steps * allowed + page_seconds

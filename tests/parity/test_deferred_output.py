@@ -170,8 +170,8 @@ def test_operations_for_any_device_choose_the_cpus_tokens(vocab_size: int, monke
     device = DelayedDevice()
     monkeypatch.setattr(sampler, "ops_for", lambda _: TorchOps())
     found = read(Sampler().launch(logits.clone(), rows, Uploads(device).send), Downloads(device))
-    assert found.broken == expected.broken == [7, 9]
-    usable = [row for row in range(num_rows) if row not in found.broken]
+    assert found.non_finite == expected.non_finite == [7, 9]
+    usable = [row for row in range(num_rows) if row not in found.non_finite]
     assert found.token_ids[usable].tolist() == expected.token_ids[usable].tolist()
     assert found.logprobs.keys() == expected.logprobs.keys() == {3, 8}
     for row, told in found.logprobs.items():

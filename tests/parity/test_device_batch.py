@@ -10,7 +10,7 @@ import torch
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device import HostDevice, Uploads
-from engine.runner.device_batch import DeviceBatch, ResidentTables
+from engine.runner.device_batch import DeviceBatch, DeviceBlockTables
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -90,7 +90,7 @@ def test_a_decode_is_one_copy_whose_bytes_do_not_grow_with_the_context(checkpoin
 def test_entries_named_twice_and_spare_rows_are_as_on_the_host() -> None:
     device = DelayedDevice()
     uploads = Uploads(device)
-    tables = ResidentTables(3, 4, 77, device.torch_device)
+    tables = DeviceBlockTables(3, 4, 77, device.torch_device)
     upload = uploads.begin()
     tables.send(np.array([4, 5, 4, 11]), np.array([8, 9, 8, 2], dtype=np.int32), upload.add)
     (slots,) = upload.add([np.array([1, 3, 2])])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.batch import StepOutOfMemory
-from engine.runner.device import at_start, in_step
+from engine.runner.device import oom_at_start, oom_in_step
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import run_worst_case
 from models.loading import loader
@@ -27,13 +27,13 @@ OUT_OF_MEMORY = (
 def test_what_does_not_fit_at_start_is_a_sentence_with_what_is_missing_and_what_helps() -> None:
     with (
         pytest.raises(ValueError, match=r"^the model does not fit the GPU: 2\.50 GiB more were asked for, and 1\.25 "),
-        at_start("the model", "serve a smaller one"),
+        oom_at_start("the model", "serve a smaller one"),
     ):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
 def test_words_of_torch_that_are_not_known_are_told_as_they_are() -> None:
-    with pytest.raises(StepOutOfMemory, match="ran out of memory: HIP error"), in_step():
+    with pytest.raises(StepOutOfMemory, match="ran out of memory: HIP error"), oom_in_step():
         raise torch.OutOfMemoryError("HIP error:\n  something")
 
 

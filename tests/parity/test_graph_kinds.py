@@ -17,7 +17,7 @@ from engine.distributed.rank_steps import decode_step, encode_step
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
 from engine.runner.device import Graph, HostDevice
-from engine.runner.device_batch import DeviceBatch, DeviceInputs, Place
+from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceInputs
 from engine.runner.graphs import GraphRunner, GraphShape
 from engine.runner.input_batch import InputBatch, StepInputs
 from engine.runner.kv_cache import LayerCaches
@@ -247,7 +247,7 @@ def test_rows_of_a_token_and_its_drafts_are_replayed(
     runner = rebuilt(runner, device, NUM_BLOCKS + 1)
     # Slots 0 to 2, and their blocks, stay written.
     waiting(runner, sequences(max_tokens=(1, 1, 1)))
-    shape = GraphShape(block_size=16, max_blocks=16, spare_block=NUM_BLOCKS, spare_slot=64, query_len=3)
+    shape = GraphShape(block_size=16, max_blocks=16, padding_block=NUM_BLOCKS, padding_slot=64, query_len=3)
     graphs = GraphRunner(device, runner.backend, runner.model, (4,), shape)
     assert not graphs.capture_next()
     device.num_replayed = 0  # What tried the graph does not count.
@@ -271,7 +271,7 @@ def test_drafts_on_recurrent_states_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"num_speculative_tokens is 3, but Qwen3Next\w+ keeps recurrent states, which"
     ):
         runner_for(path, speculative_config={"num_speculative_tokens": 3})
-    shape = {"block_size": 16, "max_blocks": 4, "spare_block": 9, "spare_slot": 9}
+    shape = {"block_size": 16, "max_blocks": 4, "padding_block": 9, "padding_slot": 9}
     assert GraphShape(**shape, have_states=True).query_len == 1
     with pytest.raises(ValueError, match=r"to verify 2 drafts, but the model's recurrent states cannot take back"):
         GraphShape(**shape, have_states=True, query_len=3)
@@ -302,8 +302,8 @@ def test_a_token_that_nobody_has_read_comes_before_the_drafts_of_its_row(kind: t
     assert inputs.query_len == inputs.num_decodes == 3
     on_device = DeviceBatch(device, 4)
     on_device.last_tokens[:] = torch.tensor([70, 71, 72, 73, 0])
-    place = Place(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)
-    shape = GraphShape(block_size=16, max_blocks=4, spare_block=9, spare_slot=4, query_len=3)
+    place = AttentionTarget(CapturedTorchBackend(), None, have_states=False, graphs_take_adapters=False)
+    shape = GraphShape(block_size=16, max_blocks=4, padding_block=9, padding_slot=4, query_len=3)
     padded = GraphRunner(device, CapturingBackend(), torch.add, (4,), shape).pad(inputs, 4)
     known = seqs[1].token_ids[-1]
     for step, size, more in ((inputs, 0, []), (padded, 4, [0, 0, 0])):
@@ -332,8 +332,8 @@ def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], leng
         sampled_rows=none,
         sampled_slots=none,
         last_tokens=none,
-        unread_rows=none,
-        unread_tokens=none,
+        pending_rows=none,
+        pending_tokens=none,
         sampling=batch._sampling.rows(none, none, batch._tokens),
         adapters=None,
         query_len=length,
@@ -341,5 +341,5 @@ def drafts(runner: ModelRunner, slots: np.ndarray[Any, np.dtype[np.int64]], leng
 
 
 def assembled(runner: ModelRunner, inputs: StepInputs, size: int) -> DeviceInputs:
-    place = Place(runner.backend, runner.tables, have_states=False, graphs_take_adapters=False)
+    place = AttentionTarget(runner.backend, runner.tables, have_states=False, graphs_take_adapters=False)
     return runner.device_batch.assemble(inputs, runner.input_batch.table_changes, place, size)

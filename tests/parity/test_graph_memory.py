@@ -91,7 +91,7 @@ def test_a_shortage_is_told_with_its_figures() -> None:
     memory.run(100 * MIB)
     room.begin()
     memory.run(69 * MIB)
-    assert room.shortage() == "it may take 0.07 GiB, and of 0.41 GiB that are free steps need 0.35 GiB"
+    assert room.shortage() == "it may take 0.07 GiB, and steps need 0.35 GiB of the 0.41 GiB that are free"
 
 
 def test_sizes_that_would_take_from_steps_run_eagerly(

@@ -186,7 +186,7 @@ def test_replicas_that_exchange_tokens_have_a_spare_block_and_no_graphs(checkpoi
     experts = ExpertParallel(0, 2, Others())  # type: ignore[arg-type]
     runner = rebuilt(runner, parallel=TensorParallel(experts=experts))
     assert runner.graphs is None
-    assert runner.spare_block == NUM_BLOCKS
+    assert runner.padding_block == NUM_BLOCKS
 
 
 def test_sizes_by_default_are_small_ones_and_every_sixteenth() -> None:
@@ -228,5 +228,5 @@ def test_graphs_whose_replays_are_not_the_pass_are_dropped(
     assert runner.graphs is not None
     assert not runner.graphs.capture_next()
     assert runner.graphs.captured_sizes == []
-    assert any("a graph of 4 rows replays other numbers than the pass" in message for message in caplog.messages)
+    assert any("a graph of 4 rows does not reproduce the pass" in message for message in caplog.messages)
     assert answers(waiting(runner, sequences(prompts[:6]))) == expected

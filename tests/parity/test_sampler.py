@@ -268,7 +268,7 @@ def test_a_tiny_temperature_is_greedy_and_not_a_number_nowhere(temperature: floa
         found = sample(
             [sequence(SamplingParams(temperature=temperature, **filters), [0])], np.array([[1e30, -3e38, 2e30]])
         )
-        assert (found.token_ids.tolist(), found.broken) == ([2], [])
+        assert (found.token_ids.tolist(), found.non_finite) == ([2], [])
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}])
@@ -356,13 +356,13 @@ def test_a_row_with_broken_logits_is_named_and_its_neighbours_are_served(params:
     intact = sample(seqs, logits).token_ids
     logits[1, 333] = value
     found = sample(seqs, logits)
-    assert found.broken == [1]
+    assert found.non_finite == [1]
     assert 1 not in found.logprobs
     assert found.token_ids[[0, 2]].tolist() == intact[[0, 2]].tolist()
 
 
 def test_a_row_without_any_possible_token_is_named():
-    assert sample([sequence(SamplingParams(), [0])], np.full((1, 20), -math.inf)).broken == [0]
+    assert sample([sequence(SamplingParams(), [0])], np.full((1, 20), -math.inf)).non_finite == [0]
 
 
 def test_a_rank_among_all_tokens_is_that_of_the_likeliest_in_order():

@@ -128,7 +128,7 @@ def test_a_prompt_is_no_beginning_of_a_bad_word(logits: np.ndarray) -> None:
 def test_a_request_that_forbids_every_token_is_refused_by_name(seq: Sequence, named: list[str], logits) -> None:
     sampled = sample([sequence(), seq, sequence()], logits[:3])
     assert list(sampled.refused) == [1]
-    assert not sampled.broken
+    assert not sampled.non_finite
     assert all(field in sampled.refused[1] for field in named)
     free = sample([sequence()] * 3, logits[:3])
     assert sampled.token_ids[[0, 2]].tolist() == free.token_ids[[0, 2]].tolist()
@@ -143,7 +143,7 @@ def test_a_grammar_that_failed_refuses_its_row_with_its_reason(logits: np.ndarra
 def test_logits_that_are_not_finite_are_the_model_s_fault_beside_a_mask_too(logits: np.ndarray) -> None:
     logits[0] = np.nan
     sampled = sample([sequence(Fixed(1, 2)), sequence()], logits[:2])
-    assert sampled.broken == [0]
+    assert sampled.non_finite == [0]
     assert not sampled.refused
 
 

@@ -151,8 +151,8 @@ def test_rows_that_verify_drafts_are_replayed(
     runner = rebuilt(runner, device, NUM_BLOCKS)
     graphs = runner.graphs
     assert graphs is not None
-    assert graphs.alike is not None
-    assert graphs.alike.query_len == 1 + K
+    assert graphs.uniform_rows is not None
+    assert graphs.uniform_rows.query_len == 1 + K
     while graphs.capture_next():
         pass
     device.num_replayed, eager = 0, 0

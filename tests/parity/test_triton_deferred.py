@@ -48,9 +48,9 @@ def by_torch_and_ahead(logits: torch.Tensor, rows: SamplingRows) -> tuple[Sample
 
 def assert_same(expected: SampledTokens, found: SampledTokens) -> None:
     """Tokens, log probabilities, and of which rows there are none."""
-    assert found.broken == expected.broken
+    assert found.non_finite == expected.non_finite
     assert found.refused == expected.refused
-    usable = [row for row in range(len(expected.token_ids)) if row not in (*expected.broken, *expected.refused)]
+    usable = [row for row in range(len(expected.token_ids)) if row not in (*expected.non_finite, *expected.refused)]
     assert found.token_ids[usable].tolist() == expected.token_ids[usable].tolist()
     assert list(found.logprobs) == list(expected.logprobs)
     for row, one in expected.logprobs.items():
@@ -113,7 +113,7 @@ def test_rows_that_are_broken_or_leave_no_token_are_told_of_and_no_others(most: 
     )
     expected, found = by_torch_and_ahead(logits, rows)
     assert_same(expected, found)
-    assert found.broken == [1, 7, 8]
+    assert found.non_finite == [1, 7, 8]
     assert list(found.refused) == [5]
     assert list(found.logprobs) == [0, 9]
 

@@ -126,11 +126,11 @@ def test_the_likeliest_is_the_first_of_equal_ones_and_broken_rows_are_told() -> 
     logits[4] = 0.0
     logits[4, :9] = -0.0
     by_kernels, by_torch = both(logits, SamplingRows())
-    assert by_kernels.broken == by_torch.broken == [1, 2, 3]
+    assert by_kernels.non_finite == by_torch.non_finite == [1, 2, 3]
     assert [by_kernels.token_ids[row] for row in (0, 4, 5)] == [by_torch.token_ids[row] for row in (0, 4, 5)]
     random = random_rows(6, 300, [request_key(seed) for seed in range(6)])
     by_kernels, by_torch = both(logits, SamplingRows(random=random))
-    assert by_kernels.broken == by_torch.broken == [1, 2, 3]
+    assert by_kernels.non_finite == by_torch.non_finite == [1, 2, 3]
     assert [by_kernels.token_ids[row] for row in (0, 4, 5)] == [by_torch.token_ids[row] for row in (0, 4, 5)]
 
 
@@ -180,7 +180,7 @@ def test_masked_rows_sample_what_is_allowed_and_exhausted_ones_are_refused(width
     assert by_kernels.token_ids[:3].tolist() == by_torch.token_ids[:3].tolist()
     assert by_kernels.refused == by_torch.refused
     assert list(by_kernels.refused) == [3]
-    assert by_kernels.broken == by_torch.broken == []
+    assert by_kernels.non_finite == by_torch.non_finite == []
 
 
 @pytest.mark.parametrize("most", [0, 3, 20, 40])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.runner.device import zeros
+from engine.runner.kv_cache import zeros
 from tests.parity.test_committed import resident
 
 CPU = torch.device("cpu")
