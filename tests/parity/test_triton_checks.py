@@ -230,7 +230,7 @@ def test_a_sound_model_runs_as_it_was_to(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.usefixtures("triton_backend")
-def test_failure_of_is_left_to_torch_and_answers_are_right(
+def test_what_is_wrong_is_left_to_torch_and_answers_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded(make_checkpoint(tmp_path, "qwen3"))
@@ -324,17 +324,17 @@ def test_weights_that_stay_quantised_become_dense_where_their_kernels_are_wrong(
 
 
 @pytest.mark.usefixtures("triton_backend")
-def test_failure_of_on_another_rank_is_left_to_torch_here_too(
+def test_what_is_wrong_on_another_rank_is_left_to_torch_here_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded(make_checkpoint(tmp_path, "qwen3"))
     asked: list[bool] = []
 
-    def agree(self: TensorParallel, is_so: bool, device: torch.device) -> bool:
+    def all_agree(self: TensorParallel, is_so: bool, device: torch.device) -> bool:
         asked.append(is_so)
         return is_so and len(asked) != 3
 
-    monkeypatch.setattr(TensorParallel, "agree", agree)
+    monkeypatch.setattr(TensorParallel, "all_agree", all_agree)
     only(monkeypatch, "norm")
     model = check_kernels(model)
     assert asked == [True] * 8  # Of each operator once, whatever the model uses.
