@@ -87,7 +87,7 @@ demo-model: $(VENV)/.installed ## Train the embedded model again (under 45 minut
 	@exec $(VENV)/bin/python -m tools.demo.train --out models/demo/checkpoint $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) .conformance .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .kernels.jsonl
+	rm -rf $(VENV) .conformance .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What pip compiles.

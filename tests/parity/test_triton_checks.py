@@ -261,7 +261,7 @@ def logits_of(model: LoadedModel) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("triton_backend")
-def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_failure_of(
+def test_an_operator_that_is_named_as_tritons_stays_and_a_warning_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded(make_checkpoint(tmp_path, "qwen3"), kernel_backend=("triton", "norm=triton"))
