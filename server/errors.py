@@ -215,7 +215,7 @@ def _as_api_error(request: Request, error: Exception) -> ApiError:
             headers["Allow"] = _allowed_methods(request)
         return RouteError(error.status_code, _route_sentence(request, error, headers), headers)
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError("the server failed on this request; its log says why")
+    return ApiError("the server failed on this request; its log has the reason")
 
 
 def _allowed_methods(request: Request) -> str:

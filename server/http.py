@@ -122,7 +122,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Ends when the engine is gone; at a signal once the live requests have ended, at a second one now."""
+    """Ends when the engine has failed; after a signal, with the last live request; after a second one, at once."""
 
     def __init__(self, settings: uvicorn.Config, frontend: Frontend, drain_timeout: float) -> None:
         super().__init__(settings)

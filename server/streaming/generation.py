@@ -239,17 +239,17 @@ def _mean_logprob(state: RequestState) -> float:
 async def _unless_disconnected(http: Request, results: WholeResult) -> None:
     """Wait for `results`. Raises `ClientDisconnect` if the client disconnects first."""
     answered = asyncio.ensure_future(results.wait())
-    gone = asyncio.ensure_future(_disconnected(http))
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(http))
     try:
-        await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answered, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
             raise ClientDisconnect
         answered.result()
     finally:
         answered.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
-async def _disconnected(http: Request) -> None:
+async def _wait_for_disconnect(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -246,7 +246,7 @@ class DeltaStream:
 
 
 def _size(delta: RequestDelta) -> int:
-    """Approximate memory of a delta in bytes, without a prompt's log probabilities, which come only once."""
+    """Approximate memory of a delta in bytes, without a prompt's log probabilities, which arrive once."""
     size = _DELTA_BYTES + sys.getsizeof(delta.text)
     if delta.logprobs:
         size += len(delta.logprobs) * (_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(delta.logprobs[0].top_ids))

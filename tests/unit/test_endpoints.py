@@ -1,0 +1,72 @@
+"""An endpoint family of another package: served, described, counted among the probes, after one registration."""
+
+import logging
+
+import httpx
+import pytest
+from fastapi import Request, Response
+
+from engine.config.config import Config
+from server.app import create_app
+from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
+from server.schemas.body import RequestModel, as_json, read_request
+from server.schemas.models import Version
+
+
+class EchoRequest(RequestModel):
+    """Body of `POST /v1/echo`."""
+
+    text: str
+    """What to answer."""
+
+
+class LoadingCore:
+    """A core that never becomes ready."""
+
+    ready = None
+    failure = None
+    serving: tuple[int, ...] = ()
+
+
+@pytest.fixture
+def http(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
+    all_endpoints()  # imports every family, which registers it
+    monkeypatch.setattr(ENDPOINTS, "_registered", dict(ENDPOINTS._registered))
+    endpoints = ENDPOINTS.register("echo")(EndpointFamily())
+
+    @endpoints.post("/v1/echo", Version, request=EchoRequest, example={"text": "hi"})
+    async def echo(http: Request) -> Response:
+        """Answer with the text."""
+        request = await read_request(http, EchoRequest, Config().server_config)
+        return as_json(Version(request.text))
+
+    @endpoints.get("/v1/echoes", "text/plain", is_probe=True)
+    async def echoes() -> Response:
+        """Nothing."""
+        return Response()
+
+    app = create_app(Config(), LoadingCore())  # type: ignore[arg-type]
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kaon")
+
+
+async def test_it_is_served_and_its_body_is_validated(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/v1/echo", json={"text": "a"})).json() == {"version": "a"}
+    refused = await http.post("/v1/echo", json={"text": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text")
+    assert (await http.get("/v1/echo")).headers["allow"] == "POST"
+
+
+async def test_it_is_described_to_programs_and_to_people(http: httpx.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    assert document["paths"]["/v1/echo"]["post"]["description"] == "Answer with the text."
+    schema = document["components"]["schemas"]["EchoRequest"]
+    assert (schema["examples"], schema["required"]) == ([{"text": "hi"}], ["text"])
+    assert "/v1/echo" in (await http.get("/docs")).text
+
+
+async def test_its_probes_are_answered_to_head_and_logged_at_debug(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
+    assert (await http.head("/v1/echoes")).status_code == 200
+    assert caplog.records == []
