@@ -16,17 +16,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_id: int
     logprob: float
     top_ids: list[int] = []
-    """The likeliest tokens, likeliest first; as many as the request asked for."""
+    """The top-k tokens in descending order; k is what the request asked for."""
     top_logprobs: list[float] = []
     rank: int = 0
-    """The token's place among all by likelihood, from 1; 0: unknown."""
+    """The token's rank by probability, from 1; 0: unknown."""
 
 
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
-    """What one engine step brought one request. The last one of a request has `finished` set.
+    """The tokens that one engine step sampled for one request. A request's last output has `finished` set.
 
-    `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `grammar` (nothing may
-    follow), `abort` or `error` (then `error` says why); `openai_finish_reason` translates.
+    `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `grammar` (no token may
+    follow), `abort` or `error` (then `error` has the reason); `openai_finish_reason` translates it.
     """
 
     request_id: int
@@ -40,9 +40,9 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens behind the first; on the first output of a request that asked for them."""
+    """Of the prompt's tokens after the first; on the first output of a request that asked for them."""
     bad_request: bool = False
-    """With `error`: the request asked for what cannot be; nothing is wrong with the engine."""
+    """With `error`: the request is at fault, not the engine."""
     is_poison: bool = False
     """With `error`: computing the request broke the engine, and would again."""
     time: float | None = None
@@ -53,7 +53,7 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
 def terminal_output(
     request_id: int, reason: str, error: str | None = None, *, bad_request: bool = False, is_poison: bool = False
 ) -> RequestOutput:
-    """The last output of a request that ends without another token; `error` is the sentence its client gets."""
+    """The last output of a request that ends without another token; `error` is the sentence that its client gets."""
     return RequestOutput(
         request_id,
         [],
@@ -75,7 +75,7 @@ def openai_finish_reason(leave_reason: str | None) -> str | None:
 
 
 class AddRequest(msgspec.Struct, tag="add"):
-    """One sequence to run. Ids are unique for the life of a core and chosen by the front end."""
+    """One sequence to run. The front end chooses its id, which is unique in the life of a core."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -87,28 +87,28 @@ class AddRequest(msgspec.Struct, tag="add"):
     adapter: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of a LoRA adapter, from 1 in the order of `Config.lora`; 0: the base model alone."""
     resumed_token_ids: list[int] = []
-    """Tokens that the sequence generated before, in a core that is gone; it goes on behind them."""
+    """Tokens that the sequence generated in a core that died; it continues after them."""
     suspect: bool = False
-    """It was in the step in which the last core died: its first step is computed apart from all others."""
+    """It was in the step in which the last core died: it is computed alone in its first step."""
     sent_time: float = 0.0
     """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
-    """Stop these sequences and free their blocks. Unknown or finished ids are ignored."""
+    """End these sequences and free their blocks. Unknown or finished ids are ignored."""
 
     request_ids: list[int]
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Abort what runs, answer `Stopped`, and exit."""
+    """Abort all sequences, answer `Stopped`, and exit."""
 
 
 Inbound: TypeAlias = AddRequest | AbortRequests | Shutdown
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the front end needs to know of the loaded model."""
+    """Properties of the loaded model that the front end needs."""
 
     architecture: str
     dtype: str
@@ -121,9 +121,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     block_size: int
     num_kvcache_blocks: int
     own_cpus: list[int] = []
-    """CPUs that the engine keeps for itself; none where it shares them all."""
+    """CPUs that the engine reserves; none where it shares all of them."""
     shares_prefixes: bool = True
-    """Whether requests that begin alike share blocks."""
+    """Whether requests with equal prefixes share blocks."""
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -135,10 +135,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The core cannot go on; `error` is a sentence for a person. `usage` marks the user's mistake, not a fault.
+    """The core cannot continue; `error` is a sentence for a person. `usage` marks a mistake of the user, not a fault.
 
-    `killed`: whether a rank of it was, by another process. `collateral`: it ends since another replica has, with which
-    it computes in lockstep, and none of its requests is to blame.
+    `killed`: another process killed one of its ranks. `collateral`: it ends because another replica did with which it
+    computes in lockstep, and none of its requests is the cause.
     """
 
     error: str
@@ -158,26 +158,26 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_hit_tokens: int
     preemptions: int
     prefill_tokens: int
-    """Prompt tokens computed, prefix hits left out."""
+    """Prompt tokens computed, without prefix hits."""
     step_kind: str
-    """`prefill`, `decode` or `mixed`; what the step just run was."""
+    """Kind of the step just read: `prefill`, `decode`, `mixed`, or `idle` for a message without a step."""
     step_seconds: float
-    """Duration of the step just run: schedule, forward and postprocess."""
+    """Duration of the step just read, from its launch, or the end of the step before it, until it was read."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag="step"):
-    """Everything one engine step has to tell."""
+    """All outputs of one engine step."""
 
     outputs: list[RequestOutput]
     stats: SchedulerStats | None = None
     replica: int = 0
-    """Which one it comes from; filled in by the front end."""
+    """The replica that it comes from; filled in by the front end."""
 
 
 class Stopped(msgspec.Struct, tag="stopped"):
-    """The core has ended everything it ran and exits."""
+    """The core has aborted all sequences and exits."""
 
 
 Outbound: TypeAlias = Ready | Failed | StepOutputs | Stopped

@@ -5,7 +5,7 @@ import math
 import msgspec
 
 MAX_LOGPROBS = 20
-"""Most alternatives a request may ask log probabilities of (OpenAI's limit)."""
+"""Most alternatives of a token whose log probabilities a request may ask for (OpenAI's limit)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -21,19 +21,19 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_strings: list[str] | None = None
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    """Keep the k tokens of highest probability; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest."""
+    """Drop tokens whose probability is below this share of the highest."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    """Keys the counter-based generator with the position; none: the engine picks one."""
+    """Key of the counter-based random generator, together with the position; None: the engine picks one."""
     logprobs: int | None = None
-    """Report the chosen token's log probability and this many alternatives'."""
+    """Report the log probabilities of the sampled token and of this many alternatives."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens, behind the first one."""
+    """The same for the prompt's tokens after the first."""
     min_tokens: int = 0
     """EOS and stop tokens are not sampled before this many tokens."""
     stop_token_ids: list[int] | None = None
@@ -77,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, without randomness."""
+        """Whether the argmax is taken, without randomness."""
         return self.temperature == 0.0
 
 

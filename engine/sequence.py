@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """State in a sequence's life."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -25,7 +25,7 @@ class SequenceStatus(Enum):
 
 
 class SequenceType(Enum):
-    """What a sequence does in the current step (a step, not a life: a preempted one prefills again)."""
+    """What a sequence computes in the current step; a preempted one prefills again."""
 
     DUMMY = auto()
     PREFILL = auto()
@@ -38,10 +38,10 @@ DEFAULT_SAMPLING_PARAMS = SamplingParams()
 class Sequence:
     """A request's state in the core.
 
-    Two counts rule it: `num_tokens`, the tokens known (plus `num_placeholder`, sampled but not read back yet), and
-    `num_computed_tokens`, the tokens whose KV is in `block_table`'s blocks or will be once the scheduled steps have
-    run. `token_ids` only ever grows, and `block_table` grows or is replaced, never cleared in place: a
-    `ScheduledBatch` may keep a reference and a length instead of a copy.
+    Two counts determine what a step computes: `num_tokens`, the known tokens plus `num_placeholder`, those sampled but
+    not read yet; and `num_computed_tokens`, the tokens whose KV is in the blocks of `block_table`, or will be once the
+    scheduled steps have run. `token_ids` only grows, and `block_table` grows or is replaced, never cleared in place: a
+    `ScheduledBatch` may keep a reference and a length instead of a copy. See docs/specification.md#sequence.
     """
 
     _ids = itertools.count()
@@ -75,19 +75,19 @@ class Sequence:
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
         self.num_released_blocks = 0
-        """Leading entries of the block table whose blocks were given back: no later token sees them."""
+        """Leading entries of the block table whose blocks were released, because no later token sees them."""
         self.block_hashes: list[int] = []
-        """Chain of digests of the leading full blocks, extended as blocks fill and never recomputed."""
+        """Chained digests of the leading full blocks, extended as blocks fill and never recomputed."""
         self.num_published_blocks = 0
         self.published_uid = -1
-        """Where the block manager goes on publishing this sequence's chain."""
+        """Number of published blocks and uid of the last one, from which the block manager publishes the next."""
         self.adapter = adapter
-        """Number of the LoRA adapter it is computed with, 0: the base model alone."""
+        """Number of its LoRA adapter; 0: the base model alone."""
         self.cache_salt = chain_salt(cache_salt, adapter)
-        """Start of its prefix-hash chain: the caller's salt and the adapter together."""
+        """Start of its prefix-hash chain, made of the caller's salt and the adapter."""
         self.priority = priority
         self.slot = -1
-        """Row in the scheduler's and the worker's columns while running, else -1."""
+        """Its row in the worker while it runs, else -1."""
 
         self.is_suspect = is_suspect
         """Whether a core died in a step that computed it: it is computed alone in its next step."""
@@ -100,22 +100,22 @@ class Sequence:
         self.stop_strings = sampling_params.stop_strings
         self.stop_token_sequences = stop_token_sequences or sampling_params.stop_token_sequences or []
         self.end_tokens: frozenset[int | None] = frozenset()
-        """Tokens that may end this sequence, and the length that does: `engine.core.scheduler` looks closely at these
-        only."""
+        """Tokens that may end this sequence; set by the scheduler, as `token_limit` is."""
         self.token_limit = 0
+        """Number of tokens, prompt included, at which it ends."""
         self.spec_token_ids: list[int] = []
         """Draft tokens for the next step."""
         self.matcher: Matcher | None = None
-        """Place in the request's grammar, behind the tokens generated so far; set before the sequence is queued."""
+        """State of the request's grammar after the tokens generated so far; set before the sequence is queued."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
-        """Of the prompt's tokens behind the first, as far as they are computed; None: not asked for, or told."""
+        """Those computed so far of the prompt's tokens after the first; None: not asked for, or sent."""
 
         self.sent_time = time.monotonic() if sent_time is None else sent_time
         self.arrive_time = time.time()
         self.schedule_time = 0.0
         """When a step of this sequence was first scheduled; 0 before."""
         self.first_token_time = self.arrive_time if len(self.token_ids) > len(token_ids) else 0.0
-        """When its first token was sampled; of a resumed one, which has told of it, its arrival. 0 before."""
+        """When its first token was read; the arrival of a resumed sequence, whose first token was sent; 0 before."""
         self.leave_time = 0.0
         self.leave_reason: str | None = None
 

@@ -1,16 +1,18 @@
-"""`Placement`: which replica computes a request. Asked by `CoreManager` where there are several.
+"""`Placement`: which replica computes a request. Used by `CoreManager` where there are several.
 
-No torch, no sockets: it knows what was sent where and what has come of it.
-
-The rule: a request goes where the least work lies before its first token and is made by it, in tokens to compute:
+It has no sockets: it knows which requests were sent to which replica, and their outputs. A request goes to the replica
+with the lowest cost, in tokens to compute:
 
     queued + 64 x live + uncached x (1 + fill)
 
-of a replica's `queued` prompt tokens, its `live` sequences, the prompt's tokens that are not in its prefix cache, and
-the share of that cache that is in use. So a cached prefix attracts by what it saves, and no more: as soon as the
-replica that has it is that much busier than another, the other one computes it once and has it too. Tokens that are
-new to a full cache push out as many, which somebody may have to compute again: they count twice there, so that the
-replicas' caches fill evenly instead of all with the same.
+of the replica's `queued` prompt tokens, its `live` sequences, the prompt's `uncached` tokens, which are not in the
+replica's prefix cache, and the share of that cache that is in use. So a cached prefix counts for the work that it
+saves and no more: once the replica that has it is busier than another by as much, the other one computes it once and
+has it too. Tokens that are new to a full cache evict as many others, which may have to be computed again: they count
+twice there, so that the replicas' caches do not all fill with the same prefixes.
+
+The first half is `PrefixIndex`: an estimate of what a replica's prefix cache holds, by digests of the prefixes that
+were sent there. A wrong estimate costs a worse placement, never a wrong answer.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,84 +23,77 @@ from typing import Self
 from engine.messages import AddRequest, RequestOutput
 from kvcache.hashing import chain_salt, compute_hash, first_parent
 
-# [prefix_index] What a replica's prefix cache is believed to hold: digests of the beginnings of what was sent there.
-#
-# No torch, no sockets. `engine.client.placement` asks; a wrong belief costs a worse placement, never a wrong answer.
-
 _FINE_TOKENS = 1024
-"""Up to here beginnings are told apart by the block; beyond, to a sixteenth of their length."""
+"""Prefixes up to this length are distinguished by the block; longer ones to a sixteenth of their length."""
 
 _COARSENESS = 16
 
 _MOST_HASHED = 32
-"""Tokens of a stretch that are hashed: of a longer one every so many-th, so that no prompt costs much to place."""
+"""Tokens of an interval that are hashed; a longer one is sampled evenly, so that no prompt is expensive to place."""
 
 _LEAST_BLOCK = 16
 
 
-def landmarks(block_size: int, longest: int) -> list[int]:
-    """The lengths at which beginnings are compared, in tokens, up to `longest`.
-
-    They lie denser than what is gained by knowing more exactly, and of 100,000 tokens there are about 140.
-    """
+def sample_boundaries(block_size: int, longest: int) -> list[int]:
+    """The prefix lengths that are compared, in tokens, up to `longest`: about 140 for 100,000 tokens."""
     unit = max(block_size, _LEAST_BLOCK)
     ends = [unit]
     while ends[-1] < longest:
-        stretch = 0 if ends[-1] < _FINE_TOKENS else ends[-1] // _COARSENESS
-        ends.append(ends[-1] + max(unit, stretch // unit * unit))
+        interval = 0 if ends[-1] < _FINE_TOKENS else ends[-1] // _COARSENESS
+        ends.append(ends[-1] + max(unit, interval // unit * unit))
     return ends
 
 
 class PrefixChain:
-    """Digests of a text's beginnings, one a landmark, each chained to the one before (`kvcache.hashing`)."""
+    """Digests of a text's prefixes, one a sample boundary, each chained to the one before (`kvcache.hashing`)."""
 
     __slots__ = ("_ends", "_parent", "digests")
 
     def __init__(self, ends: Sequence[int], salt: int | None) -> None:
-        """`ends` are the landmarks; `salt` is that of `kvcache.hashing.chain_salt`."""
+        """`ends` are the sample boundaries; `salt` is that of `kvcache.hashing.chain_salt`."""
         self._ends = ends
         self._parent = first_parent(salt)
         self.digests: list[int] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest beginning that it has a digest of."""
+        """Tokens of the longest prefix that has a digest."""
         return self._ends[len(self.digests) - 1] if self.digests else 0
 
     def copy(self) -> Self:
-        """Another, which goes on by itself."""
+        """An independent copy."""
         copy = type(self).__new__(type(self))
         copy._ends, copy._parent, copy.digests = self._ends, self._parent, self.digests.copy()
         return copy
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Hash on, with the tokens that follow the first `num_tokens`; what does not reach a landmark is left."""
+        """Hash the tokens that follow the first `num_tokens`; those after the last boundary are left out."""
         ends, parent, offset = self._ends, self._parent, self.num_tokens
         start = 0
         for end in ends[len(self.digests) : bisect_right(ends, offset + len(tokens))]:
             stop = end - offset
             if stop - start <= 2 * _MOST_HASHED:
-                stretch = tokens[start:stop]
+                interval = tokens[start:stop]
             else:
                 every = (stop - start) // _MOST_HASHED
-                stretch = tokens[start + every - 1 : stop : every]
-            parent = compute_hash(stretch, parent)
+                interval = tokens[start + every - 1 : stop : every]
+            parent = compute_hash(interval, parent)
             self.digests.append(parent)
             start = stop
         self._parent = parent
 
 
 class PrefixIndex:
-    """Of one replica: the beginnings that were used last, of as many tokens as its KV cache holds."""
+    """The most recently used prefixes of one replica, of as many tokens as its KV cache holds."""
 
     def __init__(self, ends: Sequence[int], capacity: int) -> None:
-        """`ends` are the landmarks, `capacity` the cache's size in tokens."""
+        """`ends` are the sample boundaries, `capacity` the cache's size in tokens."""
         self._ends = ends
         self._capacity = capacity
         self._digests: OrderedDict[int, int] = OrderedDict()
-        """Tokens of the stretch that ends there, the one that was used longest ago first.
+        """Number of tokens of the interval that ends at a digest, least recently used first.
 
-        A beginning is always younger than what goes on from it, so that it goes last, as in the cache itself.
+        A prefix is always more recent than its extensions, so that it is evicted last, as in the cache itself.
         """
         self._tokens = 0
 
@@ -108,37 +103,35 @@ class PrefixIndex:
         return self._tokens / self._capacity
 
     def cached_tokens(self, chain: PrefixChain) -> int:
-        """Tokens of the longest beginning of `chain`'s text that is here. Takes the logarithm of its length."""
+        """Tokens of the longest cached prefix of `chain`'s text, by bisection."""
         number = bisect_left(chain.digests, True, key=lambda digest: digest not in self._digests)
         return self._ends[number - 1] if number else 0
 
     def use(self, chain: PrefixChain) -> None:
-        """The replica computes `chain`'s text: its beginnings are here now, and others may have gone for them."""
+        """Add the prefixes of `chain`'s text, which the replica computes, and evict others for them."""
         digests, ends = self._digests, self._ends
         for number in range(len(chain.digests) - 1, -1, -1):
             digest = chain.digests[number]
             if digest in digests:
                 digests.move_to_end(digest)
                 continue
-            digests[digest] = stretch = ends[number] - (ends[number - 1] if number else 0)
-            self._tokens += stretch
+            digests[digest] = interval = ends[number] - (ends[number - 1] if number else 0)
+            self._tokens += interval
         while self._tokens > self._capacity:
             self._tokens -= digests.popitem(last=False)[1]
 
     def clear(self) -> None:
-        """The cache is gone."""
+        """Empty the index, because the core was restarted."""
         self._digests.clear()
         self._tokens = 0
 
 
 LIVE_TOKENS = 64
-"""Prompt tokens whose computing weighs as much as a sequence that generates.
-
-A step costs one like it little, but it stays for many."""
+"""Prompt tokens that cost as much as a sequence that generates, which costs little in each of many steps."""
 
 
-class _Placed:
-    """A live request, where it was sent."""
+class _LiveRequest:
+    """A live request, and the replica that it was sent to."""
 
     __slots__ = ("chain", "num_prompt_tokens", "paused", "prompt", "queued", "replica", "token_ids")
 
@@ -146,14 +139,14 @@ class _Placed:
         self.replica = replica
         self.prompt = request.prompt_token_ids
         self.queued = queued
-        """Tokens that must be computed before its next output; of a paused one: when it was paused."""
+        """Tokens that must be computed before its next output; for a paused request, when it was paused."""
         self.chain = chain
         self.token_ids: Sequence[int] = ()
         self.paused = False
 
 
 class _Load:
-    """What a replica has to do, and what its cache is believed to hold."""
+    """The work of a replica, and the estimate of what its cache holds."""
 
     def __init__(self, index: PrefixIndex | None) -> None:
         self.queued = 0
@@ -166,24 +159,24 @@ class _Load:
 
 
 class Placement:
-    """Where each live request is computed, from `place` to its last output."""
+    """The replica of each live request, from `place` to its last output."""
 
     def __init__(
         self, capacities: Sequence[int], block_size: int, max_model_len: int, *, by_prefix: bool, in_turn: bool = False
     ) -> None:
         """`capacities` are the sizes of the replicas' KV caches in tokens.
 
-        `by_prefix`: whether they share the beginnings of prompts. `in_turn`: each replica is as good as another.
+        `by_prefix`: their prefix caches count. `in_turn`: replicas are chosen in turn, whatever their work.
         """
-        self._ends = landmarks(block_size, max_model_len)
+        self._ends = sample_boundaries(block_size, max_model_len)
         self._by_prefix = by_prefix and not in_turn
         self._in_turn = in_turn
         self._loads = [_Load(PrefixIndex(self._ends, size) if self._by_prefix else None) for size in capacities]
-        self._placed: dict[int, _Placed] = {}
+        self._placed: dict[int, _LiveRequest] = {}
         self._next = 0
 
     def load(self, replica: int) -> int:
-        """What a replica has to do, in tokens."""
+        """The work of a replica, in tokens."""
         return self._loads[replica].tokens
 
     @property
@@ -209,7 +202,7 @@ class Placement:
         return chosen
 
     def move(self, requests: Sequence[AddRequest], among: Sequence[int]) -> dict[int, list[AddRequest]]:
-        """As `place`, for live requests whose replicas are away: what they have generated is computed anew as well."""
+        """As `place`, for live requests of unavailable replicas: their generated tokens are computed again too."""
         before = [self._placed.pop(request.request_id) for request in requests]
         for placed in before:
             if not placed.paused:
@@ -226,11 +219,11 @@ class Placement:
         return chosen
 
     def follow(self, request_id: int, token_ids: Sequence[int]) -> None:
-        """What a request has generated is in `token_ids`, which grows with its outputs."""
+        """Use `token_ids` as the generated tokens of a request; the list grows with its outputs."""
         self._placed[request_id].token_ids = token_ids
 
     def note(self, outputs: Iterable[RequestOutput]) -> None:
-        """A replica told of these."""
+        """Update the work of the replica that sent these outputs."""
         for output in outputs:
             placed = self._placed.get(output.request_id)
             if placed is None:
@@ -243,7 +236,7 @@ class Placement:
                 self._end(output)
 
     def pause(self, request_ids: Iterable[int]) -> None:
-        """These requests leave their replicas for a while."""
+        """Take paused requests out of the work of their replicas."""
         for placed in self._live(request_ids):
             if not placed.paused:
                 self._leave(placed)
@@ -251,7 +244,7 @@ class Placement:
                 self._remember(placed)
 
     def resume(self, request_ids: Iterable[int]) -> None:
-        """They come back to them, and are computed again as far as the cache has lost them."""
+        """Return paused requests to their replicas, where tokens that the cache has lost are computed again."""
         for placed in self._live(request_ids):
             if placed.paused:
                 placed.paused = False
@@ -261,7 +254,7 @@ class Placement:
                 load.queued += placed.queued
 
     def begin_again(self, replica: int) -> None:
-        """Another core takes the place of a replica's, without its cache: it computes again what is live there."""
+        """Note that a replica's core was restarted with an empty cache: it computes its live requests again."""
         load = self._loads[replica]
         if load.index is not None:
             load.index.clear()
@@ -283,7 +276,7 @@ class Placement:
         if self._by_prefix:
             chain = PrefixChain(self._ends, chain_salt(request.cache_salt, request.adapter))
             chain.extend(request.prompt_token_ids)
-        # Equals are taken in turn.
+        # Replicas of equal cost are chosen in turn.
         turn = self._next % len(among)
         candidates = [*among[turn:], *among[:turn]]
         self._next += 1
@@ -305,44 +298,44 @@ class Placement:
             load.index.use(chain)
         load.live += len(choices)
         for number, choice in enumerate(choices):
-            # The first one's blocks serve the others.
+            # The first choice's blocks are shared by the others.
             queued = 0 if number and chain is not None else uncached[replica]
             load.queued += queued
-            self._placed[choice.request_id] = _Placed(choice, replica, queued, chain)
+            self._placed[choice.request_id] = _LiveRequest(choice, replica, queued, chain)
         return replica
 
     def _end(self, output: RequestOutput) -> None:
-        """What a request has computed stays in the cache behind it."""
+        """Remove a finished request; its KV stays in the cache."""
         placed = self._placed.pop(output.request_id)
         if not placed.paused:
             self._leave(placed)
         self._remember(placed, output.output_tokens)
 
-    def _leave(self, placed: _Placed) -> None:
+    def _leave(self, placed: _LiveRequest) -> None:
         load = self._loads[placed.replica]
         load.live -= 1
         load.queued -= placed.queued
 
-    def _remember(self, placed: _Placed, last_tokens: Sequence[int] = ()) -> None:
-        """What a request has computed stays in the cache behind it; `last_tokens` are not in its `token_ids` yet."""
+    def _remember(self, placed: _LiveRequest, last_tokens: Sequence[int] = ()) -> None:
+        """Add a request's whole text to the index; `last_tokens` are not in its `token_ids` yet."""
         index = self._loads[placed.replica].index
         if index is not None and placed.chain is not None and (placed.token_ids or last_tokens):
             index.use(_whole_chain(placed, placed.chain, last_tokens))
 
-    def _lost(self, placed: _Placed) -> int:
-        """Tokens of a request that are not in its replica's cache."""
+    def _lost(self, placed: _LiveRequest) -> int:
+        """Number of a request's tokens that are not in its replica's cache."""
         num_tokens = len(placed.prompt) + len(placed.token_ids)
         index = self._loads[placed.replica].index
         if index is None or placed.chain is None:
             return num_tokens
         return num_tokens - index.cached_tokens(_whole_chain(placed, placed.chain))
 
-    def _live(self, request_ids: Iterable[int]) -> list[_Placed]:
+    def _live(self, request_ids: Iterable[int]) -> list[_LiveRequest]:
         return [placed for id in request_ids if (placed := self._placed.get(id)) is not None]
 
 
-def _whole_chain(placed: _Placed, chain: PrefixChain, last_tokens: Sequence[int] = ()) -> PrefixChain:
-    """`chain`, the prompt's, with all that was generated behind it."""
+def _whole_chain(placed: _LiveRequest, chain: PrefixChain, last_tokens: Sequence[int] = ()) -> PrefixChain:
+    """`chain`, which is the prompt's, extended by the generated tokens."""
     whole = chain.copy()
     whole.extend([*placed.prompt[chain.num_tokens :], *placed.token_ids, *last_tokens])
     return whole

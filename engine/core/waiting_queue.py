@@ -1,4 +1,4 @@
-"""`WaitingQueue`: the sequences that wait for the scheduler, in the order in which they start."""
+"""`WaitingQueue`: the sequences that wait to be scheduled, in the order in which they start."""
 
 import heapq
 import itertools
@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterator
 from engine.sequence import Sequence
 
 MAX_PRIORITY = 100
-"""Priorities beyond this, either way, count as this: nobody can ask to be served before everybody for ever."""
+"""Priorities are limited to this, positive and negative, so that no request can be served first for ever."""
 
 
 class WaitingQueue:
     """Sequences by arrival time plus priority: a lower priority is served first, equal ones in order of addition.
 
-    A step of priority weighs as much as `aging_seconds` of waiting, so whoever waits is passed by newcomers for a
-    bounded time only. Preempted sequences are in front of all others. Adding and taking cost O(log n).
+    A step of priority weighs as much as `aging_seconds` of waiting, so that later arrivals overtake a sequence for a
+    bounded time only. Preempted sequences come before all others. Adding and taking cost O(log n).
     """
 
     def __init__(self, aging_seconds: float) -> None:
@@ -24,14 +24,14 @@ class WaitingQueue:
         self._front: deque[Sequence] = deque()
         self._heap: list[tuple[float, int, Sequence]] = []
         self._latest: dict[int, float] = {}
-        """By priority, where the sequence added last stands."""
+        """By priority, the due time of the sequence added last."""
         self._count = itertools.count()
 
     def __len__(self) -> int:
         return len(self._front) + len(self._heap)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order."""
+        """The sequences in order."""
         yield from self._front
         for _, _, seq in sorted(self._heap):
             yield seq
@@ -42,19 +42,19 @@ class WaitingQueue:
         return list(self)[index]
 
     def append(self, seq: Sequence) -> None:
-        """Add a sequence that arrived."""
+        """Add a new sequence."""
         priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))
-        # Not before the one of its priority that was added before it, whatever their clocks say.
+        # Not before earlier ones of its priority, even where their arrival times are later.
         due = max(seq.arrive_time + priority * self._aging_seconds, self._latest.get(priority, -math.inf))
         self._latest[priority] = due
         heapq.heappush(self._heap, (due, next(self._count), seq))
 
     def append_front(self, seq: Sequence) -> None:
-        """Add a sequence that ran before it arrived, in front of those that did not, behind those that did."""
+        """Add a sequence that ran in an earlier core: after others of that kind, before new ones."""
         self._front.append(seq)
 
     def appendleft(self, seq: Sequence) -> None:
-        """Put a preempted sequence in front of all others."""
+        """Add a preempted sequence before all others."""
         self._front.appendleft(seq)
 
     def popleft(self) -> Sequence:
@@ -62,13 +62,13 @@ class WaitingQueue:
         return self._front.popleft() if self._front else heapq.heappop(self._heap)[2]
 
     def only(self, wanted: Collection[Sequence]) -> "WaitingQueue":
-        """A queue of those of `wanted` that wait, in their order; this one stays as it is."""
+        """A new queue of those of `wanted` that wait, in order; this one is unchanged."""
         part = WaitingQueue(self._aging_seconds)
         part._front.extend(seq for seq in self if seq in wanted)
         return part
 
     def keep(self, wanted: Callable[[Sequence], bool]) -> None:
-        """Drop the sequences that are not wanted any more."""
+        """Remove the sequences for which `wanted` is false."""
         self._front = deque(seq for seq in self._front if wanted(seq))
         kept = [entry for entry in self._heap if wanted(entry[2])]
         if len(kept) < len(self._heap):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.client.placement import LIVE_TOKENS, Placement, PrefixChain, PrefixIndex, landmarks
+from engine.client.placement import LIVE_TOKENS, Placement, PrefixChain, PrefixIndex, sample_boundaries
 from engine.messages import AddRequest, RequestOutput
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import compute_hash
 
 BLOCK = 16
-ENDS = landmarks(BLOCK, 10_000)
+ENDS = sample_boundaries(BLOCK, 10_000)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -61,7 +61,7 @@ class Replicas:
 
 
 def test_landmarks_are_whole_blocks_that_lie_a_sixteenth_apart():
-    ends = landmarks(BLOCK, 100_000)
+    ends = sample_boundaries(BLOCK, 100_000)
     assert ends[:3] == [16, 32, 48]
     assert 100 < len(ends) < 200
     assert ends[-1] >= 100_000
@@ -72,7 +72,7 @@ def test_landmarks_are_whole_blocks_that_lie_a_sixteenth_apart():
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 def test_landmarks_suit_every_block_size(block_size: int):
-    ends = landmarks(block_size, 5000)
+    ends = sample_boundaries(block_size, 5000)
     assert all(end % block_size == 0 for end in ends)
     assert len(ends) < 140
 
