@@ -273,6 +273,7 @@ async def test_an_idle_core_that_is_stopped_is_replaced_before_anybody_comes() -
         assert manager.pid != pid
 
 
+@pytest.mark.slow  # When, and how often: tests/unit/test_restarts.py.
 def test_cores_that_die_at_once_are_not_started_for_ever(stub_core: Callable[[str], None]) -> None:
     run = Run()
     with run.manager:
@@ -305,17 +306,17 @@ def test_restarts_are_counted_over_a_window() -> None:
 
 
 def test_a_paused_request_is_silent_until_it_is_resumed_and_goes_on_where_it_was(run: Run) -> None:
-    run.add(0, max_tokens=4000)
+    run.add(0, max_tokens=2000)
     run.add(1)
     run.until_begun(0, 1)
     run.manager.pause([0, 77])
     run.until_ended(1)
     told = len(run.tokens[0])
     assert run.manager.get_outputs(0.1) is None
-    assert len(run.tokens[0]) == told < 4000
+    assert len(run.tokens[0]) == told < 2000
     run.manager.resume([0, 77])
     run.until_ended(0)
-    run.assert_complete(0, max_tokens=4000)
+    run.assert_complete(0, max_tokens=2000)
     run.assert_complete(1)
 
 
@@ -375,11 +376,11 @@ def test_each_request_ends_once_whatever_happens_to_it() -> None:
 
 @pytest.mark.parametrize("killers", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_requests_that_kill_the_core_end_nobody_else(run: Run, killers: int) -> None:
-    run.add(*range(4), max_tokens=1000)
+    run.add(*range(4), max_tokens=400)
     run.until_begun(*range(4))
     run.add(*range(10, 10 + killers), prompt=[DEADLY])
     run.until_ended(*range(4), *range(10, 10 + killers))
-    run.assert_complete(*range(4), max_tokens=1000)
+    run.assert_complete(*range(4), max_tokens=400)
 
 
 def test_a_killer_that_is_faster_than_the_start_ends_nothing_by_itself(run: Run) -> None:

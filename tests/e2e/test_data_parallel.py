@@ -91,7 +91,7 @@ def test_round_robin_takes_each_in_turn() -> None:
 
 def test_requests_are_aborted_paused_and_resumed_wherever_they_are(run: Run) -> None:
     for request_id in range(8):
-        run.add(request_id, max_tokens=8000 if request_id < 4 else 1000 if request_id == 7 else 4000)
+        run.add(request_id, max_tokens=8000 if request_id < 4 else 500 if request_id == 7 else 1500)
     run.until_begun(*range(8))
     run.manager.abort([0, 1, 2, 3, 77])
     run.manager.pause([4, 5, 6])
@@ -100,8 +100,8 @@ def test_requests_are_aborted_paused_and_resumed_wherever_they_are(run: Run) -> 
     assert set(run.manager.live) == {4, 5, 6}
     run.manager.resume([4, 5, 6])
     run.until_ended(4, 5, 6)
-    run.assert_complete(4, 5, 6, max_tokens=4000)
-    run.assert_complete(7, max_tokens=1000)
+    run.assert_complete(4, 5, 6, max_tokens=1500)
+    run.assert_complete(7, max_tokens=500)
 
 
 def test_an_id_in_use_is_refused_wherever_it_is(run: Run) -> None:
@@ -130,14 +130,14 @@ def test_on_an_event_loop_outputs_come_to_one_callback(monkeypatch: pytest.Monke
         run.manager.attach(asyncio.get_running_loop(), take, lambda *told: restarts.append(told))
         await run.manager.wait_ready_async(WAIT_SECONDS)
         for request_id in range(20):
-            run.add(request_id, max_tokens=3000)
+            run.add(request_id, max_tokens=1000)
         while len(run.ends) < 20:
             await asyncio.sleep(0.01)
         return restarts
 
     with run.manager:
         restarts = asyncio.run(asyncio.wait_for(serve(), WAIT_SECONDS))
-    run.assert_complete(*range(20), max_tokens=3000)
+    run.assert_complete(*range(20), max_tokens=1000)
     ((resumed, replica),) = restarts
     assert replica == 1
     assert 0 < resumed < 20
@@ -150,7 +150,7 @@ def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(
     run: Run, held_starts: HeldStarts
 ) -> None:
     for request_id in range(20):
-        run.add(request_id, max_tokens=1500)
+        run.add(request_id, max_tokens=800)
     places = dict(enumerate(homes(run.manager, *range(20))))
     run.until_begun(*range(20))
     pids = run.manager.pids
@@ -163,7 +163,7 @@ def test_when_a_core_dies_its_requests_go_on_and_the_others_are_not_disturbed(
         run.until(lambda: all(len(run.tokens[id]) > told[id] or id in run.ends for id in undisturbed))
         assert run.manager.serving == [1], "they went on while the other core was being started"
     run.until_ended(*range(20))
-    run.assert_complete(*range(20), max_tokens=1500)
+    run.assert_complete(*range(20), max_tokens=800)
     assert run.manager.pids[0] != pids[0]
     assert run.manager.pids[1] == pids[1]
 

@@ -156,10 +156,10 @@ def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonSe
     before = counts(pair, *counters)
     generated = 'kaon_generation_tokens_total{replica="1"}'
     generated_before = pair.metric(generated)
-    with ThreadPoolExecutor(24) as pool:
-        expected = list(pool.map(lambda number: text_of(server, number), range(24)))
+    with ThreadPoolExecutor(12) as pool:
+        expected = list(pool.map(lambda number: text_of(server, number), range(12)))
         first, second = replicas_of(pair)
-        answered = [pool.submit(text_of, pair, number) for number in range(24)]
+        answered = [pool.submit(text_of, pair, number) for number in range(12)]
         eventually(lambda: pair.metric(generated) > generated_before)
         second.kill()
         assert [each.result() for each in answered] == expected
@@ -167,7 +167,7 @@ def test_mixed_load_is_answered_once_each_while_a_replica_is_killed(pair: KaonSe
     eventually(lambda: pair.metric(serving(1)) == 1)
     assert replicas_of(pair)[0].pid == first.pid
     grown = [now - then for now, then in zip(counts(pair, *counters), before, strict=True)]
-    assert grown == [24, 24, 0, 1]
+    assert grown == [12, 12, 0, 1]
     assert "engine core 1 was killed by SIGKILL" in pair.stderr
     eventually(lambda: "engine core 1 serves again" in pair.stderr)
 

@@ -118,7 +118,7 @@ async def test_bad_input_is_refused_in_words_and_a_neighbours_stream_stays_the_s
     neighbour = {
         "model": MODEL,
         "prompt": "A long story",
-        "max_tokens": 400,
+        "max_tokens": 200,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,

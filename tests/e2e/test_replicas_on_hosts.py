@@ -93,7 +93,6 @@ def two(port: int, start_host: Callable[..., CoreHost]) -> Iterator[tuple[Run, C
 # -- deaths -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # Over a real model: test_replicas_on_hosts_serving.py.
 def test_requests_go_on_when_a_core_on_another_host_is_killed(
     two: tuple[Run, CoreHost], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +113,7 @@ def test_requests_go_on_when_a_core_on_another_host_is_killed(
 def begin_on_both(run: Run) -> list[int]:
     """Eight long requests, which have begun; those of the other host."""
     for request_id in range(8):
-        run.add(request_id, max_tokens=1500)
+        run.add(request_id, max_tokens=800)
     there = [request_id for request_id in range(8) if homes(run.manager, request_id) == [1]]
     assert 0 < len(there) < 8
     run.until_begun(*range(8))
@@ -134,7 +133,7 @@ def test_requests_of_a_host_that_is_lost_go_on_in_the_others_which_serve_meanwhi
     run.add(8, 9)
     run.until_ended(*range(10))
     assert run.ends[away[0]].finish_reason == "abort"
-    run.assert_complete(*(set(range(8)) - {away[0]}), max_tokens=1500)
+    run.assert_complete(*(set(range(8)) - {away[0]}), max_tokens=800)
     run.assert_complete(8, 9)
     assert run.manager.serving == [0]
     # It is away for longer than a stall would be: who waits for a host does not stall.
@@ -163,12 +162,13 @@ def test_a_host_that_joins_again_at_once_goes_on_with_its_own_requests(
     run.until(lambda: run.manager.serving == [0, 1])
     assert homes(run.manager, *away) == [1] * len(away)
     run.until_ended(*range(8))
-    run.assert_complete(*range(8), max_tokens=1500)
+    run.assert_complete(*range(8), max_tokens=800)
     assert [each.pid for each in again.cores()] == run.manager.pids[1:]
     run.manager.shutdown()
     assert again.wait() == 0
 
 
+@pytest.mark.slow  # What moves and what stays: tests/unit/test_relocation.py.
 def test_a_host_that_joins_again_later_is_given_new_requests_only(
     two: tuple[Run, CoreHost], port: int, start_host: Callable[..., CoreHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,14 +182,15 @@ def test_a_host_that_joins_again_later_is_given_new_requests_only(
     run.until(lambda: run.manager.serving == [0, 1])
     assert not run.manager._replicas[1].live
     run.until_ended(*range(8))
-    run.assert_complete(*range(8), max_tokens=1500)
-    run.add(8, max_tokens=1500)
-    run.add(9, max_tokens=1500)
+    run.assert_complete(*range(8), max_tokens=800)
+    run.add(8, max_tokens=800)
+    run.add(9, max_tokens=800)
     assert sorted(homes(run.manager, 8, 9)) == [0, 1]
     run.until_ended(8, 9)
-    run.assert_complete(8, 9, max_tokens=1500)
+    run.assert_complete(8, 9, max_tokens=800)
 
 
+@pytest.mark.slow  # On this host: test_core_restarts.py.
 def test_a_core_on_another_host_that_hangs_writes_its_stacks_and_another_goes_on(two: tuple[Run, CoreHost]) -> None:
     run, host = two
     [core] = host.cores()
@@ -291,6 +292,7 @@ def test_a_host_that_never_joins_ends_the_start_in_a_sentence(port: int) -> None
     assert raised.value.usage
 
 
+@pytest.mark.slow  # Of ranks: test_several_hosts.py.
 def test_a_host_that_differs_is_told_in_what_and_so_is_the_server(
     port: int, start_host: Callable[..., CoreHost]
 ) -> None:

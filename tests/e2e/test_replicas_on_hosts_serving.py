@@ -30,7 +30,8 @@ def host_kind() -> Callable[..., KaonHost]:
     return make
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # Of stubs: test_replicas_on_hosts.py; of ranks: test_several_hosts.py.
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_two_hosts_answer_what_one_engine_does_also_when_a_core_is_killed(
     ranks: int, port: int, start_host: Callable[..., KaonHost]
 ) -> None:

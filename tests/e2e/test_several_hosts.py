@@ -114,6 +114,7 @@ def test_experts_are_spread_over_two_hosts(port: int, start_host: Callable[..., 
     assert "Traceback" not in host.stderr
 
 
+@pytest.mark.slow  # By the engine: the tests above.
 def test_a_host_may_come_first_or_last_and_serves_a_server_s_requests(
     port: int, start_host: Callable[..., KaonHost], start_server: Callable[..., KaonServer]
 ) -> None:

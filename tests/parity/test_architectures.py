@@ -13,7 +13,7 @@ from models.architectures.registry import ARCHITECTURES
 from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, assert_computes, prompt
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import Variant, all_variants
+from tests.parity.variants import Variant, all_variants, first_of_each
 
 VARIANTS = all_variants()
 GREEDY_TOKENS = 40
@@ -49,6 +49,7 @@ def test_prompt_log_probabilities_are_those_of_transformers(checkpoint: Path, re
         assert_computes(reference, tokens, model.logits(tokens))
 
 
+@first_of_each(VARIANTS)
 def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint: Path, reference: Reference) -> None:
     """In company: chunks of prompts beside decodes, prefixes found in the cache, one preemption of all."""
     shared = prompt(40, seed=5)
@@ -60,6 +61,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_in_company(checkpoint
     assert PagedModel(checkpoint).greedy(prompts[0], GREEDY_TOKENS) == found[0]
 
 
+@first_of_each(VARIANTS)
 def test_bfloat16_errs_no_more_than_transformers_own(checkpoint: Path, reference: Reference) -> None:
     theirs = errors_by_token(reference, Reference(checkpoint, dtype=torch.bfloat16))
     ours = errors_by_token(reference, PagedModel(checkpoint, dtype=torch.bfloat16))

@@ -19,7 +19,7 @@ from tests.parity.checkpoints import make_checkpoint
 from tests.parity.paged_model import PagedModel, Reference, prompt
 from tests.parity.test_architectures import errors_by_token, generate
 from tests.parity.test_worker_model_runner import runner_for
-from tests.parity.variants import PARTLY_TORCH, Variant, all_variants
+from tests.parity.variants import PARTLY_TORCH, Variant, all_variants, first_of_each
 
 needs_operators = pytest.mark.skipif(
     library.load_library() is None, reason="the operators were not built: install again where there is a C compiler"
@@ -73,6 +73,7 @@ def runner(checkpoint: Path, **fields: object) -> ModelRunner:
     return runner_for(checkpoint, torch.bfloat16, num_kvcache_blocks=64, **fields)
 
 
+@first_of_each(VARIANTS)
 @pytest.mark.parametrize("by", [pytest.param("operators", marks=needs_operators), "torch"])
 def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, by: str) -> None:
     exact = Reference(checkpoint)
@@ -85,6 +86,7 @@ def test_errs_no_more_than_transformers_own(variant: Variant, checkpoint: Path, 
         assert ours.quantile(0.9) < 1.5 * theirs.quantile(0.9)
 
 
+@first_of_each(VARIANTS)
 def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant: Variant, checkpoint: Path) -> None:
     shared = prompt(40, seed=5)
     prompts = [prompt(37), shared + prompt(21, seed=6), shared + prompt(3, seed=7)]
@@ -100,6 +102,7 @@ def test_without_operators_tokens_are_the_same_in_float32_in_any_company(variant
     assert found == alone
 
 
+@first_of_each(VARIANTS)
 def test_without_operators_each_products_weight_is_stored_once_as_onednn_reads_it(checkpoint: Path) -> None:
     made = runner(checkpoint, cpu_operators=False)
     assert made.program is None

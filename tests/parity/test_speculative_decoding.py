@@ -210,7 +210,10 @@ def told_lengths(runner: ModelRunner) -> list[tuple[int, list[int]]]:
 
 
 @requires_interpreter
-@pytest.mark.parametrize("variant", [None, deepseek.VARIANTS[1]], ids=["qwen3", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(None, id="qwen3"), pytest.param(deepseek.VARIANTS[1], id="deepseek_v2", marks=pytest.mark.slow)],
+)
 def test_tritons_kernels_verify_drafts(
     variant: Variant | None,
     tmp_path: Path,

@@ -49,6 +49,7 @@ def test_rows_of_drafts_are_a_case_of_their_own() -> None:
 SLOW = {
     "norm of 300, its weight less one, in fp16",
     "GeGLU in fp16",
+    "clamped SwiGLU in bf16",
     "attention in bf16",
     "attention in fp16, its cache in FP8",
     "routes by softmax",

@@ -3,9 +3,12 @@
 A module a family, each with `VARIANTS`; `test_architectures` proves them all, and docs/models.md lists them.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
+
+import pytest
 
 from tests.parity.checkpoints import Family
 
@@ -21,6 +24,17 @@ class Variant(NamedTuple):
 
 PARTLY_TORCH = frozenset({"DeepseekV32ForCausalLM"})
 """Architectures of which torch computes a part where the CPU's operators compute the others whole."""
+
+
+def first_of_each(variants: Sequence[Variant]) -> pytest.MarkDecorator:
+    """Parametrizes `variant`, a fixture; in the short form, by the first variant of each architecture."""
+    seen: set[str] = set()
+    cases = []
+    for each in variants:
+        marks = [pytest.mark.slow] if each.architecture in seen else []
+        cases.append(pytest.param(each, marks=marks, id=f"{each.architecture}, {each.name}"))
+        seen.add(each.architecture)
+    return pytest.mark.parametrize("variant", cases, indirect=True)
 
 
 def all_variants() -> list[Variant]:
