@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GptOssAttention(LlamaAttention):
-    """Grouped-query attention whose heads may attend to nothing: each has a sink that takes probability."""
+    """Grouped-query attention with a sink per head, which takes part in the softmax and has no value."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__(config, layer, parallel)
@@ -38,19 +38,19 @@ class GptOssAttention(LlamaAttention):
 
 
 class GptOssRouter(nn.Module):
-    """Scores the experts, with a bias; the weights of a token's experts add up to 1."""
+    """Scores the experts, with a bias; the weights of a token's experts sum to 1."""
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        # Small, and where it is wrong the wrong expert answers.
+        # Not rounded: it is small, and its errors choose other experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
         self.bias = empty_parameter(num_experts, weight_loader=load_whole)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """# [tokens, hidden_size] -> [tokens, top_k] float32, [tokens, top_k] int64"""
         scores = logits(hidden, self.weight, self.bias)
-        # The softmax over some of them is that over all, made to add up to 1.
+        # The softmax over the chosen experts equals the renormalised softmax over all.
         if runtime.runs(hidden):
             return expert_ops.route(scores, self.top_k, scoring=structures.SOFTMAX, renormalize=True)
         if triton.runs(scores, operator="moe"):
@@ -75,7 +75,7 @@ class GptOssExperts(FusedMoE):
         whole, local = self.intermediate_size, parameter.shape[1] // 2
         require_shape(loaded, (self.num_experts, *parameter.shape[2:], 2 * whole))
         first = self.split.rank * local
-        # Views of the tensor, so that nothing but the parameter itself takes memory.
+        # Views, so that only the parameter itself takes memory.
         rows = loaded.movedim(-1, 1)[self.local_experts.start : self.local_experts.stop]  # [experts, 2 * whole, ...]
         mine = rows[:, 2 * first : 2 * (first + local)]
         for index, expert in enumerate(mine):

@@ -1,4 +1,4 @@
-"""`Fields`: typed reads from a JSON object of a checkpoint, each failing in a sentence. Used by the config parsers."""
+"""`Fields`: typed reads from a JSON object of a checkpoint, with errors that name field and value."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from models.errors import CheckpointError
 _REQUIRED: Any = object()
 _LARGEST_INTEGER = 2**31 - 1
 _LARGEST_NUMBER = 1e18
-"""Above any checkpoint's, and low enough that nothing computed of such numbers overflows."""
+"""Above any checkpoint's numbers, and low enough that computing with them cannot overflow."""
 
 
 class Fields:
-    """A JSON object and where it came from. A field that is null counts as missing, as in transformers."""
+    """A JSON object and its origin. A field that is null counts as missing, as in transformers."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -32,7 +32,7 @@ class Fields:
         return cls(values, str(path))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
-        """The same object, with these fields where it leaves them out."""
+        """The same object, with defaults for fields that it leaves out."""
         missing = {name: value for name, value in defaults.items() if not self.has(name)}
         return Fields({**self.values, **missing}, self.where)
 
@@ -110,7 +110,7 @@ class Fields:
         return Fields(value, f"{name} of {self.where}")
 
     def invalid(self, name: str, wanted: str) -> CheckpointError:
-        """The error that says what a field holds and what it must hold."""
+        """The error for a field's value, with what it must be."""
         return CheckpointError(f"{name} of {self.where} is {_short(self.values.get(name))}; it must be {wanted}")
 
     def _get(self, name: str, default: Any) -> Any:

@@ -1,7 +1,7 @@
-"""`RopeConfig`: how a checkpoint rotates queries and keys, every default resolved. Parsed for `ModelConfig`, no torch.
+"""`RopeConfig`: a checkpoint's rotary embedding with all defaults resolved. Imports no torch.
 
-Field names, defaults and precedence follow transformers' `modeling_rope_utils`, in its version 4 spelling
-(`rope_theta`, `rope_scaling`) and its version 5 spelling (`rope_parameters`).
+Field names, defaults and precedence follow transformers' `modeling_rope_utils`, under the names of its
+version 4 (`rope_theta`, `rope_scaling`) and its version 5 (`rope_parameters`).
 """
 
 import math
@@ -22,12 +22,12 @@ class RopeConfig:
     rope_type: str
     theta: float
     rotary_dim: int
-    """Leading dimensions of a head that are rotated; the rest pass unchanged."""
+    """The number of leading dimensions of a head that are rotated."""
     original_max_len: int
     """Context length before scaling."""
     factor: float = 1.0
     attention_factor: float = 1.0
-    """Scales cosines and sines, and so sharpens the attention of a stretched context."""
+    """Factor of cosines and sines, which sharpens attention over a stretched context."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -38,7 +38,7 @@ class RopeConfig:
 
     @property
     def scaled_max_len(self) -> int:
-        """Longest context that the scaling is meant for; only `dynamic` and `yarn` extend what the config states."""
+        """The longest context that the scaling is meant for; only `dynamic` and `yarn` extend the configured one."""
         scaled = self.rope_type in ("dynamic", "yarn")
         return int(self.original_max_len * self.factor) if scaled else self.original_max_len
 
@@ -46,20 +46,20 @@ class RopeConfig:
 def parse_rope(
     config: Fields, *, head_dim: int, max_position_embeddings: int, parameters: Fields | None = None
 ) -> RopeConfig:
-    """The rotary embedding that config.json describes. Raises `CheckpointError` naming the field.
+    """The rotary embedding of config.json. Raises `CheckpointError` naming the field.
 
-    `parameters` replaces the object of config.json that holds the rope's own: for layers that differ from the rest.
+    `parameters` replaces config.json's own rope parameters, for layers that differ from the rest.
     """
     fields = _rope_fields(config) if parameters is None else parameters
     rope_type = _rope_type(fields)
     share = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
     # The exponent of dynamic scaling divides by rotary_dim - 2.
-    fewest = 4 if rope_type == "dynamic" else 2
-    if rotary_dim < fewest or rotary_dim % 2 or rotary_dim > head_dim:
+    minimum = 4 if rope_type == "dynamic" else 2
+    if rotary_dim < minimum or rotary_dim % 2 or rotary_dim > head_dim:
         raise CheckpointError(
             f"{config.where} rotates {rotary_dim} dimensions of a head (head_dim {head_dim}, partial_rotary_factor "
-            f"{share:g}); it must be an even number from {fewest} to {head_dim}"
+            f"{share:g}); it must be an even number from {minimum} to {head_dim}"
         )
     theta = fields.number("rope_theta", config.number("rope_theta", _DEFAULT_THETA))
     if theta <= 1:
@@ -117,7 +117,7 @@ def _rope_fields(config: Fields) -> Fields:
     fields = config.section("rope_parameters") or config.section("rope_scaling")
     if fields is None:
         return Fields({}, config.where)
-    # One entry a kind of layer: a model whose kinds differ reads the others' itself.
+    # One entry per kind of layer: a model whose kinds differ reads the other entries itself.
     return fields.section("full_attention") or fields
 
 

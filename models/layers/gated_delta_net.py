@@ -1,4 +1,4 @@
-"""`GatedDeltaNet`: a recurrent layer, whose state a sequence keeps in its slot. Qwen3-Next has it beside attention."""
+"""`GatedDeltaNet`: a recurrent layer with one state per sequence, which Qwen3-Next combines with attention."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from models.ops.triton.gated_delta import DeltaPlan
 
 _NORM_EPS = 1e-6
-"""Of the lengths of queries and keys."""
+"""The epsilon under the norms of queries and keys."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Short causal convolution, gated delta rule, gated norm (Yang et al., 2025); shared out by key head.
+    """Short causal convolution, gated delta rule, gated norm (Yang et al., 2025); sharded by key head.
 
-    Each key head serves as many consecutive value heads, and the checkpoint's projections are grouped by it.
+    Each key head serves equally many consecutive value heads, and the checkpoint's projections are grouped by key
+    head.
     """
 
     def __init__(
@@ -100,19 +101,19 @@ class GatedDeltaNet(nn.Module):
                 key_heads=self.num_key_heads,
             )
         elif projected.dtype is inputs.dtype and triton.runs(projected, ba, inputs, states, operator="recurrent"):
-            gated = self._by_kernels(projected, ba, cache, metadata)
+            gated = self._forward_triton(projected, ba, cache, metadata)
         else:
-            gated = self._by_torch(projected, ba, cache, metadata)
+            gated = self._forward_torch(projected, ba, cache, metadata)
         return self.out_proj(gated)  # type: ignore[no-any-return]
 
-    def _by_kernels(
+    def _forward_triton(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """As `_by_torch`, where the host learns nothing of the states."""
+        """As `_forward_torch`, without reading states on the host."""
         import models.ops.triton.gated_delta as kernels
 
         if not isinstance(metadata, TritonMetaData):
-            return self._by_torch(projected, ba, cache, metadata)
+            return self._forward_torch(projected, ba, cache, metadata)
         inputs, states = cache.tensors
         return kernels.delta_net(
             projected,
@@ -127,10 +128,12 @@ class GatedDeltaNet(nn.Module):
             key_heads=self.num_key_heads,
         )
 
-    def _by_torch(
+    def _forward_torch(
         self, projected: torch.Tensor, ba: torch.Tensor, cache: StateCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """What is between the projections. # [tokens, ...], [tokens, ...] -> [tokens, value heads * value_dim]"""
+        """The computation between the projections. # [tokens, ...], [tokens, ...] -> [tokens, value heads *
+        value_dim]
+        """
         num_tokens, heads = len(projected), self.num_key_heads
         wide = self.group * self.value_dim
         by_head = projected.view(num_tokens, heads, -1)
@@ -139,11 +142,11 @@ class GatedDeltaNet(nn.Module):
         decay = -self.A_log.float().exp() * F.softplus(a.reshape(num_tokens, -1).float() + self.dt_bias)
         beta = b.reshape(num_tokens, -1).sigmoid().float()
         mixed = torch.cat([part.reshape(num_tokens, -1) for part in qkv], dim=-1)
-        read = self._remember(mixed, decay, beta, cache, metadata)  # [tokens, value heads, value_dim] float32
+        read = self._update_state(mixed, decay, beta, cache, metadata)  # [tokens, value heads, value_dim] float32
         gated: torch.Tensor = self.norm(read.to(projected.dtype), z.reshape(read.shape))
         return gated.view(num_tokens, -1)
 
-    def _remember(
+    def _update_state(
         self,
         mixed: torch.Tensor,
         decay: torch.Tensor,
@@ -151,7 +154,7 @@ class GatedDeltaNet(nn.Module):
         cache: StateCache,
         metadata: AttentionMetaData,
     ) -> torch.Tensor:
-        """Each row's tokens through its convolution and its state; decodes together, then spans one by one."""
+        """Each row's tokens through its convolution and its state; decodes together, then prefills one by one."""
         assert metadata.slots is not None
         conv_states, states = cache.tensors
         read = decay.new_empty(*decay.shape, self.value_dim)
@@ -174,7 +177,7 @@ class GatedDeltaNet(nn.Module):
         return read
 
     def _heads(self, convolved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys of unit length, one a value head, and values. # [T, all] -> 3 x [T, value heads, dim]"""
+        """Queries and keys of unit length, one per value head, and values. # [T, all] -> 3 x [T, value heads, dim]"""
         q, k, v = torch.split(convolved.float(), self._local_parts, dim=-1)
         q, k = (
             (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)).repeat_interleave(self.group, dim=1)
@@ -187,7 +190,7 @@ class GatedDeltaNet(nn.Module):
         return [part // self.parallel.size for part in self._parts]
 
     def _load_conv(self, parameter: nn.Parameter, loaded: torch.Tensor, _shard: WeightPart) -> None:
-        """The rank's heads of the queries', keys' and values' channels."""
+        """Load the rank's channels of queries, keys and values."""
         require_shape(loaded, (sum(self._parts), *parameter.shape[1:]))
         mine = (part.chunk(self.parallel.size)[self.parallel.rank] for part in torch.split(loaded, self._parts))
         parameter.data.copy_(torch.cat(list(mine)))
@@ -198,7 +201,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
-    """The step's plan, made at its first layer; a captured graph's has decodes only."""
+    """The step's plan, made at its first layer; that of a captured graph has decodes only."""
     import models.ops.triton.gated_delta as kernels
 
     assert metadata.slots is not None
@@ -212,7 +215,7 @@ def _plan_of(metadata: TritonMetaData) -> "DeltaPlan":
 
 
 class GatedRMSNorm(nn.Module):
-    """A root-mean-square norm, gated behind it."""
+    """A root-mean-square norm whose output is gated."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -226,7 +229,7 @@ class GatedRMSNorm(nn.Module):
 
 
 class _Convolution(nn.Module):
-    """Each channel over its own last inputs."""
+    """A causal depthwise convolution, followed by SiLU."""
 
     def __init__(self, channels: int, kernel_size: int, weight_loader: WeightLoader) -> None:
         super().__init__()
@@ -238,10 +241,10 @@ class _Convolution(nn.Module):
 
 
 def _spans(metadata: AttentionMetaData) -> list[tuple[int, slice, bool]]:
-    """Slot and tokens of each row behind the decodes, and whether it begins its sequence."""
+    """Slot and tokens of each row after the decodes, and whether it starts its sequence."""
     assert metadata.slots is not None
     if metadata.num_decodes == len(metadata.slots):
-        return []  # Nothing is read back, which a captured graph could not.
+        return []  # A captured graph must not read from the device.
     ends = metadata.cu_seqlens_q.tolist()
     rows = range(metadata.num_decodes, len(metadata.slots))
     slots, lengths = metadata.slots.tolist(), metadata.seq_lens.tolist()

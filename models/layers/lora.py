@@ -1,4 +1,5 @@
-"""`LinearLoRA`: one linear layer's low-rank products, by adapter. Filled by `weights`, called by the layer."""
+"""`LinearLoRA`: one linear layer's low-rank products, by adapter. Filled by `models.lora.adapters`, used by the
+layer."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from models.layers.parameter import require_shape
 
 
 class OutputPart(NamedTuple):
-    """Output features that one tensor of the checkpoint gives a layer."""
+    """The output features of a layer that come from one tensor of the checkpoint."""
 
     whole: int
     """Features in the checkpoint."""
@@ -23,54 +24,55 @@ class OutputPart(NamedTuple):
 
 
 class _Up(NamedTuple):
-    """The second half of a product, for one part of the output; scaled already."""
+    """The second half of a product, for one part of the output, with its scale applied."""
 
     b: torch.Tensor  # [part's local features, rank]
     row: int
     """The part's first feature in the layer."""
     ranks: slice
-    """The product's among those of all parts."""
+    """The product's ranks among those of all parts."""
 
 
 class _Adapter(NamedTuple):
-    """What one adapter adds to the layer. The first halves of all parts are one product: they read the same input."""
+    """One adapter of the layer. The first halves of all parts are one product, because they have the same input."""
 
     a: torch.Tensor  # [ranks of all parts, the rank's in_features]
     ups: tuple[_Up, ...]
 
 
-class _Together(NamedTuple):
-    """All adapters as one product, of which a token takes its own adapter's ranks."""
+class _FusedAdapters(NamedTuple):
+    """All adapters as one product, from which each token takes its own adapter's ranks."""
 
     a: torch.Tensor  # [ranks of all adapters, the rank's in_features]
     b: torch.Tensor  # [the rank's features, ranks of all adapters]
-    adapters: torch.Tensor  # [ranks of all adapters] int64, whose each is
+    adapters: torch.Tensor  # [ranks of all adapters] int64, the adapter of each rank
 
 
 class LinearLoRA:
-    """Adds to a layer's output what each token's adapter has for it.
+    """Adds the product of each token's adapter to a layer's output.
 
-    Sharded as the layer is: where the outputs are, B holds this rank's rows; where the inputs are, A holds this rank's
-    columns, and the product is a partial sum, added before the ranks' sums are joined.
+    Sharded as the layer is: with sharded outputs, B has this rank's rows; with sharded inputs, A has this rank's
+    columns,
+    and the product is a partial sum that is added before the all-reduce.
     """
 
     def __init__(
         self, in_features: int, inputs: slice, parts: Mapping[str | int | None, OutputPart], dtype: torch.dtype
     ) -> None:
-        """`in_features` are the checkpoint's, `inputs` this rank's among them."""
+        """`in_features` are the checkpoint's, `inputs` this rank's of them."""
         self._in_features = in_features
         self._inputs = inputs
         self._parts = parts
         self._dtype = dtype
         self._adapters: dict[int, _Adapter] = {}
-        self._together: _Together | None = None
+        self._fused: _FusedAdapters | None = None
 
     def add(
         self, adapter: int, shard: str | int | None, a: torch.Tensor, b: torch.Tensor, scale: float, rank: int
     ) -> None:
-        """Give adapter number `adapter` its product for a part. # [rank, in_features], [part's features, rank]
+        """Add a product of adapter number `adapter` for one part. # [rank, in_features], [part's features, rank]
 
-        With shard None of a layer of several parts, for all of them: their rows follow each other in B. Raises
+        With part None of a layer of several parts, for all of them: their rows are concatenated in B. Raises
         `WeightShapeError` where a tensor has another shape.
         """
         parts = [self._parts[shard]] if shard in self._parts else list(self._parts.values())
@@ -85,11 +87,11 @@ class LinearLoRA:
             rows = b[first_row + part.first : first_row + part.first + part.local].float() * scale
             ups += (_Up(rows.to(self._dtype), part.row, slice(first_rank, first_rank + rank)),)
             first_row += part.whole
-        # A copy either way: the checkpoint's file must not stay mapped.
+        # Copied in both cases: the checkpoint's file must not stay mapped.
         self._adapters[adapter] = _Adapter(a.clone() if before is None else torch.cat([before.a, a]), ups)
 
     def delta(self, adapter: int) -> torch.Tensor | None:
-        """What an adapter adds to the layer's weight, for a layer that multiplies by it in its own way; None: nothing.
+        """An adapter's change of the layer's weight, for layers that use the weight directly; None: no change.
 
         # -> [the rank's features, the rank's in_features]
         """
@@ -126,18 +128,18 @@ class LinearLoRA:
 
     @property
     def num_ranks(self) -> int:
-        """Of all adapters together."""
+        """The sum of all adapters' ranks."""
         return sum(len(adapter.a) for adapter in self._adapters.values())
 
     def _apply_by_row(self, output: torch.Tensor, x: torch.Tensor, adapters: torch.Tensor) -> None:
-        """As `apply`, where the host does not know which token uses which adapter. # adapters [tokens] int64"""
-        if self._together is None:
-            self._together = self._join()
-        a, b, owners = self._together
+        """As `apply`, without reading the tokens' adapters on the host. # adapters [tokens] int64"""
+        if self._fused is None:
+            self._fused = self._fuse()
+        a, b, owners = self._fused
         down = (x @ a.T).masked_fill_(adapters[:, None] != owners, 0.0)  # [tokens, ranks]
         output.addmm_(down, b.T)
 
-    def _join(self) -> _Together:
+    def _fuse(self) -> _FusedAdapters:
         first = next(iter(self._adapters.values())).a
         b = first.new_zeros(sum(part.local for part in self._parts.values()), self.num_ranks)
         column = 0
@@ -147,4 +149,4 @@ class LinearLoRA:
             column += len(adapter.a)
         owners = [number for number, adapter in self._adapters.items() for _ in range(len(adapter.a))]
         a = torch.cat([adapter.a for adapter in self._adapters.values()])
-        return _Together(a, b, torch.tensor(owners, device=first.device))
+        return _FusedAdapters(a, b, torch.tensor(owners, device=first.device))

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
     offset: ClassVar[float] = 0.0
     """What is added to the weight."""
 
-    # Methods look the weight up once: `nn.Module` finds its parameters by a function in Python.
+    # Methods read `self.weight` once: `nn.Module` looks parameters up in Python.
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.operand)
 
     def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, the next residual, for which the old may be used up.
+        """The norm of `x + residual`, and that sum, the next residual. `residual` may be overwritten.
 
         # [..., size] each
         """
@@ -66,7 +66,7 @@ class RMSNorm(nn.Module):
         return torch_rms_norm(residual, self.operand), residual
 
     def norm_add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The sum of the norm of `x` and of `residual`, which may be used up for it. # [..., size] each"""
+        """The norm of `x`, plus `residual`, which may be overwritten. # [..., size] each"""
         weight = self.weight
         if x.dim() == 2 and runtime.runs(x, residual, weight):
             return ops.add_rms_norm(residual, x, weight, self.eps, offset=self.offset)
@@ -106,6 +106,6 @@ class LayerNorm(nn.Module):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """An `RMSNorm` whose checkpoint holds its weight less one, as Gemma's and Qwen3-Next's do; scaled in float32."""
+    """An `RMSNorm` whose checkpoint stores the weight minus one (Gemma, Qwen3-Next); applied in float32."""
 
     offset: ClassVar[float] = 1.0

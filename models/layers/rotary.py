@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al., 2021) with the scalings of transformers' `modeling_rope_utils`.
 
-Two of them look at the length of the current sequence there: `dynamic` stretches further as it grows, `longrope`
-changes its factors once it passes the original context. A server cannot: the keys in its cache are rotated already,
-blocks are shared between sequences of different lengths, and a batch holds them all. Both are therefore fixed by the
+Two of them depend there on the length of the current sequence: `dynamic` stretches further as it grows, `longrope`
+changes its factors once it exceeds the original context. A server cannot do so: cached keys are rotated already,
+blocks
+are shared between sequences of different lengths, and a batch contains several. Both are therefore fixed by the
 longest context that the model serves: `dynamic` as transformers computes a sequence of that length, `longrope` by its
 short factors if that length is within the original context and by its long factors otherwise. A server limited to the
 original context agrees with transformers on every sequence.
@@ -31,7 +32,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.attention_factor = rope.attention_factor
         frequencies = inverse_frequencies(rope, max_model_len)
-        # Twice, with the sign of the sine: `rotate` then needs no halves.
+        # Both halves, with the sign of the sine: `rotate` then does not split its input.
         self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +49,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
-    """Radians a position, by pair of dimensions. # [rotary_dim / 2] float32"""
+    """Radians per position, for each pair of dimensions. # [rotary_dim / 2] float32"""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     unscaled: torch.Tensor = 1.0 / rope.theta**exponents
     match rope.rope_type:
@@ -71,10 +72,12 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
-    """YaRN (Peng et al., 2023): slow dimensions are stretched, fast ones stay, a ramp between. # [rotary_dim / 2]"""
+    """YaRN (Peng et al., 2023): slow dimensions are stretched, fast ones kept, with a ramp between. # [rotary_dim /
+    2]
+    """
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns so many times within the original context."""
+        """The dimension that makes `rotations` full turns within the original context."""
         turns = math.log(rope.original_max_len / (rotations * 2 * math.pi))
         return rope.rotary_dim * turns / (2 * math.log(rope.theta))
 
@@ -91,7 +94,7 @@ def _yarn(rope: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones stay, with a ramp between."""
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, with a ramp between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_len / rope.low_freq_factor
     shortest = rope.original_max_len / rope.high_freq_factor

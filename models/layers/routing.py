@@ -1,6 +1,6 @@
-"""Which experts a token goes to, and their weights. Called by the models, before `FusedMoE`.
+"""Routing: the experts of each token, and their weights. Called by the models before `FusedMoE`.
 
-Of experts that are equally good the operators and kernels take the first; torch leaves the choice open.
+Among equal scores the operators and kernels choose the first expert; torch does not define the choice.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _SCORINGS = {"sigmoid": structures.SIGMOID, "softmax": structures.SOFTMAX}
 
 
 def softmax_top_k(logits: torch.Tensor, top_k: int, *, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest experts; `renormalize`: their weights add up to 1 (Mixtral, Qwen3).
+    """The top-k experts by probability; `renormalize`: their weights sum to 1 (Mixtral, Qwen3).
 
     # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -45,8 +45,9 @@ def grouped_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best experts of the best groups of experts (DeepSeek-V2, section 2.2; DeepSeek-V3, section 2.1.2).
 
-    With a correction bias [experts], which counts in the choice but not in the weights, a group is as good as its two
-    best experts together; without one, as its best.
+    A correction bias [experts] is added for the choice but not for the weights. With it a group's score is the sum of
+    its
+    two best experts' scores, without it the best expert's score.
 
     # [tokens, experts] -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -55,20 +56,20 @@ def grouped_top_k(
     choice = scores if correction_bias is None else scores + correction_bias
     if top_groups < num_groups:
         groups = choice.view(len(choice), num_groups, -1)
-        goodness = groups.amax(-1) if correction_bias is None else groups.topk(2, dim=-1).values.sum(-1)
-        best = goodness.topk(top_groups, dim=-1).indices
-        left_out = torch.ones_like(goodness, dtype=torch.bool).scatter_(-1, best, False)
-        choice = groups.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+        group_scores = groups.amax(-1) if correction_bias is None else groups.topk(2, dim=-1).values.sum(-1)
+        best = group_scores.topk(top_groups, dim=-1).indices
+        excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+        choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
     ids = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
     if renormalize:
-        # All scores of a token may vanish in float32.
+        # All scores of a token may underflow in float32.
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scaling_factor, ids
 
 
 def experts_per_token(fields: Fields, eligible: int) -> int:
-    """`num_experts_per_tok` of config.json, which the experts that a token may choose from must allow."""
+    """`num_experts_per_tok` of config.json, at most the number of experts that a token may choose from."""
     top_k = fields.integer("num_experts_per_tok")
     if top_k > eligible:
         raise fields.invalid("num_experts_per_tok", f"at most {eligible}, the experts that a token may choose from")
@@ -76,18 +77,18 @@ def experts_per_token(fields: Fields, eligible: int) -> int:
 
 
 def groups_of_experts(fields: Fields, num_experts: int, *, corrected: bool) -> tuple[int, int]:
-    """`n_group` and `topk_group` of config.json: how many groups there are, and how many a token may choose from."""
+    """`n_group` and `topk_group` of config.json: the number of groups, and of those that a token may choose from."""
     num_groups, top_groups = fields.integer("n_group"), fields.integer("topk_group")
     if top_groups > num_groups:
         raise fields.invalid("topk_group", f"at most n_group, {num_groups}")
-    fewest = 2 if corrected and top_groups < num_groups else 1  # With a correction, a group's two best are judged.
-    if num_experts % num_groups or num_experts < fewest * num_groups:
-        raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}, for {fewest} or more a group")
+    minimum = 2 if corrected and top_groups < num_groups else 1  # With a correction bias, the two best count.
+    if num_experts % num_groups or num_experts < minimum * num_groups:
+        raise fields.invalid("n_group", f"a divisor of n_routed_experts, {num_experts}, for {minimum} or more a group")
     return num_groups, top_groups
 
 
 class GroupedRouter(nn.Module):
-    """`gate` of DeepSeek and GLM: float32 throughout, since near ties decide which experts a token sees."""
+    """`gate` of DeepSeek and GLM, in float32 throughout, because near ties decide which experts are chosen."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class SoftmaxRouter(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, renormalize: bool) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
-        # Small, and where it is wrong the wrong expert answers.
+        # Not rounded: it is small, and its errors choose other experts.
         self.weight = empty_parameter(num_experts, hidden_size, weight_loader=load_whole, is_product=True, min_bits=16)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

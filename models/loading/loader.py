@@ -45,7 +45,7 @@ from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 from models.quantization.config import QuantizationConfig, WeightBits
 from models.quantization.dequantize import Dequantizer, ExpertNames
 from models.quantization.layouts import layout_of
-from models.quantization.stored import can_be_rounded_again
+from models.quantization.stored import can_requantize
 
 _log = logging.getLogger(__name__)
 
@@ -165,14 +165,15 @@ def _read(
     for name in list(filter(is_remote, wanted)):
         del wanted[name]
     if missing := [name for name, target in wanted.items() if not target.is_alternative_to(wanted)]:
-        raise CheckpointError(f"{path} lacks {some(dequantizer.lacking(missing))}, which {config.architecture} needs")
+        lacking = some(dequantizer.missing_names(missing))
+        raise CheckpointError(f"{path} lacks {lacking}, which {config.architecture} needs")
     scales = dequantizer.kv_scales
     for module in model.modules():
         if isinstance(module, Attention | MLAAttention) and module.layer_name in scales:
             found = scales.pop(module.layer_name)
             module.scale_cache(found.k, found.v)
     unexpected += [name for found in scales.values() for name in found.names]
-    if unexpected := unexpected + dequantizer.left_over():
+    if unexpected := unexpected + dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
 
 
@@ -265,7 +266,7 @@ def _keep_quantized(
         if parameter.dim() == 3:
             # The name of the stack is the last.
             stack = layers.pop()
-            if stack is not None and can_be_rounded_again(parameter, stack):
+            if stack is not None and can_requantize(parameter, stack):
                 keep_quantized(parameter, is_rounded_again=True)
                 continue
         if all(layer is not None and layout_of(layer).has_kernel for layer in layers):

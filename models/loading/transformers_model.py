@@ -309,9 +309,9 @@ def _dense_tensors(
             if is_weight and tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
                 raise CheckpointError(f"{name} in {file} is {tensor.dtype}, which the general route cannot make dense")
             state[name] = _TakeOnce(tensor)
-    if incomplete := dequantizer.lacking(dequantizer.incomplete()):
+    if incomplete := dequantizer.missing_names(dequantizer.incomplete()):
         raise CheckpointError(f"{path} lacks {some(incomplete)}, without which its weights cannot be read")
-    if left_over := dequantizer.left_over():
+    if left_over := dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(left_over)} beside weights that are dense without them")
     return state
 

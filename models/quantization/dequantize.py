@@ -19,7 +19,7 @@ ExpertNames = Mapping[tuple[int, str], str]
 
 _EXPERT_PARTS = ("_blocks", "_scales")
 _ATTENTION_PARTS = (".attn", ".mla_attn", ".k_proj", ".v_proj", ".qkv_proj", ".kv_a_proj_with_mqa", ".kv_b_proj")
-"""Modules in an attention layer under which checkpoints put the scales of its cache."""
+"""Modules of an attention layer under which checkpoints store the scales of its cache."""
 _UNUSED_PARTS = frozenset(
     {
         "activation_scale",
@@ -33,36 +33,36 @@ _UNUSED_PARTS = frozenset(
         "prob_output_scale",
     }
 )
-"""For quantised activations: here they are computed in the model's own type."""
+"""Tensors for quantised activations, which are computed in the model's dtype here."""
 
 
 class KVScales(NamedTuple):
-    """What a layer's stored keys and values are multiplied by, where the cache is 8-bit."""
+    """The factors of a layer's stored keys and values in an 8-bit cache."""
 
     k: float = 1.0
     v: float = 1.0
     names: tuple[str, ...] = ()
-    """Of the tensors that say so."""
+    """The names of the tensors that hold them."""
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """The tensors of one weight so far."""
+class _PartialWeight:
+    """The tensors of one weight that were read so far."""
 
     layout: StorageLayout
     result: str
     names: dict[str, str] = field(default_factory=dict)
-    """By part, the tensor's name in the checkpoint."""
+    """The name in the checkpoint of each part."""
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
-    """Parts that still lie in their file's mapping."""
+    """Parts that are still mapped from their file."""
 
 
 class Dequantizer:
-    """Gathers the tensors of each quantised weight, from whichever files, and yields it dense once they are all there.
+    """Collects the tensors of each quantised weight from all files, and yields the dense weight when it is complete.
 
-    Tensors that are dense already go through as they are, whatever the configuration says of their module: checkpoints
-    name their exclusions loosely, and a norm or an embedding is never quantised.
+    Tensors that are dense already are passed on, whatever the configuration says of their module: checkpoints name
+    their exclusions loosely, and norms and embeddings are never quantised.
     """
 
     def __init__(
@@ -73,23 +73,21 @@ class Dequantizer:
         expert_names: Callable[[str], ExpertNames] = lambda _name: {},
         stays: Callable[[str], bool] = lambda _name: False,
     ) -> None:
-        """`is_wanted` tells whether the model still lacks the dense tensor of that name, `stays` whether it may be
-        quantised still.
-
-        `expert_names` gives the names that a dense tensor's parts have alone; none where it is no stack of experts.
+        """`is_wanted`: whether the model still lacks the dense tensor of that name. `stays`: whether it may stay
+        quantised. `expert_names`: the names of a stack's parts in checkpoints without stacks; empty for other tensors.
         """
         self._config = config
         self._expert_names = expert_names
         self._dtype = dtype
         self._is_wanted = is_wanted
         self._stays = stays
-        self._gathered: dict[str, _Gathered] = {}
+        self._gathered: dict[str, _PartialWeight] = {}
         self._layouts: dict[str, StorageLayout | None] = {}
         self.kv_scales: dict[str, KVScales] = {}
-        """By attention layer, `model.layers.N.self_attn`, where the checkpoint has them."""
+        """The scales of each attention layer, `model.layers.N.self_attn`, that the checkpoint has."""
 
     def dense(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The dense tensors of one file, and those weights that it completes.
+        """The dense tensors of one file, and the weights that it completes.
 
         Raises `CheckpointError` where a weight's tensors do not fit one another.
         """
@@ -101,8 +99,8 @@ class Dequantizer:
                 yield from self._feed(each, part)
         self._end_file()
 
-    def lacking(self, missing: Iterable[str]) -> list[str]:
-        """The names in the checkpoint of what is missing of these dense tensors."""
+    def missing_names(self, missing: Iterable[str]) -> list[str]:
+        """The names in the checkpoint of the tensors that are missing for these dense ones."""
         incomplete = {gathered.result: (module, gathered) for module, gathered in self._gathered.items()}
         names = []
         for name in missing:
@@ -115,11 +113,11 @@ class Dequantizer:
         return names
 
     def incomplete(self) -> list[str]:
-        """The dense tensors that are still wanted, and some of whose parts were read."""
+        """The wanted dense tensors of which some parts were read."""
         return [gathered.result for gathered in self._gathered.values() if self._is_wanted(gathered.result)]
 
-    def left_over(self) -> list[str]:
-        """Tensors beside a weight that was dense without them."""
+    def unexpected_names(self) -> list[str]:
+        """Tensors that belong to a weight which was complete without them."""
         return [
             name
             for gathered in self._gathered.values()
@@ -128,14 +126,14 @@ class Dequantizer:
         ]
 
     def _by_expert(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """This tensor, or its experts' parts where it is a stack of 8-bit weights or of their scales."""
+        """The tensor itself, or its parts if it is a stack of experts' 8-bit weights or of their scales."""
         stack = name.removesuffix(SCALE_SUFFIX)
         is_part = stack != name or tensor.dtype.itemsize == 1
         names = self._expert_names(stack) if is_part else {}
         return unstacked(name, tensor, names) if names else iter([(name, tensor)])
 
     def _feed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this tensor completes: itself, one weight, or nothing yet."""
+        """The tensor itself if it is dense, or the weight that it completes, if any."""
         if self._is_kv_scale(name, tensor):
             return
         module, part = _split(name)
@@ -144,7 +142,7 @@ class Dequantizer:
             yield name, tensor
             return
         layer, part = layout.layer, _canonical(part, layout.layer)
-        if part in _UNUSED_PARTS or _says_nothing(name, part, layer, tensor, is_wanted=self._is_wanted(name)):
+        if part in _UNUSED_PARTS or _is_redundant(name, part, layer, tensor, is_wanted=self._is_wanted(name)):
             return
         result = module if layout.joint == "_" else f"{module}.weight"
         is_dense = part == "weight" and tensor.is_floating_point() and tensor.dtype.itemsize > 1
@@ -152,21 +150,21 @@ class Dequantizer:
         if is_dense or part not in needed or not self._is_wanted(result):
             yield name, tensor
             return
-        gathered = self._gathered.setdefault(module, _Gathered(layout, result))
+        gathered = self._gathered.setdefault(module, _PartialWeight(layout, result))
         gathered.names[part], gathered.parts[part] = name, tensor
         gathered.mapped.add(part)
         if needed <= gathered.parts.keys():
             del self._gathered[module]
             yield result, self._weight(module, gathered)
 
-    def _weight(self, module: str, gathered: _Gathered) -> torch.Tensor:
-        """Dense, or as it is stored where it stays so and there is a kernel for it."""
+    def _weight(self, module: str, gathered: _PartialWeight) -> torch.Tensor:
+        """The dense weight, or the stored one where it may stay quantised and kernels take its form."""
         dense = partial(gathered.layout.dequantize, module, gathered.parts, self._dtype)
         codes = gathered.layout.codes(gathered.parts, dense) if self._stays(gathered.result) else None
         return dense() if codes is None else QuantizedRows.of(codes, self._dtype)
 
     def _end_file(self) -> None:
-        """Copy what waits for tensors of other files: a mapped tensor would keep its whole file in memory."""
+        """Copy the parts that wait for other files: a mapped tensor would keep its whole file in memory."""
         for gathered in self._gathered.values():
             for part in gathered.mapped:
                 gathered.parts[part] = gathered.parts[part].clone()
@@ -180,7 +178,9 @@ class Dequantizer:
         return self._layouts[module]
 
     def _is_kv_scale(self, name: str, tensor: torch.Tensor) -> bool:
-        """Keep the scale of a layer's cache. Quark writes it as the output scale of the projection."""
+        """Whether a tensor is a scale of a layer's cache, which is kept. Quark stores it as the projection's output
+        scale.
+        """
         module, _, leaf = name.rpartition(".")
         projection = module.rpartition(".")[2]
         side = {"k_scale": "k", "v_scale": "v", "kv_scale": "kv"}.get(leaf, "")
@@ -191,7 +191,7 @@ class Dequantizer:
         for suffix in _ATTENTION_PARTS:
             module = module.removesuffix(suffix)
         scales = self.kv_scales.get(module, KVScales())
-        # A scale that was never calibrated is written as -1 or 0.
+        # A scale that was not calibrated is stored as -1 or 0.
         value = float(tensor) if tensor > 0 else 1.0
         self.kv_scales[module] = KVScales(
             value if "k" in side else scales.k, value if "v" in side else scales.v, (*scales.names, name)
@@ -213,7 +213,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _canonical(part: str, layer: LayerQuantConfig) -> str:
-    """One name for what formats spell differently."""
+    """One name for parts that formats name differently."""
     if part == "weight_scale_inv":
         return "weight_scale"
     if part.endswith("_activation_scale"):
@@ -223,18 +223,18 @@ def _canonical(part: str, layer: LayerQuantConfig) -> str:
     return part
 
 
-def _says_nothing(name: str, part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
-    """Whether a tensor repeats what the configuration says: groups of neighbours, zero points and biases of zero."""
+def _is_redundant(name: str, part: str, layer: LayerQuantConfig, tensor: torch.Tensor, *, is_wanted: bool) -> bool:
+    """Whether a tensor repeats the configuration: groups of adjacent inputs, zero points and biases of zero."""
     if part in ("g_idx", "weight_g_idx") and not layer.has_group_index:
-        _require_neighbours(name, tensor, layer.group_size)
+        _require_adjacent_groups(name, tensor, layer.group_size)
         return True
     if part == "weight_zero_point":
         return layer.symmetric
     return part == "bias" and not is_wanted and layer.storage == "gptq" and not tensor.any()
 
 
-def _require_neighbours(name: str, listed: torch.Tensor, group_size: int | None) -> None:
-    """Raise `CheckpointError` where the group of each input in `listed` is not that of its neighbours. # [I]"""
+def _require_adjacent_groups(name: str, listed: torch.Tensor, group_size: int | None) -> None:
+    """Raise `CheckpointError` where the groups in `listed` are not of adjacent inputs. # [I]"""
     inputs = torch.arange(listed.numel())
     is_unset = bool((listed < 0).any())
     if not is_unset and not torch.equal(listed.flatten().long(), inputs // (group_size or max(1, len(inputs)))):

@@ -1,7 +1,8 @@
-"""Weights that stay quantised: from a module's tensors to `QuantizedRows`, and a model's weight filled with them.
+"""`QuantizedRows`: a quantised weight on its way from the checkpoint to the model.
 
-Loaders slice a checkpoint's tensors by rows and columns and know nothing of what these hold; so a quantised weight is
-a tensor to them, of the dense one's shape and type, whose slices are quantised as well.
+Weight loaders slice tensors by rows and columns, whatever these contain. So a quantised weight is a tensor of the
+dense
+weight's shape and dtype, whose slices are quantised too.
 """
 
 from typing import Any
@@ -15,52 +16,54 @@ from models.quantization.config import LayerQuantConfig
 
 
 class QuantizedRows(torch.Tensor):
-    """A quantised weight as a tensor of its shape and type. What needs its numbers has the dense ones."""
+    """A quantised weight as a tensor of its shape and dtype. Operators other than slices dequantise it."""
 
-    held: Codes
+    codes: Codes
 
     @staticmethod
-    def of(held: Codes, dtype: torch.dtype) -> "QuantizedRows":
+    def of(codes: Codes, dtype: torch.dtype) -> "QuantizedRows":
         """# [rows, inputs]"""
         made: QuantizedRows = torch.Tensor._make_wrapper_subclass(
-            QuantizedRows, held.codes.shape, dtype=dtype, device=torch.device("cpu")
+            QuantizedRows, codes.codes.shape, dtype=dtype, device=torch.device("cpu")
         )
-        made.held = held
+        made.codes = codes
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Slices are quantised; any other operator has dense tensors."""
+        """Slice the codes; give any other operator dense tensors."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
         if func is torch.ops.aten.slice.Tensor:
             of, dim, first, last, step = (*args, *(0, 0, None, 1)[len(args) - 1 :])[:5]
             size = of.shape[dim]
             first, last = first or 0, size if last is None else min(last, size)
-            held = of.held.part(dim, first, last) if step == 1 else None
-            if held is not None:
-                return QuantizedRows.of(held, of.dtype)
-        dense = [arg.held.dense() if isinstance(arg, QuantizedRows) else arg for arg in args]
+            codes = of.codes.part(dim, first, last) if step == 1 else None
+            if codes is not None:
+                return QuantizedRows.of(codes, of.dtype)
+        dense = [arg.codes.dense() if isinstance(arg, QuantizedRows) else arg for arg in args]
         return func(*dense, **(kwargs or {}))
 
 
-def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, place: int | None = None) -> bool:
-    """Fill rows of a weight that stays quantized, of a stack those of weight `place`; False if the weight is dense.
+def fill_stored(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> bool:
+    """Fill rows of a weight that stays quantised, of a stack those of one expert; False if the weight is dense.
 
     A weight whose rows differ in layout, or are dense in part, becomes dense.
     """
     stored = stored_of(parameter)
     if stored is None:
         return False
-    codes = rows.held if isinstance(rows, QuantizedRows) else stored.codes_of(rows)
-    if codes is not None and stored.put(first, codes, place):
+    codes = rows.codes if isinstance(rows, QuantizedRows) else stored.codes_of(rows)
+    if codes is not None and stored.put(first, codes, expert_index):
         return True
     make_dense(parameter)
     return False
 
 
-def can_be_rounded_again(stack: nn.Parameter, layer: LayerQuantConfig) -> bool:
-    """Whether a stack that the checkpoint has in one tensor of MXFP4 may stay so. A rank may have some inputs."""
+def can_requantize(stack: nn.Parameter, layer: LayerQuantConfig) -> bool:
+    """Whether a stack that the checkpoint stores as one MXFP4 tensor may be rounded to it again after it is
+    sharded.
+    """
     return layer.storage == "mxfp4-experts" and stack.shape[2] % 64 == 0

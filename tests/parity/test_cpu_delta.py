@@ -105,7 +105,7 @@ def test_a_delta_net_equals_torchs_in_any_steps(
         found = read(made, [whole], inputs)
         metadata = CPUAttentionBackend().build_metadata(num_decodes=0, **arrays(whole))
         both = [torch.cat([inputs[slot][side] for slot in lengths]).float() for side in range(2)]
-        expected = made.float()._by_torch(*both, cache_of(made, torch.float32), metadata)
+        expected = made.float()._forward_torch(*both, cache_of(made, torch.float32), metadata)
         assert (torch.cat(found) - expected).abs().max() <= 1e-2 * expected.abs().max()
         made.bfloat16()
         steps: list[Spans] = [[(0, 0, 1), (2, 0, 4)], [(2, 4, 5), (4, 0, 1), (0, 1, 64)], [(0, 64, 70), (2, 5, 9)]]
