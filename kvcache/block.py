@@ -1,4 +1,4 @@
-"""`Block`: one fixed-size piece of KV cache, as the block pool keeps it."""
+"""`Block`: the state of one fixed-size block of the KV cache."""
 
 from kvcache.hashing import NO_HASH
 
@@ -7,10 +7,10 @@ UNPUBLISHED = -1
 
 
 class Block:
-    """`block_size` tokens' worth of KV cache.
+    """KV cache of `block_size` tokens.
 
-    A published block has a `hash`, the `token_ids` it holds, and the `parent` it follows: that is what makes a hit a
-    proof. `uid` is new at each publication, so a child never outlives its parent by pointing at a recycled block.
+    A published block has a `hash`, its `token_ids`, and the uid of its `parent`, the block before it: tokens and
+    parent prove a hit. `uid` is new at each publication, so that no child refers to a parent whose block was reused.
     """
 
     __slots__ = ("block_id", "hash", "parent", "ref_count", "token_ids", "uid")
@@ -21,7 +21,7 @@ class Block:
         self.update(NO_HASH, [])
 
     def update(self, hash: int, token_ids: list[int], uid: int = UNPUBLISHED, parent: int = UNPUBLISHED) -> None:
-        """Set the block's digest and content, its `uid`, and the uid (or chain root) it follows."""
+        """Set the block's digest and content, its `uid`, and the uid of its parent, or the root of its chain."""
         self.hash = hash
         self.token_ids = token_ids
         self.uid = uid

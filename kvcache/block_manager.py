@@ -2,7 +2,7 @@
 
 The contract is docs/specification.md#block-manager.
 
-Called by the scheduler: `allocate` when a sequence starts, `may_append` as it grows, `deallocate` when it leaves.
+The scheduler calls `allocate` when a sequence starts, `may_append` as it grows, and `deallocate` when it leaves.
 """
 
 from collections import Counter, deque
@@ -16,11 +16,11 @@ from kvcache.hashing import NO_HASH, compute_hash, first_parent
 __all__ = ["RELEASED", "Block", "BlockManager", "BlockOwner"]
 
 RELEASED = -1
-"""Stands in a block table for a block that the sequence gave back, because none of its later tokens sees it."""
+"""Entry of a block table for a released block, which no later token of the sequence sees."""
 
 
 class BlockOwner(Protocol):
-    """What the block manager needs of a `Sequence`."""
+    """What the block manager needs of a `Sequence`, which is a layer above it."""
 
     block_size: int
     token_ids: list[int]
@@ -56,7 +56,7 @@ class BlockManager:
         self.pool = BlockPool(config.num_kvcache_blocks, blocks_at_first)
         self._match: tuple[BlockOwner, int, list[int]] | None = None
         self._left: deque[list[int]] = deque()
-        """Of each submitted step: blocks that were left since, and are taken back when it has been read."""
+        """For each submitted step: blocks that were released since, which are free once it has been read."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -84,7 +84,7 @@ class BlockManager:
         return len(self._find_prefix(seq)) * self.block_size
 
     def can_allocate(self, seq: BlockOwner) -> bool:
-        """Whether all blocks of a waiting sequence could be had now."""
+        """Whether enough blocks are free for a whole waiting sequence."""
         free = len(self.pool.free_block_ids)
         if free >= seq.num_blocks:
             return True
@@ -94,8 +94,8 @@ class BlockManager:
     def allocate(self, seq: BlockOwner, num_computed: int | None = None) -> None:
         """Give a waiting sequence all its blocks, cached ones where its prefix is known.
 
-        Publishes the full blocks among the first `num_computed` tokens, those that the step being scheduled computes:
-        all of them by default. Twins in one step share, because each layer writes K and V before it attends.
+        Publishes the full blocks among the first `num_computed` tokens, which the step being scheduled computes; all
+        tokens by default. Equal prompts in one step share blocks, because each layer writes K and V before it attends.
         """
         prefix = self._find_prefix(seq)
         self._match = None
@@ -109,7 +109,7 @@ class BlockManager:
         self.publish(seq, seq.num_tokens if num_computed is None else num_computed)
 
     def publish(self, seq: BlockOwner, num_computed: int) -> None:
-        """Let others share the full blocks among a sequence's first `num_computed` tokens."""
+        """Let other sequences share the full blocks among the first `num_computed` tokens."""
         if not self.enable_prefix_caching:
             return
         full = min(num_computed, len(seq.token_ids)) // self.block_size
@@ -123,9 +123,9 @@ class BlockManager:
         return len(self.pool.free_block_ids) >= self._missing_blocks(seq, num_new_tokens)
 
     def may_append(self, seq: BlockOwner, num_new_tokens: int = 1) -> list[int] | None:
-        """Reserve blocks for those tokens and publish what the step fills for sure; returns the added block ids.
+        """Reserve blocks for those tokens and publish those that the known tokens fill; the added block ids.
 
-        None, and nothing is done, where `can_append` is false. Drafts may be rejected, so a block that they would fill
+        None, without any change, where `can_append` is false. Drafts may be rejected, so a block that they would fill
         is published once its tokens are known.
         """
         added: list[int] = []
@@ -139,24 +139,24 @@ class BlockManager:
         return added
 
     def can_append_all(self, growths: Iterable[tuple[BlockOwner, int]], spare: int = 0) -> bool:
-        """Whether a step can compute so many further tokens of each of these, and leave `spare` blocks free."""
+        """Whether a step can compute each sequence's number of new tokens and leave `spare` blocks free."""
         missing = sum(self._missing_blocks(seq, count) for seq, count in growths)
         return not missing or len(self.pool.free_block_ids) >= missing + spare
 
     def begin_step(self) -> None:
-        """A step was submitted: blocks that are left from here on may be read or written until its end."""
+        """Note a submitted step: blocks released from here on may be read or written until it has ended."""
         self._left.append([])
 
     def end_step(self) -> None:
-        """The step that was submitted first has been read."""
+        """Free the blocks that were released while the step submitted first ran."""
         for block_id in self._left.popleft():
             self.pool.release(block_id)
 
     def release_unseen(self, seq: BlockOwner, num_unseen: int) -> None:
-        """Take the blocks back that hold nothing but a sequence's first `num_unseen` tokens.
+        """Release the blocks that hold only tokens among a sequence's first `num_unseen`.
 
-        Those tokens are computed, and no later step of the sequence reads them: its model attends in a window. What
-        was published stays findable until the block is taken for something else.
+        Those tokens are computed, and no later step of the sequence reads them, because its model attends in a window.
+        Published blocks stay findable until they are taken.
         """
         last = num_unseen // self.block_size
         if last <= seq.num_released_blocks:
@@ -168,7 +168,7 @@ class BlockManager:
         seq.num_released_blocks = last
 
     def deallocate(self, seq: BlockOwner) -> None:
-        """Take a sequence's blocks back, tail first, so that the head of its prefix stays cached longest."""
+        """Release a sequence's blocks, last one first, so that the head of its prefix stays cached longest."""
         self._release(seq.block_table[seq.num_released_blocks :])
         seq.block_table = []
         seq.num_cached_tokens = 0
@@ -176,7 +176,7 @@ class BlockManager:
         seq.num_released_blocks = 0
 
     def forget(self, seq: BlockOwner) -> None:
-        """Share this sequence's blocks with nobody further: a step that should have filled them may not have."""
+        """Unpublish a sequence's blocks, because a step that should have filled them may not have."""
         released = seq.num_released_blocks
         self.forget_blocks(seq.block_table)
         for index, digest in enumerate(seq.block_hashes[:released]):
@@ -185,16 +185,13 @@ class BlockManager:
                 self.pool.unpublish(self.pool.blocks[block_id])
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Share these blocks of one table, or of several, with nobody further."""
+        """Unpublish these entries of block tables."""
         for block_id in block_ids:
             if block_id != RELEASED:
                 self.pool.unpublish(self.pool.blocks[block_id])
 
     def check_integrity(self, sequences: Iterable[BlockOwner]) -> None:
-        """Raise `AssertionError` unless the blocks' state equals what these sequences' block tables say.
-
-        `sequences` are all that hold blocks.
-        """
+        """Raise `AssertionError` unless the blocks' state agrees with the tables of all sequences with blocks."""
         held: Counter[int] = Counter()
         for seq in sequences:
             released = seq.num_released_blocks
@@ -217,7 +214,7 @@ class BlockManager:
         return -(-beyond // self.block_size) if beyond > 0 else 0
 
     def _find_prefix(self, seq: BlockOwner) -> list[int]:
-        """Blocks of the longest cached prefix, remembered while the cache does not change."""
+        """Blocks of the longest cached prefix, kept until the cache changes."""
         if not self.enable_prefix_caching or seq.skips_cached_prefix:
             return []
         if self._match is not None and self._match[0] is seq and self._match[1] == self.pool.version:
@@ -236,7 +233,7 @@ class BlockManager:
 
 
 def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
-    """Digest of a sequence's block, which holds `tokens`; computed at most once in the sequence's life."""
+    """Digest of a sequence's block of these tokens; computed at most once in the sequence's life."""
     if index == len(seq.block_hashes):
         prefix = seq.block_hashes[-1] if index else first_parent(seq.cache_salt)
         seq.block_hashes.append(compute_hash(tokens, prefix))
@@ -244,5 +241,5 @@ def _digest(seq: BlockOwner, index: int, tokens: list[int]) -> int:
 
 
 def _chain_root(seq: BlockOwner) -> int:
-    """What a chain's first block follows: its salt, told apart from every block's uid by its sign."""
+    """The parent of a chain's first block: its salt, which differs from every block's uid by its sign."""
     return -2 if seq.cache_salt is None else -3 - seq.cache_salt

@@ -1,6 +1,6 @@
-"""`BlockPool`: which blocks are free, in what order they are given out, and which hold a shareable prefix.
+"""`BlockPool`: which blocks are free, in what order they are taken, and which hold a prefix that can be shared.
 
-The block manager decides for sequences; the pool only knows blocks.
+The block manager decides for sequences; the pool knows only blocks.
 """
 
 from collections import OrderedDict, deque
@@ -13,29 +13,29 @@ from kvcache.hashing import NO_HASH
 class FreeBlocks:
     """The free list: vacant blocks first, then cached ones, least recently used first. Every operation is O(1).
 
-    Blocks that nothing has used yet come after cached ones once `at_first` are open, while the cache need not grow.
+    Once `at_first` blocks have been used, cached blocks are taken before unused ones, until the cache must grow.
     """
 
     def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
-        """`at_first`: None is all."""
+        """`at_first`: blocks that are used before a cached one is taken; None: all."""
         self._vacant: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_blocks = num_blocks
         self._num_open = 0
         self._at_ease = num_blocks if at_first is None else min(at_first, num_blocks)
-        """Blocks that are opened before a cached one is given out."""
+        """Blocks that are used before a cached one is taken."""
 
     @property
     def may_grow(self) -> bool:
-        """Whether cached blocks are given out although some were never used."""
+        """Whether cached blocks are taken although some were never used."""
         return self._at_ease < self._num_blocks
 
     def grow(self) -> None:
-        """Let twice as many blocks be open before a cached one is given out."""
+        """Let twice as many blocks be used before a cached one is taken."""
         self._at_ease = min(2 * self._at_ease, self._num_blocks)
 
     def pop(self) -> int:
-        """Take the block whose content is least worth keeping."""
+        """Take a vacant block, or the least recently used cached one."""
         if self._cached and not (self._vacant and self._vacant[0] < self._num_ready):
             return self._cached.popitem(last=False)[0]
         block_id = self._vacant.popleft()
@@ -43,24 +43,24 @@ class FreeBlocks:
         return block_id
 
     def claim(self, block_id: int) -> None:
-        """Take this cached block, for its content."""
+        """Take this cached block for its content."""
         del self._cached[block_id]
 
     def push(self, block_id: int, *, cached: bool) -> None:
-        """Give a block back: vacant, or as the most recently used of the cached ones."""
+        """Return a block: vacant, or as the most recently used cached one."""
         if cached:
             self._cached[block_id] = None
         else:
-            # First out again: on a host, its memory is committed, and likely still near the processor.
+            # Taken first again: on a host, its memory is committed and may still be in the processor's cache.
             self._vacant.appendleft(block_id)
 
     def __len__(self) -> int:
         return len(self._vacant) + len(self._cached)
 
     def __iter__(self) -> Iterator[int]:
-        """The order in which blocks would be given out."""
+        """The blocks in the order in which they would be taken."""
         vacant = list(self._vacant)
-        # Vacated ones come before those that were never used, which ascend.
+        # Vacated blocks come before unused ones, which are in ascending order.
         ready = sum(block_id < self._num_ready for block_id in vacant)
         yield from vacant[:ready]
         yield from self._cached
@@ -68,7 +68,7 @@ class FreeBlocks:
 
     @property
     def _num_ready(self) -> int:
-        """Leading blocks that are given out, while vacant, before any cached one."""
+        """Number of leading blocks that are taken, while vacant, before any cached one."""
         return max(self._num_open, self._at_ease)
 
     def __contains__(self, block_id: object) -> bool:
@@ -79,26 +79,26 @@ class FreeBlocks:
 
 
 class BlockPool:
-    """All blocks of one KV cache. Raises `IndexError`/`KeyError` on misuse only; callers check before they take."""
+    """All blocks of one KV cache. Callers check that a block is free, else `IndexError` or `KeyError` is raised."""
 
     def __init__(self, num_blocks: int, at_first: int | None = None) -> None:
-        """`at_first`: blocks that are opened before cached ones are given out; None: all.
+        """`at_first`: blocks that are used before cached ones are taken; None: all.
 
-        More are opened where sequences in progress need them, and twice as many once a prefix is looked for that would
-        still be cached if there had been more.
+        More are used where running sequences need them, and twice as many after the look-up of a prefix that would
+        still be cached if more had been used.
         """
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_block_ids = FreeBlocks(num_blocks, at_first)
         self.used_block_ids: set[int] = set()
         self.hash_to_block_id: dict[int, int] = {}
         self.version = 0
-        """Grows whenever what a prefix lookup would find may have changed."""
+        """Incremented whenever the result of a prefix look-up may have changed."""
         self._next_uid = 0
         self._dropped: OrderedDict[int, None] = OrderedDict()
-        """Digests of what cached blocks were given out for, as long as unused ones could have kept it."""
+        """Digests of evicted blocks that would still be cached if unused blocks had been taken instead."""
 
     def take(self) -> Block:
-        """A fresh block with one reference; the content it cached, if any, is forgotten."""
+        """A fresh block with one reference; the content that it cached, if any, is evicted."""
         block = self.blocks[self.free_block_ids.pop()]
         if block.uid != UNPUBLISHED:
             self._remember(block.hash)
@@ -108,7 +108,7 @@ class BlockPool:
         return block
 
     def share(self, block_id: int) -> Block:
-        """One more reference to a published block, in use or free."""
+        """Add a reference to a published block, in use or free."""
         block = self.blocks[block_id]
         if block.ref_count == 0:
             self.free_block_ids.claim(block_id)
@@ -117,7 +117,7 @@ class BlockPool:
         return block
 
     def release(self, block_id: int) -> None:
-        """One reference less; without any, the block is free, and keeps its content while it can."""
+        """Drop a reference; a block without any is free, and keeps its content until it is taken."""
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
@@ -125,7 +125,7 @@ class BlockPool:
             self.free_block_ids.push(block_id, cached=block.uid != UNPUBLISHED)
 
     def find(self, hash: int, token_ids: list[int], parent: int) -> Block | None:
-        """The published block with this digest, these very tokens, and this very parent."""
+        """The published block with this digest, exactly these tokens and exactly this parent; None without one."""
         block_id = self.hash_to_block_id.get(hash)
         if block_id is None:
             if hash in self._dropped:
@@ -136,10 +136,10 @@ class BlockPool:
         return block if block.parent == parent and block.token_ids == token_ids else None
 
     def publish(self, block: Block, hash: int, token_ids: list[int], parent: int) -> int:
-        """Make a full block findable; returns the uid that the chain goes on from.
+        """Make a full block findable; returns the uid that is the parent of the chain's next block.
 
-        Where an equal block is findable already, that one's uid: both chains then go on as one. A digest taken by
-        other content keeps its first owner, and this chain ends in a uid that nothing finds.
+        Where an equal block is findable already, that is its uid, and both chains continue as one. A digest that other
+        content has keeps its first block, and this chain ends in a uid that no look-up finds.
         """
         owner = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
         if owner is not block and owner.parent == parent and owner.token_ids == token_ids:
@@ -152,7 +152,7 @@ class BlockPool:
         return uid
 
     def unpublish(self, block: Block) -> None:
-        """Make a block's content unfindable; sequences that hold the block keep it."""
+        """Make a block's content unfindable; sequences that have the block keep it."""
         if block.uid != UNPUBLISHED:
             del self.hash_to_block_id[block.hash]
             block.update(NO_HASH, [])

@@ -1,4 +1,4 @@
-"""The prefix-hash chain: a full block's digest covers its own tokens and, through its parent's, all before."""
+"""The prefix-hash chain: a full block's digest covers its tokens and, through its parent's digest, all before them."""
 
 import struct
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _DIGESTS = 2**64
 
 
 def chain_salt(cache_salt: int | None, adapter: int) -> int | None:
-    """What a chain starts from: one number for each pair of a caller's salt (64 bits) and a LoRA adapter (0: none).
+    """The start of a chain: one number for each pair of a caller's salt (64 bits) and a LoRA adapter (0: none).
 
     Without an adapter it is the salt itself, None where there is neither.
     """
@@ -22,7 +22,7 @@ def chain_salt(cache_salt: int | None, adapter: int) -> int | None:
 
 
 def first_parent(salt: int | None) -> int:
-    """The digest that a chain's first block is chained to, of its `chain_salt`."""
+    """The digest to which a chain's first block is chained, from its `chain_salt`."""
     if salt is None or salt < _DIGESTS:
         return NO_HASH if salt is None else salt
     return xxhash.xxh64_intdigest(salt.to_bytes(16, "little"))

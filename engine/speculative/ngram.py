@@ -1,97 +1,97 @@
-"""`PromptLookup`: drafts what came next when a sequence's last tokens came before, in its prompt or in its answer.
+"""`PromptLookup`: drafts the tokens that followed an earlier occurrence of a sequence's last tokens.
 
-Needs no second model. Answers that repeat their prompt (edits of code, summaries, quotations, structured data) are
-drafted well, others hardly ever: where nothing matches nothing is drafted, and where drafts are rejected they pause.
-Source: "Prompt Lookup Decoding", A. Saxena, 2023. Places are found as LZ77's compressors do, by chains of hashes.
+It needs no second model. Answers that repeat their prompt (edits of code, summaries, quotations, structured data) are
+drafted well, others rarely: without a match nothing is drafted, and after rejected drafts drafting pauses.
+Source: "Prompt Lookup Decoding", A. Saxena, 2023. Matches are found by hash chains, as LZ77's compressors do.
 """
 
 from array import array
 
 import numpy as np
 
-_CANDIDATES = 8
-"""Places that are compared, the latest first."""
-_LONGEST_CHAIN = 32
-"""Places that are looked at for them: others may have the same hash."""
-_LONGEST_PAUSE = 32
-"""Tokens for which a sequence drafts nothing, after drafts that were all rejected several times in a row."""
-_FEW = 64
-"""Tokens that are taken in one by one; more of them all at once, with those before."""
+_MAX_CANDIDATES = 8
+"""Matches that are compared, the latest first."""
+_MAX_CHAIN = 32
+"""Links of a hash chain that are followed to find them: other runs may have the same hash."""
+_MAX_PAUSE = 32
+"""Most tokens without drafts after successive steps in which all drafts were rejected."""
+_MAX_SINGLE_TOKENS = 64
+"""New tokens that are indexed one by one; for more of them the index is built again at once."""
 _MULTIPLIER, _WORD = 0x9E3779B1, 0xFFFFFFFF
 
 
 class PromptLookup:
-    """One sequence's tokens, indexed as they grow: 8 to 16 bytes each."""
+    """An index of one sequence's tokens, extended as they grow: 8 to 16 bytes a token."""
 
     __slots__ = ("_before", "_end", "_longest", "_mask", "_misses", "_newest", "_resume", "_shortest")
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """At least `shortest` tokens must match. Of several places the best wins, compared up to `longest` tokens."""
+        """At least `shortest` tokens must match; the longest match wins, compared up to `longest` tokens."""
         self._shortest, self._longest = shortest, longest
         self._newest = array("i")
-        """By hash of a run of `shortest` tokens: where the latest such run ends; 0: there is none."""
+        """By hash of a run of `shortest` tokens: the end of the latest such run; 0: there is none."""
         self._before = array("i")
-        """By end of a run: where the one before it with its hash ends; 0: there is none."""
+        """By end of a run: the end of the run before it with the same hash; 0: there is none."""
         self._mask = 0
         self._end = shortest
-        """The first end that is not in there."""
+        """The first end that is not indexed."""
         self._misses = 0
         self._resume = 0
-        """Length of the sequence from which on it drafts."""
+        """Length of the sequence at which drafting resumes."""
 
     def propose(self, token_ids: list[int], count: int, ahead: int = 0) -> list[int]:
-        """At most `count` tokens that may come after `ahead` more, which are sampled and not known yet."""
+        """At most `count` tokens that may follow `ahead` further ones, which are sampled but not read yet."""
         length = len(token_ids)
         if length < max(self._resume, self._shortest + 1):
             return []
-        self._take_in(token_ids)
-        place = self._match(token_ids)
-        if place is None:
+        self._extend(token_ids)
+        match = self._match(token_ids)
+        if match is None:
             return []
-        # What follows the match; past the end of what is known it repeats, as what matches does.
-        period = length - place
+        # The tokens after the match; past the end of the known tokens they repeat with the match's period.
+        period = length - match
         wanted = ahead + count
-        found = token_ids[place : place + wanted]
+        found = token_ids[match : match + wanted]
         while len(found) < wanted:
             found.append(found[len(found) - period])
         return found[ahead:]
 
     def note(self, length: int, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts were verified, behind which the sequence is of this length."""
+        """Note a step's verified drafts, after which the sequence has this length."""
         if num_accepted:
             self._misses = 0
         elif num_drafts:
             self._misses += 1
-            self._resume = length + min(2**self._misses - 1, _LONGEST_PAUSE)
+            self._resume = length + min(2**self._misses - 1, _MAX_PAUSE)
 
-    def _take_in(self, token_ids: list[int]) -> None:
-        """The last run is left out: nothing follows it yet."""
+    def _extend(self, token_ids: list[int]) -> None:
+        """Extend the index to all tokens. The last run is left out, because no token follows it yet."""
         length = len(token_ids)
-        if length > len(self._before) or length - self._end > _FEW:
+        if length > len(self._before) or length - self._end > _MAX_SINGLE_TOKENS:
             self._index(token_ids)
         newest, before = self._newest, self._before
         for end in range(self._end, length):
-            place = self._hash(token_ids, end) & self._mask
-            before[end], newest[place] = newest[place], end
+            bucket = self._hash(token_ids, end) & self._mask
+            before[end], newest[bucket] = newest[bucket], end
         self._end = max(self._end, length)
 
     def _index(self, token_ids: list[int]) -> None:
-        """Take all in at once, with room for as many again at most."""
+        """Build the index of all tokens at once, with room for at most as many again."""
         length, shortest = len(token_ids), self._shortest
         size = 1 << length.bit_length()
         self._mask = size - 1
         tokens = np.array(token_ids, dtype=np.uint64)
         ends = np.arange(shortest, length)
         hashes = np.zeros(len(ends), dtype=np.uint64)
-        for place in range(shortest):
-            # Below 2^64: what is multiplied is below 2^32, and so is what it is multiplied by.
-            hashes = (hashes * np.uint64(_MULTIPLIER) + tokens[place : place + len(ends)]) & np.uint64(_WORD)
-        places = (hashes & np.uint64(self._mask)).astype(np.int64)
-        order = np.argsort(places, kind="stable")
-        is_alike = places[order[1:]] == places[order[:-1]]
+        for offset in range(shortest):
+            # No overflow: both factors are below 2^32.
+            hashes = (hashes * np.uint64(_MULTIPLIER) + tokens[offset : offset + len(ends)]) & np.uint64(_WORD)
+        buckets = (hashes & np.uint64(self._mask)).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        is_alike = buckets[order[1:]] == buckets[order[:-1]]
         newest, before = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=np.int32)
         before[ends[order[1:]][is_alike]] = ends[order[:-1]][is_alike]
-        newest[places] = ends  # Of several at one place the last one stays.
+        newest[buckets] = ends  # Of several with one hash the last one stays.
         self._newest, self._before = array("i", newest.tobytes()), array("i", before.tobytes())
         self._end = max(length, shortest)
 
@@ -102,11 +102,11 @@ class PromptLookup:
         return value
 
     def _match(self, token_ids: list[int]) -> int | None:
-        """Where the longest match of the last tokens ends, the latest of several."""
+        """End of the longest match of the last tokens, the latest of several; None without a match."""
         length = len(token_ids)
         best, most, candidates = None, self._shortest - 1, 0
         end = self._newest[self._hash(token_ids, length) & self._mask]
-        for _ in range(_LONGEST_CHAIN):
+        for _ in range(_MAX_CHAIN):
             if not end:
                 break
             matched, limit = 0, min(self._longest, end)
@@ -115,7 +115,7 @@ class PromptLookup:
             if matched > most:
                 best, most = end, matched
             candidates += matched >= self._shortest
-            if most == self._longest or candidates == _CANDIDATES:
+            if most == self._longest or candidates == _MAX_CANDIDATES:
                 break
             end = self._before[end]
         return best
