@@ -176,7 +176,7 @@ def test_the_first_model_that_the_server_lists_is_asked(parrot: Server) -> None:
         ("refuse", "kaon chat: temperature is 9; it must be at most 2\n"),
         ("crash", "kaon chat: the server failed on this request\n"),
         ("broken", "kaon chat: the engine core was killed by SIGKILL\n"),
-        ("cut off", "kaon chat: the server broke the answer off\n"),
+        ("cut off", "kaon chat: the server ended the stream before the end of the answer\n"),
     ],
 )
 def test_a_failure_is_one_sentence_and_exit_code_1(parrot: Server, turn: str, said: str) -> None:

@@ -157,7 +157,7 @@ def test_files_that_do_not_work_end_the_server_with_a_sentence(
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
     for settings, said in (
-        ({"ssl_certfile": str(broken)}, "no PEM certificate and key"),
+        ({"ssl_certfile": str(broken)}, "not a PEM certificate and its key"),
         ({"api_key_file": str(tmp_path / "none")}, "api_key_file is"),
         ({"chat_template": str(tmp_path / "none.jinja")}, "none.jinja, which cannot be read: No such"),
     ):
