@@ -244,7 +244,7 @@ def _cell(assembly: Assembly) -> str:
 
 
 def _matrix_shape(matrix: dict[str, int]) -> str:
-    """Rows x columns x depth of the commonest; WGMMA is told from MMA by its 64 rows."""
+    """Rows x columns x depth of the most common shape; WGMMA differs from MMA by its 64 rows."""
     commonest = max(matrix, key=lambda name: matrix[name])
     return "x".join(re.findall(r"(?:m|n|k|x|_)(\d+)(?=\D|$)", commonest)[:3])
 

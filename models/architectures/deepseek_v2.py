@@ -19,7 +19,7 @@ _GREEDY, _GROUPED, _CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 class DeepseekAttention(MLAAttention):
-    """Latent attention as the config describes it."""
+    """Latent attention with the sizes of the config."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         name = f"model.layers.{layer}.self_attn"
@@ -36,13 +36,13 @@ _INDEXED = ConfigFacts(head_dim_field="qk_rope_head_dim", layer_kinds=INDEXED_LA
 @architecture("DeepseekV3ForCausalLM", _LATENT)
 @architecture("DeepseekV32ForCausalLM", _INDEXED)
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """Any of the three with its language-model head."""
+    """DeepSeek-V2, V3 or V3.2 with its language-model head."""
 
     attention: ClassVar[type[nn.Module]] = DeepseekAttention
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """Experts that every token goes to beside some that its router chooses; one dense network in the others."""
+        """Routed and shared experts in sparse layers, a dense network in the others."""
         fields = config.fields
         if not _is_sparse(fields, layer):
             return LlamaMLP(config, parallel)
@@ -90,7 +90,7 @@ def _indexer(config: ModelConfig, name: str) -> LightningIndexer:
 
 
 def _yarn_scale(config: ModelConfig) -> float:
-    """What the scores of a stretched context are multiplied by besides: `mscale_all_dim` counts on either side."""
+    """A further factor of the scores in a stretched context: `mscale_all_dim` applies to queries and to keys."""
     scaling = config.fields.section("rope_parameters") or config.fields.section("rope_scaling")
     if scaling is None or config.rope.rope_type == "default" or not scaling.values.get("mscale_all_dim"):
         return 1.0
@@ -104,7 +104,7 @@ def _is_sparse(fields: Fields, layer: int) -> bool:
     kinds = fields.strings("mlp_layer_types")
     if kinds:
         if len(kinds) != fields.integer("num_hidden_layers") or not set(kinds) <= {"dense", "sparse"}:
-            raise fields.invalid("mlp_layer_types", "a list of dense or sparse, one a layer")
+            raise fields.invalid("mlp_layer_types", "a list of dense or sparse, one per layer")
         return kinds[layer] == "sparse"
     first = fields.integer("first_k_dense_replace", minimum=0)
     return layer >= first and layer % fields.integer("moe_layer_freq", 1) == 0
@@ -122,7 +122,7 @@ def _router(config: ModelConfig, num_experts: int) -> GroupedRouter:
         raise fields.invalid("scoring_func", f"{scoring} for {config.architecture}")
     renormalize = fields.boolean("norm_topk_prob", not is_v2)
     if is_v2 and renormalize:
-        # Two implementations of V2 disagree on whether the scaling factor then counts.
+        # Two implementations of V2 disagree on whether the scaling factor then applies.
         raise fields.invalid("norm_topk_prob", f"false for {config.architecture}")
     num_groups, top_groups = 1, 1
     if method != _GREEDY:

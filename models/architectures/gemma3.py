@@ -18,7 +18,7 @@ from models.ops.activation import geglu_tanh
 from models.parallel.tensor_parallel import SINGLE_RANK, TensorParallel
 
 _LOCAL_THETA = 10000.0
-"""Of the windowed layers' rope where config.json does not say."""
+"""The default rope theta of the windowed layers."""
 
 
 class Gemma3Attention(Qwen3Attention):
@@ -28,7 +28,7 @@ class Gemma3Attention(Qwen3Attention):
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float:
-        """Of the scores."""
+        """The factor of the scores."""
         return float(config.fields.number("query_pre_attn_scalar", 256.0) ** -0.5)
 
 
@@ -41,7 +41,7 @@ class Gemma3MLP(LlamaMLP):
 
 
 class Gemma3DecoderLayer(nn.Module):
-    """Attention and feed-forward, each between two norms and beside a residual."""
+    """Attention and feed-forward, each between two norms, with residual connections."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -129,13 +129,13 @@ def _reject_unsupported(fields: Fields) -> None:
     if fields.string("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise fields.invalid("hidden_activation", '"gelu_pytorch_tanh"')
     if fields.boolean("use_bidirectional_attention", False):
-        raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only those before it")
+        raise fields.invalid("use_bidirectional_attention", "false: a generated token sees only earlier ones")
     if fields.has("attn_logit_softcapping"):
         raise fields.invalid("attn_logit_softcapping", "null: Gemma 3 normalises queries and keys instead")
 
 
 def _local_rope(config: ModelConfig) -> RopeConfig:
-    """The windowed layers' rope, in the spelling of transformers' version 5 or of version 4."""
+    """The windowed layers' rope, under the names of transformers' version 5 or 4."""
     fields = config.fields
     by_kind = fields.section("rope_parameters")
     own = by_kind.section("sliding_attention") if by_kind is not None else None

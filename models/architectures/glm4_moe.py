@@ -1,4 +1,4 @@
-"""GLM-4.5 and its kin: partly rotated heads, norms on them or none, experts in groups beside shared ones."""
+"""GLM-4.5 and related models: partly rotated heads with optional norms, and grouped experts with shared ones."""
 
 from typing import ClassVar
 
@@ -15,7 +15,7 @@ from models.parallel.tensor_parallel import TensorParallel
 
 
 class Glm4MoeAttention(LlamaAttention):
-    """Grouped-query attention that normalises queries and keys if the config says so."""
+    """Grouped-query attention with optional norms of queries and keys."""
 
     has_output_bias: ClassVar[bool] = False
 
@@ -41,7 +41,7 @@ class Glm4MoeForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """One dense network in the first layers, experts above them."""
+        """A dense network in the first layers, experts in the others."""
         fields = config.fields
         if layer < fields.integer("first_k_dense_replace", 1, minimum=0):
             return LlamaMLP(config, parallel)

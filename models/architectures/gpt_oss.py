@@ -124,6 +124,6 @@ class GptOssForCausalLM(LlamaForCausalLM):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """What follows the attention of that layer."""
-        del layer  # All are alike.
+        """The feed-forward layer of that decoder layer."""
+        del layer  # All layers are alike.
         return GptOssMLP(config, parallel)

@@ -31,7 +31,7 @@ class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     has_output_bias: ClassVar[bool] = True
-    """Where the projections have biases, whether the output's has one too."""
+    """Whether the output projection has a bias where the others have one."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class LlamaAttention(nn.Module):
         return self.o_proj(attended.view(num_tokens, -1))  # type: ignore[no-any-return]
 
     def head_norms(self) -> HeadNorms | None:
-        """Norms of queries and keys, before they are rotated; None: they have none."""
+        """Norms of queries and keys, applied before the rotation; None: there are none."""
         return None
 
     @staticmethod
     def score_scale(config: ModelConfig) -> float | None:
-        """Of the scores; None: that of the head's size."""
+        """The factor of the scores; None: `head_dim ** -0.5`."""
         del config
         return None
 
@@ -105,11 +105,11 @@ class LlamaMLP(nn.Module):
 
 
 FeedForward: TypeAlias = Callable[[ModelConfig, int, TensorParallel], nn.Module]
-"""Makes the feed-forward layer of a decoder layer, whose number it gets."""
+"""Makes the feed-forward layer of the decoder layer with this number."""
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output is the sum of the two returned: the next norm adds them. # [tokens, hidden_size]"""
+        """Returns two tensors whose sum is the layer's output: the next norm adds them. # [tokens, hidden_size]"""
         if residual is None:
             residual = hidden
             hidden = self.input_layernorm(hidden)
@@ -140,7 +140,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class DecoderBody(nn.Module):
-    """What a language-model head stands on: hidden states of tokens, and the embedding that it may share."""
+    """All of a model below its head, which may share the embedding."""
 
     embed_tokens: VocabParallelEmbedding
 
@@ -187,9 +187,9 @@ class LlamaForCausalLM(nn.Module):
         "gate_proj": ("gate_up_proj", 0),
         "up_proj": ("gate_up_proj", 1),
     }
-    """Module of the checkpoint -> module of the model that holds it, and which shard it is there."""
+    """Module of the checkpoint -> module of the model that holds it, and the part that it is there."""
     attention: ClassVar[type[nn.Module]] = LlamaAttention
-    """Called with config, layer and parallel."""
+    """The attention class, called with config, layer and parallel."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel = SINGLE_RANK) -> None:
         super().__init__()
@@ -204,8 +204,8 @@ class LlamaForCausalLM(nn.Module):
 
     @staticmethod
     def feed_forward(config: ModelConfig, layer: int, parallel: TensorParallel) -> nn.Module:
-        """What follows the attention of that layer."""
-        del layer  # All are alike.
+        """The feed-forward layer of that decoder layer."""
+        del layer  # All layers are alike.
         return LlamaMLP(config, parallel)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = self.norm(config.head_dim, config.rms_norm_eps)
 
     def head_norms(self) -> HeadNorms:
-        """Norms of queries and keys, before they are rotated."""
+        """Norms of queries and keys, applied before the rotation."""
         return HeadNorms(self.q_norm.operand, self.k_norm.operand)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets beside gated attention, three to one, and a mixture of experts in every layer."""
+"""Qwen3-Next: three layers of gated delta nets to one of gated attention, and a mixture of experts in each."""
 
 import torch
 from torch import nn
@@ -61,19 +61,19 @@ class Qwen3NextAttention(nn.Module):
 
 
 class SharedExpertGate(nn.Module):
-    """How much of the shared expert a token takes."""
+    """The gate on the shared expert's output."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.weight = empty_parameter(1, hidden_size, weight_loader=load_whole, is_product=True)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of it. # [tokens, hidden_size] -> [tokens, 1] float32"""
+        """The gate's logits. # [tokens, hidden_size] -> [tokens, 1] float32"""
         return logits(hidden, self.weight)
 
 
 class Qwen3NextSparseBlock(nn.Module):
-    """Routed experts, and a shared one with a gate of its own."""
+    """Routed experts, and a shared one with a gate."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Qwen3NextSparseBlock(nn.Module):
 
 
 class Qwen3NextDecoderLayer(nn.Module):
-    """One of the two kinds of memory, then experts, each behind a norm and beside a residual."""
+    """A delta net or attention, then experts, each with a norm before it and a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Qwen3NextDecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output is the sum of the two returned: the next norm adds them.
+        """Returns two tensors whose sum is the layer's output: the next norm adds them.
 
         # 2 x [tokens, hidden_size], 2 x [tokens, 1, rotary_dim] -> 2 x [tokens, hidden_size]
         """
@@ -159,7 +159,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return Qwen3NextModel(config, parallel)
 
     def kv_cache_layers(self) -> list[CacheSpec]:
-        """What the layers keep, first to last."""
+        """The caches of the layers, first to last."""
         return [module.cache_spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet)]
 
 

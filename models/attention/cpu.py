@@ -523,12 +523,12 @@ def _chunked_prefill(
             last = min(first + chunk, span.num_tokens)
             end = span.length - span.num_tokens + last
             begin = max(span.first_key, attention.first_key(end - (last - first)))
-            some = queries[pages.heads, :, first:last]
+            chunk_queries = queries[pages.heads, :, first:last]
             seen = slice(begin - span.first_key, end - span.first_key)
             attended = attention.grouped_heads(
-                some,
-                k[..., seen, :].expand(-1, some.shape[1], -1, -1),
-                v[..., seen, :].expand(-1, some.shape[1], -1, -1),
+                chunk_queries,
+                k[..., seen, :].expand(-1, chunk_queries.shape[1], -1, -1),
+                v[..., seen, :].expand(-1, chunk_queries.shape[1], -1, -1),
                 mask[chunk - (last - first) :, longest - (end - begin) :],
                 pages.heads,
             )

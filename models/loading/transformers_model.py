@@ -311,8 +311,8 @@ def _dense_tensors(
             state[name] = _TakeOnce(tensor)
     if incomplete := dequantizer.missing_names(dequantizer.incomplete()):
         raise CheckpointError(f"{path} lacks {some(incomplete)}, without which its weights cannot be read")
-    if left_over := dequantizer.unexpected_names():
-        raise CheckpointError(f"{path} holds {some(left_over)} beside weights that are dense without them")
+    if unexpected := dequantizer.unexpected_names():
+        raise CheckpointError(f"{path} holds {some(unexpected)}, which its dense weights do not need")
     return state
 
 

@@ -117,5 +117,5 @@ def _pattern(fields: Fields, name: str, *, fractions: bool) -> dict[str, float]:
 
 
 def _first_match(pattern: Mapping[str, object], module: str) -> str:
-    """The first expression that matches a whole name, or its end behind a dot; else one that is no key."""
+    """The first expression that matches a whole name, or its end after a dot; else the empty string."""
     return next((key for key in pattern if re.match(rf"(.*\.)?({key})$", module)), "")

@@ -148,7 +148,7 @@ def train_tokenizer(texts: int = 40_000, seed: int = 1) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """tokenizer.json, and beside it what transformers needs to make an AutoTokenizer of it."""
+    """Write tokenizer.json, and the files that transformers' AutoTokenizer needs."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
     template = CHAT_TEMPLATE_PATH.read_text()
