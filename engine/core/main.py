@@ -1,6 +1,6 @@
-"""The process of an engine core, `python -m engine.core.main`: it loads the model, and serves it until told to stop.
+"""The process of an engine core, `python -m engine.core.main`: it loads the model and runs `EngineCore`'s busy loop.
 
-Started by `engine.distributed.core_process`. What it serves with is `EngineCore`'s busy loop.
+Started by `engine.distributed.core_process`.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ logger = logging.getLogger("engine.core.main")
 
 
 def main() -> NoReturn:
-    """Run one engine core for the parent that holds the other end of standard input, and end the process."""
+    """Run one engine core for the parent process, which has the other end of standard input, and exit."""
     lifeline = begin_child()
     launch = msgspec.json.decode(lifeline.makefile("rb").readline(), type=Launch)
     name_process(launch.name)
-    with contextlib.suppress(OSError):  # The system may have taken them from all of us.
+    with contextlib.suppress(OSError):  # The system may have withdrawn them from all processes.
         os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
     ranks: list[AsyncIOProcManager] = []
@@ -57,12 +57,12 @@ def main() -> NoReturn:
         sockets.output_queue.put(failure)
     sockets.close()
     logging.shutdown()
-    # The interpreter would take apart what native threads may still look at, and give gigabytes back one by one.
+    # An orderly exit would destroy objects that native threads still use, and free gigabytes object by object.
     os._exit(0 if failure is None else 1)
 
 
 def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
-    """The way to the front end. Ends this process where there is none to one on another host, now or later."""
+    """The sockets to the front end. A front end on another host that is lost, now or later, ends this process."""
 
     def end(sentence: str) -> NoReturn:
         logger.critical("the engine core ends: %s", sentence)
@@ -79,7 +79,7 @@ def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
 
 
 def _end_process(end: threading.ExceptHookArgs) -> None:
-    """End this process with a thread that raised: without one of them, requests would wait for ever."""
+    """End this process when a thread raised: without it, requests would wait for ever."""
     name = end.thread.name if end.thread is not None else "?"
     logger.critical("the engine core ends, as its thread %s did", name, exc_info=end.exc_value)
     os._exit(1)
@@ -88,7 +88,7 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
 def _fail(
     sockets: CoreSockets, sentence: str, killed: bool = False, collateral: bool = False, usage: bool = False
 ) -> None:
-    """End this process from any thread, whatever the others do, and say why."""
+    """End this process from any thread, whatever the others do, after sending the reason."""
     logger.critical("the engine core ends: %s", sentence)
     sockets.output_queue.put(Failed(sentence, usage, killed=killed, collateral=collateral))
     sockets.close()
@@ -150,7 +150,7 @@ def _load_and_serve(
         if gone is not None:
             return Failed(str(PeerGoneError(gone)), collateral=True)
         return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
-    # What is loaded stays: a full collection would walk all of torch's objects, and hold a step up, to find nothing.
+    # A full garbage collection would visit all of torch's objects, delay a step, and find nothing.
     gc.freeze()
     phases.end("warm-up")
     sockets.serve_grammars(Matchers(loaded.load_tokenizer, loaded.info.vocab_size, loaded.info.eos_token_ids))
@@ -166,7 +166,7 @@ def _load_and_serve(
 
 
 def _links(seat: Seat, sockets: CoreSockets) -> ReplicaLinks:
-    """Between this core and those of the other replicas in lockstep."""
+    """The links to the cores of the other replicas in lockstep."""
 
     def end(replica: int) -> None:
         _fail(sockets, str(PeerGoneError(replica)), collateral=True)
@@ -175,7 +175,7 @@ def _links(seat: Seat, sockets: CoreSockets) -> ReplicaLinks:
 
 
 def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None) -> EngineCore:
-    """The loop over a loaded model."""
+    """The engine core over a loaded model."""
     runner, queues = loaded.runner, (sockets.input_queue, sockets.output_queue)
     options: dict[str, Any] = {
         "window": loaded.window,

@@ -1,6 +1,7 @@
-"""The engine core's ends of its two sockets: a thread that reads the one, and a queue that writes to the other.
+"""`CoreSockets`: the engine core's ends of its two sockets, a thread that reads one and a queue that writes the other.
 
-Made by `engine.core.main`; the busy loop knows their queues only.
+`engine.core.main` makes them; the busy loop knows only the queues. Requests with a grammar pass through a
+`GrammarQueue` first, whose thread compiles, so that neither the busy loop nor another request waits for it.
 """
 
 import logging
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Wake(NamedTuple):
-    """Another replica has work, and waits for this one in that round; see `engine.core.dp_engine_core`."""
+    """Another replica has work and waits for this one in that round; see `engine.core.dp_engine_core`."""
 
     round: int
 
@@ -36,17 +37,17 @@ InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 
 class OutputQueue(Protocol):
-    """Where the core puts what it has to tell."""
+    """Takes the core's messages. Tests put a `SimpleQueue` in place of the socket."""
 
     def put(self, message: Outbound, /) -> None: ...
 
 
 _LINGER_MS = 2000
-"""How long the last messages may take to leave for a parent that does not read."""
+"""Most time for sending the last messages to a parent that does not read."""
 
 
 class _OutputSocket:
-    """Sends what any thread puts, at once: handing it to a thread costs more, and wakes that while a step computes."""
+    """Sends the messages of any thread at once: a sending thread would cost more and wake up while a step computes."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
@@ -54,19 +55,19 @@ class _OutputSocket:
         self._turn = threading.Lock()
 
     def put(self, message: Outbound) -> None:
-        """Send a message. Never blocks: the socket has no high-water mark. After `close`, nobody would read it."""
+        """Send a message, unless closed. Never blocks, because the socket has no high-water mark."""
         with self._turn:
             if not self._socket.closed:
                 self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Let what was sent leave, and take no more."""
+        """Close the socket once everything is sent; later messages are dropped."""
         with self._turn:
             self._socket.close()
 
 
 class CoreSockets:
-    """The core's ends of the two sockets, between the addresses and the queues."""
+    """The core's ends of the two sockets, with a queue for each direction."""
 
     def __init__(
         self,
@@ -76,24 +77,23 @@ class CoreSockets:
         front_end: "CoreAddress | None" = None,
         timeout: float = 0.0,
     ) -> None:
-        """`front_end`: on another host, to be reached in `timeout` seconds; the other addresses are not used then.
-
-        Raises `ConnectionError`, a sentence, where it is not.
+        """`front_end`: the address of one on another host, to connect to within `timeout` seconds; the other addresses
+        are not used then. Raises `ConnectionError`, a sentence, where that fails.
         """
         self.input_queue: InputQueue = SimpleQueue()
         self._block_size = block_size
-        self._grammars: GrammarAdmission | None = None
+        self._grammars: GrammarQueue | None = None
         self._context = zmq.Context()
         self._call: CoreCall | None = None
         if front_end is None:
             self._input = self._context.socket(zmq.DEALER)
             output = self._context.socket(zmq.PUSH)
             for socket, address in ((self._input, input_address), (output, output_address)):
-                # No high-water mark: at one a DEALER or PUSH blocks or drops, and no message of ours may be lost.
+                # No high-water mark, at which a DEALER or PUSH blocks or drops messages: none may be lost.
                 socket.set_hwm(0)
                 socket.connect(address)
         else:
-            # Not above: cores of the front end's own host need none of it.
+            # Imported here, because cores on the front end's host do not need it.
             from engine.distributed import remote_core as core_call
 
             self._call = core_call.CoreCall(self._context, front_end, timeout)
@@ -101,23 +101,21 @@ class CoreSockets:
         for socket in (self._input, output):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self.output_queue = _OutputSocket(output)
-        # A ROUTER can address a peer once it has heard from it.
+        # A ROUTER can address a peer only after a message from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """From now on, `on_lost` is called, by another thread, when a front end on another host is gone."""
+        """From now on, call `on_lost` from another thread when a front end on another host is lost."""
         if self._call is not None:
             self._call.watch(on_lost)
 
-    def serve_grammars(self, matchers: "Matchers") -> None:
-        """From now on, take requests with a grammar. To be called before the first request can arrive."""
-        # Not above: the front end, which imports this module too, needs none of it.
-
-        self._grammars = GrammarAdmission(matchers, self.input_queue.put, self._refuse_sequence)
+    def serve_grammars(self, matchers: Matchers) -> None:
+        """From now on, accept requests with a grammar. Call it before the first request can arrive."""
+        self._grammars = GrammarQueue(matchers, self.input_queue.put, self._refuse_sequence)
 
     def process_input_sockets(self) -> None:
-        """Decode what arrives into the input queue, until the context ends."""
+        """Decode arriving messages into the input queue, until the context ends."""
         decoder = msgspec.msgpack.Decoder(Inbound)
         while True:
             try:
@@ -128,11 +126,11 @@ class CoreSockets:
             for frame in frames:
                 try:
                     self._accept(decoder.decode(frame))
-                except BaseException as error:  # noqa: BLE001 - logged, and told; a native panic is no `Exception`
+                except BaseException as error:  # noqa: BLE001 - logged and answered; a native panic is no `Exception`
                     self._refuse(frame, error)
 
     def close(self) -> None:
-        """Close both sockets, once what was put has left."""
+        """Close both sockets, once all messages are sent."""
         if self._call is not None:
             self._call.close()
         self.output_queue.close()
@@ -152,11 +150,11 @@ class CoreSockets:
                 self._grammars.add(seq)
             return
         if isinstance(message, AbortRequests) and self._grammars is not None:
-            taken_back = self._grammars.take_back(message.request_ids)
+            taken_back = self._grammars.cancel(message.request_ids)
             if taken_back:
                 outputs = [terminal_output(id, "abort") for id in taken_back]
                 self.output_queue.put(StepOutputs(outputs))
-                # Told of their end, whoever sent them may send them again, before the loop reads this.
+                # Their ids may be used again as soon as they are answered, before the loop reads this message.
                 message = AbortRequests([id for id in message.request_ids if id not in set(taken_back)])
         self.input_queue.put(message)
 
@@ -165,7 +163,7 @@ class CoreSockets:
         self.output_queue.put(StepOutputs([terminal_output(seq.id, "error", error, bad_request=bad_request)]))
 
     def _refuse(self, frame: bytes, error: BaseException) -> None:
-        """Log a message that cannot be taken in; answer it where it names the request that it was to add."""
+        """Log a message that cannot be decoded; answer it where it has the id of the request that it was to add."""
         fault = not isinstance(error, ValueError)
         logger.error("a message to the engine core was refused: %s", error, exc_info=error if fault else None)
         request_id = _request_id(frame)
@@ -185,17 +183,12 @@ def _request_id(frame: bytes) -> int | None:
     return request_id if isinstance(request_id, int) else None
 
 
-# [admission] `GrammarAdmission`: gives sequences their matchers before they are queued. Owned by the engine core's
-# input thread.
-#
-# Compiling happens in a thread of its own, so that neither the busy loop nor any other request waits for it.
-
 _STACK_BYTES = 64 * 2**20
-"""Far more than the process has that checks grammars for the front end: what passed there cannot overflow here."""
+"""Far more than the front end's checking process has: a grammar that passed there cannot overflow the stack here."""
 
 
-class GrammarAdmission:
-    """Between the input thread and the input queue, for the sequences that have a grammar."""
+class GrammarQueue:
+    """Gives sequences with a grammar their matchers before they are queued. Owned by the input thread."""
 
     def __init__(
         self,
@@ -203,7 +196,9 @@ class GrammarAdmission:
         admit: Callable[[Sequence], object],
         refuse: Callable[[Sequence, str, bool], object],
     ) -> None:
-        """`admit` takes sequences that can run; `refuse` the others: why, and whether the request is at fault."""
+        """`admit` is called with sequences that can run; `refuse` with the others, why, and whether the request is at
+        fault.
+        """
         self._matchers = matchers
         self._admit = admit
         self._refuse = refuse
@@ -217,7 +212,7 @@ class GrammarAdmission:
             threading.stack_size(previous)
 
     def add(self, seq: Sequence) -> None:
-        """Admit a sequence with a grammar: at once if that is compiled, else as soon as it is."""
+        """Admit a sequence with a grammar: at once if the grammar is compiled, otherwise as soon as it is."""
         assert seq.sampling_params.grammar is not None
         seq.matcher = self._matchers.cached(seq.sampling_params.grammar)
         if seq.matcher is not None:
@@ -231,8 +226,8 @@ class GrammarAdmission:
             self._pending[seq.id] = seq
         self._jobs.put(seq)
 
-    def take_back(self, seq_ids: Collection[int]) -> list[int]:
-        """Give up those of these sequences that are not admitted yet; their ids."""
+    def cancel(self, seq_ids: Collection[int]) -> list[int]:
+        """Drop those of these sequences that are not admitted yet; their ids."""
         with self._lock:
             return [seq_id for seq_id in seq_ids if self._pending.pop(seq_id, None) is not None]
 
@@ -243,7 +238,7 @@ class GrammarAdmission:
             if seq.id not in self._pending:
                 continue
             refusal = self._prepare(seq)
-            # Under the lock, so that an abort either finds the sequence here or follows it into the queue.
+            # Under the lock, so that an abort finds the sequence either here or in the queue before it.
             with self._lock:
                 if self._pending.pop(seq.id, None) is None:
                     continue
@@ -253,7 +248,7 @@ class GrammarAdmission:
                     self._refuse(seq, *refusal)
 
     def _prepare(self, seq: Sequence) -> tuple[str, bool] | None:
-        """Give `seq` its matcher; or why it can have none, and whether the request is at fault."""
+        """Give `seq` its matcher; otherwise why it can have none, and whether the request is at fault."""
         assert seq.sampling_params.grammar is not None
         try:
             seq.matcher = self._matchers.matcher(seq.sampling_params.grammar)
@@ -267,7 +262,7 @@ class GrammarAdmission:
 
 
 def _catch_up(seq: Sequence) -> str | None:
-    """Follow the grammar along what a resumed sequence has generated; why that cannot be, if it cannot."""
+    """Advance the matcher over the tokens that a resumed sequence has generated; the error, if it refuses one."""
     assert seq.matcher is not None
     for token_id in seq.completion_token_ids:
         if not seq.matcher.accept(token_id):

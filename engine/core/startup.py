@@ -30,21 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class PhaseClock:
-    """Seconds by phase of something that began at `start` on `time.monotonic`'s clock."""
+    """Measures phases, in seconds, from `start` on the `time.monotonic` clock."""
 
     def __init__(self, start: float) -> None:
         self.seconds: dict[str, float] = {}
         self._last = start
 
     def end(self, phase: str) -> None:
-        """The time since the last call went into `phase`."""
+        """Count the time since the last call as `phase`."""
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
 
 
 class LoadedModel(NamedTuple):
-    """A model with its KV cache. `config` has everything filled in that the checkpoint and the memory decide."""
+    """A model with its KV cache. `config` has all fields that the checkpoint and the memory determine."""
 
     runner: "ModelRunner"
     config: Config
@@ -53,9 +53,9 @@ class LoadedModel(NamedTuple):
     window: int | None = None
     """Tokens that a query sees in the widest layer, its own included; None: all before it."""
     blocks_at_first: int | None = None
-    """Of a KV cache that grows with its use; None: all."""
+    """Initial blocks of a KV cache that grows with its use; None: all."""
     world: "World | None" = None
-    """Of the replicas that compute in lockstep."""
+    """The group of the replicas that compute in lockstep."""
 
 
 def load_model(
@@ -138,7 +138,7 @@ def _log_cache(config: Config, size: "KVCacheSize", architecture: str) -> None:
     if config.speculative_config is not None:
         drafts = config.speculative_config
         how = drafts.num_speculative_tokens, drafts.speculative_method
-        logger.info("Steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
+        logger.info("steps verify up to %d drafts a sequence, which are looked up (%s)", *how)
 
 
 def _load_tokenizer(path: "Path") -> "Tokenizer":

@@ -24,7 +24,7 @@ from engine.runner.device_batch import DeviceInputs
 from engine.runner.input_batch import StepInputs, UniformRows
 from engine.runner.kv_cache import LayerCaches
 from engine.runner.memory_sizing import gib
-from engine.speculative.drafts import most_rows
+from engine.speculative.drafts import max_verified_rows
 from models.attention.backend import AttentionBackend, AttentionMetaData
 from models.attention.context import Context, LoRARows, forward_context
 from models.attention.gpu import NO_SLOT
@@ -539,6 +539,6 @@ def make_graphs(
     if not config.num_drafts:
         return DecodeGraphs(plain)
     shape = dataclasses.replace(shape, query_len=1 + config.num_drafts)
-    most = most_rows(config.max_num_seqs, config.num_drafts)
+    most = max_verified_rows(config.max_num_seqs, config.num_drafts)
     sizes = sorted({min(size, most) for size in sizes})
     return DecodeGraphs(plain, GraphRunner(device, backend, model, sizes, shape, parallel, memory))

@@ -29,7 +29,7 @@ from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kern
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argmax_of_shard, argmax_over_ranks
-from engine.speculative.drafts import most_choices
+from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
 from models.attention.context import Context, forward_context, set_kv_cache_data
@@ -125,7 +125,7 @@ class ModelRunner:
             _log.info("Steps run operator by operator: %s", reason)
         if isinstance(self.model_config, ModelConfig):
             most = self.config.max_num_seqs
-            max_rows = most_choices(most) if self.config.num_drafts else most
+            max_rows = max_sampled_tokens(most) if self.config.num_drafts else most
             self.greedy_head = GreedyHead.of(operators, self._shard_logits, self.model_config.hidden_size, max_rows)
 
     @property

@@ -18,7 +18,7 @@ from engine.batch import ScheduledBatch, StepOutOfMemory
 from engine.runner.device import oom_at_start, oom_in_step
 from engine.runner.device_batch import DeviceInputs
 from engine.sequence import Sequence as EngineSequence
-from engine.speculative.drafts import most_rows
+from engine.speculative.drafts import max_verified_rows
 from models.attention.backend import AttentionBackend
 from models.attention.context import Context
 from models.parallel.tensor_parallel import TensorParallel
@@ -128,7 +128,7 @@ def warm_up_steps(sizes: StepSizes) -> Iterator[WarmUpStep]:
 
 def _most_verifying(sizes: StepSizes) -> int:
     """Rows of a step that verify drafts."""
-    by_choices = most_rows(sizes.max_num_seqs, sizes.num_drafts)
+    by_choices = max_verified_rows(sizes.max_num_seqs, sizes.num_drafts)
     return max(1, min(sizes.max_num_seqs, by_choices, sizes.max_num_batched_tokens // (1 + sizes.num_drafts)))
 
 

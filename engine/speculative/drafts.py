@@ -21,7 +21,7 @@ _MIN_SAMPLED_TOKENS = 64
 """Tokens that a step which verifies drafts may sample, where fewer sequences than that may run."""
 
 
-def most_choices(max_num_seqs: int) -> int:
+def max_sampled_tokens(max_num_seqs: int) -> int:
     """Most tokens sampled in one step, drafts verified included.
 
     A step of few rows is bound by reading the weights, and verifies drafts at no cost; one of many is bound by
@@ -30,9 +30,9 @@ def most_choices(max_num_seqs: int) -> int:
     return max(max_num_seqs, _MIN_SAMPLED_TOKENS)
 
 
-def most_rows(max_num_seqs: int, num_drafts: int) -> int:
+def max_verified_rows(max_num_seqs: int, num_drafts: int) -> int:
     """Most sequences of a step that verifies up to `num_drafts` drafts of each."""
-    return most_choices(max_num_seqs) // (1 + num_drafts)
+    return max_sampled_tokens(max_num_seqs) // (1 + num_drafts)
 
 
 class Drafts:
@@ -56,7 +56,7 @@ class Drafts:
             self._match_lengths = speculative.prompt_lookup_min, speculative.prompt_lookup_max
         self._lookups: dict[int, PromptLookup] = {}
         """By sequence id, of live sequences; made when first needed."""
-        self._max_rows = most_rows(max_num_seqs, self.max_drafts)
+        self._max_rows = max_verified_rows(max_num_seqs, self.max_drafts)
 
     @property
     def tokens_per_row(self) -> int:

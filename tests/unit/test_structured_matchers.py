@@ -6,7 +6,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from engine.core.sockets import GrammarAdmission
+from engine.core.sockets import GrammarQueue
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.text.structured.matcher import MaskComputer, MaskedRow, Matcher, Matchers, TokenMasks, packed
@@ -150,12 +150,12 @@ def test_a_grammar_too_costly_to_follow_fails_its_row_and_no_other(matchers: Mat
 
 
 class Admitted:
-    """Where a `GrammarAdmission` puts its sequences."""
+    """Where a `GrammarQueue` puts its sequences."""
 
     def __init__(self, matchers: Matchers) -> None:
         self.queue: SimpleQueue[Sequence] = SimpleQueue()
         self.refused: SimpleQueue[tuple[int, str, bool]] = SimpleQueue()
-        self.admission = GrammarAdmission(
+        self.admission = GrammarQueue(
             matchers, self.queue.put, lambda seq, error, bad: self.refused.put((seq.id, error, bad))
         )
 
@@ -226,11 +226,11 @@ def test_an_aborted_sequence_is_taken_back_while_its_grammar_is_compiled_and_onl
     admitted = Admitted(Matchers(slow, VOCAB_SIZE, [EOS]))  # type: ignore[arg-type, return-value]
     admitted.add(1, regex("ab"))
     admitted.add(2, regex("ab"))
-    assert admitted.admission.take_back([1, 9]) == [1]
+    assert admitted.admission.cancel([1, 9]) == [1]
     may_load.set()
     assert admitted.queue.get(timeout=WAIT_SECONDS).id == 2
     assert admitted.queue.empty()
-    assert admitted.admission.take_back([1, 2]) == []
+    assert admitted.admission.cancel([1, 2]) == []
 
 
 def test_a_grammar_known_already_waits_for_no_other() -> None:
