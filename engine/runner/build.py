@@ -111,7 +111,7 @@ def bind_memory(node: int, needed: int, root: Path = Path("/")) -> bool:
         return False
     words = (ctypes.c_ulong * (node // _LONG_BITS + 1))()
     words[node // _LONG_BITS] = 1 << node % _LONG_BITS
-    # The kernel reads one bit less than it is told of.
+    # The kernel reads one bit less than the given number.
     last = ctypes.c_ulong(len(words) * _LONG_BITS + 1)
     refused: int = ctypes.CDLL(None).syscall(number, _MPOL_BIND, words, last)
     return not refused

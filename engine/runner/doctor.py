@@ -46,7 +46,7 @@ def pci_address(properties: Any) -> str | None:
 
 
 def free_memory(address: str | None, root: Path = Path("/sys")) -> int | None:
-    """Bytes of the GPU at a PCI address that nobody has; None where no driver says."""
+    """Free bytes of the GPU at a PCI address; None where no driver reports them."""
     if address is None:
         return None
     device = root / "bus/pci/devices" / address
@@ -54,12 +54,12 @@ def free_memory(address: str | None, root: Path = Path("/sys")) -> int | None:
         total, used = (int((device / f"mem_info_vram_{what}").read_text()) for what in ("total", "used"))
         return total - used
     with suppress(OSError):
-        return told_by_nvml(ctypes.CDLL(_NVML), address)
+        return free_by_nvml(ctypes.CDLL(_NVML), address)
     return None
 
 
-def told_by_nvml(nvml: Any, address: str) -> int | None:
-    """The same, as NVIDIA's library tells it."""
+def free_by_nvml(nvml: Any, address: str) -> int | None:
+    """Free bytes by NVIDIA's management library."""
     if nvml.nvmlInit_v2():
         return None
     try:
@@ -91,7 +91,7 @@ def gather() -> Facts:
     )
     try:
         import torch  # noqa: F401
-    # A broken installation may raise anything, of which each tells what is missing.
+    # A broken installation may raise any exception, whose text says what is missing.
     except Exception as error:  # noqa: BLE001
         return msgspec.structs.replace(facts, torch_error=f"{type(error).__name__}: {error}")
     return _with_torch(facts)

@@ -18,7 +18,7 @@ from engine.sequence import Sequence
 
 
 class StepRows(Protocol):
-    """What is needed of a step: of a `ScheduledBatch`, or of what another rank is told of one."""
+    """What a step's arrays are built from: a `ScheduledBatch`, or a `RankBatch` on other ranks."""
 
     @property
     def slots(self) -> npt.NDArray[np.int64]: ...
@@ -42,10 +42,10 @@ class StepRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's arrays: B rows, decodes first, of T tokens together. At S places of them a token is sampled.
+    """One step's arrays: B rows, decodes first, of T tokens together. At S positions a token is sampled.
 
-    A row has one place, behind its last known token; one that verifies drafts also one behind each draft, and one that
-    computes a part of a prompt none.
+    A row is sampled after its last known token; one that verifies drafts after each draft as well, and one that
+    computes only a part of a prompt not at all.
     """
 
     input_ids: npt.NDArray[np.int64]  # [T]
@@ -55,22 +55,22 @@ class StepInputs:
     seq_lens: npt.NDArray[np.int64]  # [B], tokens attended to, this step's included
     block_tables: npt.NDArray[np.int32] | None  # [B, num_blocks]; None where the device keeps them
     num_blocks: int
-    """Of the longest row."""
+    """Blocks of the longest row."""
     num_decodes: int
     """Leading rows of `query_len` tokens each."""
     slots: npt.NDArray[np.int64]  # [B]
-    sampled_rows: npt.NDArray[np.int64]  # [S], ascending: of each place
+    sampled_rows: npt.NDArray[np.int64]  # [S], row of each sampled position, ascending
     sampled_slots: npt.NDArray[np.int64]  # [S]
-    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one that each place is behind
-    pending_rows: npt.NDArray[np.int64]  # [U], decodes of a token that is on the device only
-    pending_tokens: npt.NDArray[np.int64]  # [U], index in the T tokens of each unread row's such token
+    last_tokens: npt.NDArray[np.int64]  # [S], index in the T tokens of the one before each
+    pending_rows: npt.NDArray[np.int64]  # [U], decodes whose last token the host has not read yet
+    pending_tokens: npt.NDArray[np.int64]  # [U], index of that token in the T tokens
     sampling: SamplingRows | None
-    """None where a row needs the token before its own, which has not been read yet."""
+    """None where sampling a row needs its last token, which the host has not read yet."""
     adapters: npt.NDArray[np.int32] | None  # [B], LoRA adapter of each row, 0: none; None where no row has one
     query_len: int = 1
-    """One token, and as many drafts as are verified with it."""
+    """Tokens of a decode: one, and the drafts that are verified with it."""
     has_drafts: bool = False
-    """Whether a row has several places."""
+    """Whether a row verifies drafts."""
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
@@ -79,35 +79,35 @@ class StepInputs:
 
 
 class UniformRows(NamedTuple):
-    """How rows that verify drafts have one length, as graphs want them, and attention by decodes."""
+    """One length for all rows of a step that verifies drafts, as captured graphs and decode attention need it."""
 
     query_len: int
-    """One token, and all the drafts that a row may have. One that has fewer computes tokens again that were before."""
+    """One token and the most drafts of a row. A row with fewer drafts computes earlier tokens again."""
     padding_slot: int
-    """Where the keys and values of these go, which are stored already."""
+    """Slot mapping of those tokens, whose keys and values are stored already."""
 
 
 class TableChanges:
-    """Entries of the block table that a copy of it does not have yet."""
+    """Entries of the block table that its copy on the device does not have yet."""
 
     def __init__(self, table: npt.NDArray[np.int32]) -> None:
         self._flat = table.reshape(-1)
         self._width = table.shape[1]
-        self._places: list[int] = []
+        self._indexes: list[int] = []
 
     def note(self, slot: int, start: int, count: int) -> None:
-        """So many entries of a row were written."""
+        """`count` entries of a slot's row were written, from `start` on."""
         first = slot * self._width + start
-        self._places.extend(range(first, first + count))
+        self._indexes.extend(range(first, first + count))
 
     def entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Their places in the flat table, of which one may come twice, and what is there now. # 2 x [changes]"""
-        places = np.array(self._places, dtype=np.int64)
-        return places, self._flat[places]
+        """Their indexes in the flat table, which may repeat, and the values there now. # 2 x [changes]"""
+        indexes = np.array(self._indexes, dtype=np.int64)
+        return indexes, self._flat[indexes]
 
     def forget(self) -> None:
-        """The copy has them."""
-        self._places.clear()
+        """All entries have been sent."""
+        self._indexes.clear()
 
 
 class InputBatch:
@@ -127,11 +127,11 @@ class InputBatch:
         seed: int,
         device_has_tables: bool = False,
     ) -> None:
-        """`device_has_tables`: steps bring no block tables, and `table_changes` what there is to tell the device."""
+        """`device_has_tables`: steps have no block tables; `table_changes` has what the device's copy lacks."""
         self.block_size = block_size
         self._device_has_tables = device_has_tables
         try:
-            # A token is sampled behind a prompt that fills the context too, and then dropped.
+            # One more: a token is sampled after a prompt that fills the context as well, and then dropped.
             self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
             self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
         except (MemoryError, OverflowError, ValueError) as error:
@@ -142,17 +142,17 @@ class InputBatch:
         self.table_changes = TableChanges(self._block_table)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
-        """Of them: the last one may have been sampled and not be known here yet."""
+        """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
         self._adapters: npt.NDArray[np.int32] | None = None
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     @property
     def max_blocks(self) -> int:
-        """Of the longest sequence."""
+        """Blocks of the longest sequence."""
         return self._block_table.shape[1]
 
     def apply(self, batch: StepRows) -> None:
-        """Take in what a step changes. Rows that gained blocks go first: a slot may change hands within a step."""
+        """Apply what a step changes, gained blocks first: a slot may get a new sequence in this step."""
         for gained in batch.appended_blocks:
             end = gained.start + len(gained.block_ids)
             self._block_table[gained.slot, gained.start : end] = gained.block_ids
@@ -164,13 +164,13 @@ class InputBatch:
     def step_inputs(self, batch: StepRows, uniform_rows: "UniformRows | None" = None) -> StepInputs:
         """The arrays of a step whose changes have been applied.
 
-        `uniform_rows`: what all decodes are to be where one of them verifies drafts, if their sequences are as long.
+        `uniform_rows`: the length of all decodes where one of them verifies drafts, if all sequences are that long.
         """
         slots = batch.slots
         seq_lens = np.array(batch.context_lens, dtype=np.int64)
         scheduled = query_lens = np.array(batch.num_scheduled_tokens, dtype=np.int64)
         num_decodes, query_len, drafts = batch.total_seqs_num_decode, 1, batch.draft_tokens
-        # Of a prompt that is to be read it was said which of the step's tokens are its own.
+        # Prompt spans refer to tokens of the step by index, so rows cannot grow.
         is_movable = not batch.prompt_spans
         if drafts and uniform_rows and is_movable and seq_lens[:num_decodes].min() >= uniform_rows.query_len:
             query_lens = scheduled.copy()
@@ -195,11 +195,11 @@ class InputBatch:
             self._tokens[token_slots[drafted], positions[drafted]] = drafts
             if uniform_rows:
                 slot_mapping[positions < np.repeat(seq_lens - scheduled, query_lens)] = uniform_rows.padding_slot
-            # Rows of one length are decodes to the attention backend, others are spans as those of a prompt.
+            # To the attention backend rows of one length are decodes; others are spans like those of a prompt.
             shortest, longest = query_lens[:num_decodes].min(), query_lens[:num_decodes].max()
             num_decodes, query_len = (num_decodes, int(longest)) if shortest == longest else (0, 1)
-        sampled_slots, places = slots[sampled], positions[last_tokens] + 1
-        # Of a row's tokens but the drafts, which are known here, only the last may not be.
+        sampled_slots, sampled_positions = slots[sampled], positions[last_tokens] + 1
+        # Of a row's tokens, drafts aside, the host may only lack the last.
         num_read = self._num_read[slots]
         unread = np.flatnonzero((num_read < num_tokens) & (num_read < seq_lens))
         needs_pending_token = len(unread) > 0 and self._sampling.need_last_token(slots[unread])
@@ -218,14 +218,16 @@ class InputBatch:
             last_tokens=last_tokens,
             pending_rows=unread,
             pending_tokens=(ends - seq_lens + num_read)[unread],
-            sampling=None if needs_pending_token else self._sampling.rows(sampled_slots, places, self._tokens),
+            sampling=None
+            if needs_pending_token
+            else self._sampling.rows(sampled_slots, sampled_positions, self._tokens),
             adapters=self._adapters_of(slots),
             query_len=query_len,
             has_drafts=bool(drafts),
         )
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
-        """`inputs.sampling`, once the tokens of all steps before have been read."""
+        """`inputs.sampling`, once the tokens of all earlier steps have been read."""
         return self._sampling.rows(inputs.sampled_slots, inputs.sampled_positions, self._tokens)
 
     def _adapters_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int32] | None:
@@ -236,24 +238,24 @@ class InputBatch:
         return adapters if adapters.any() else None
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether each of these slots takes its likeliest token, and asks nothing else of the logits."""
+        """Whether each of these slots takes its argmax, and nothing else is asked of the logits."""
         return self._sampling.are_greedy(slots)
 
     def reserve_token(self, inputs: StepInputs) -> None:
-        """Each sequence that samples has a further token, of a step that was launched; `store_tokens` says which."""
+        """Count the token that each sequence samples in a launched step; `store_tokens` brings its value."""
         self._num_tokens[inputs.sampled_slots] += 1
 
     def store_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int64]) -> None:
-        """Take in what was sampled at a step's places. # [S]"""
+        """Store the tokens that a step sampled. # [S]"""
         slots, positions = inputs.sampled_slots, inputs.sampled_positions
         if inputs.has_drafts:
             accepted = accepted_positions(inputs.sampled_rows, inputs.last_tokens, inputs.input_ids, token_ids)
             slots, positions, token_ids = slots[accepted], positions[accepted], token_ids[accepted]
         self._tokens[slots, positions] = token_ids
-        # Of a slot that is named several times the last one counts, which is its furthest.
+        # Where a slot comes several times, NumPy keeps the last value, which is its last position.
         self._num_read[slots] = positions + 1
         if inputs.has_drafts:
-            # Nothing was launched behind it, and of some rows nothing may count.
+            # No step was launched after this one, and of some rows no position may be accepted.
             slots = inputs.sampled_slots
             self._num_tokens[slots] = self._num_read[slots]
         else:
@@ -276,12 +278,12 @@ class InputBatch:
 def _verification_positions(
     rows: npt.NDArray[np.int64], last_tokens: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows that verify drafts at so many places each: the places' rows and tokens, and which tokens are drafts.
+    """Rows sampled at `counts` positions each: each position's row, the token before it, and which tokens are drafts.
 
     # 3 x [rows] -> [S], [S], [drafts]
     """
     ends = np.cumsum(counts)
-    behind = np.arange(ends[-1]) + np.repeat(last_tokens + 1 - ends, counts)
-    is_draft = np.ones(len(behind), dtype=np.bool_)
+    tokens = np.arange(ends[-1]) + np.repeat(last_tokens + 1 - ends, counts)
+    is_draft = np.ones(len(tokens), dtype=np.bool_)
     is_draft[ends - counts] = False
-    return np.repeat(rows, counts), behind, behind[is_draft]
+    return np.repeat(rows, counts), tokens, tokens[is_draft]

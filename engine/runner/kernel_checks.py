@@ -1,7 +1,7 @@
-"""Whether the kernels give the right numbers for the loaded model, found before it is served. Called by the loaded.
+"""Whether the kernels give the right numbers for a loaded model, found before it is served. Called at the start.
 
 Compilers err: a release of Triton, or of what assembles its kernels, may give other numbers than were written, and
-nothing else would tell. What is wrong is left to torch, where torch can do it.
+no error would show it. What is wrong is left to torch, where torch can compute it.
 """
 
 import logging
@@ -70,7 +70,7 @@ _LATENTS = "latents"
 """Attention of latents, which Kaon has no torch for on a GPU."""
 _OPERATORS = ("attention", _LATENTS, "norm", "activation", "moe", "linear", "recurrent", "sampling")
 _OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
-"""What aiter computes of these, its own probe has seen. Experts that it computes tell so themselves."""
+"""Operators that aiter may compute, which its own probe has checked. Experts know by themselves whether it does."""
 _FUSED = frozenset({"norm", "activation"})
 """By torch's compiler, where that is asked for."""
 

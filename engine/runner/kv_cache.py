@@ -62,7 +62,7 @@ class _Pool:
 
     num_pages: int = 0
     """Pages of all caches in a block."""
-    places: dict[tuple[str, int], tuple[int, _Shape]] = field(default_factory=dict)
+    offsets: dict[tuple[str, int], tuple[int, _Shape]] = field(default_factory=dict)
     """By layer and cache (first or second): its first page, and its pages' dimensions."""
 
     @property
@@ -73,7 +73,7 @@ class _Pool:
 
     def add(self, name: str, part: int, shape: _Shape) -> None:
         """A cache with blocks of this shape."""
-        self.places[name, part] = self.num_pages, shape[:-2]
+        self.offsets[name, part] = self.num_pages, shape[:-2]
         self.num_pages += math.prod(shape[:-2])
 
 
@@ -135,7 +135,7 @@ class LayerCaches:
         for page, pool in self._pools.items():
             memory = zeros((num_blocks, pool.stride, *page), self._kv_dtype, self._device)
             self.pools.append(memory)
-            for (name, _), (first, dims) in pool.places.items():
+            for (name, _), (first, dims) in pool.offsets.items():
                 pages = memory[:, first : first + math.prod(dims)]
                 parts[name].append(pages.view(num_blocks, *dims, *page))
         slots = self._num_slots if num_slots is None else num_slots
@@ -234,7 +234,7 @@ class PageCommitter:
     def commit_after_step(self, seconds: float) -> None:
         """Spend a share of a step's time on missing pages; a page that takes longer uses the share of later steps."""
         self._credit = min(self._credit, 0.0) + min(seconds * _SHARE, _MOST_SECONDS)
-        while self._credit > 0 and self.is_behind:
+        while self._credit > 0 and self.is_short:
             start = time.perf_counter()
             self._commit_some(_UNDER_LOAD)
             self._credit -= time.perf_counter() - start
@@ -244,7 +244,7 @@ class PageCommitter:
         return self._commit_some(RESERVE)
 
     @property
-    def is_behind(self) -> bool:
+    def is_short(self) -> bool:
         """Whether less is committed than should be under load."""
         return self._missing(_UNDER_LOAD) > 0
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MAX_CPU_BYTES = 4 * GIB
-"""Most host memory that the cache takes unasked."""
+"""Most host memory that the cache takes by default."""
 CPU_BYTES_AT_FIRST = GIB
 """Of the cache, used before cached blocks are given out for something else."""
 MAX_CPU_TOKENS = 2**19
-"""Most tokens that a cache on CPU holds unasked: a tiny model would spend its start-up on bookkeeping for millions."""
+"""Most tokens that a cache on CPU holds by default: a tiny model would spend its start on bookkeeping for millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class MemoryBudget:
     field: str
     max_tokens: int | None = None
     max_seqs: int | None = None
-    """Of which no more were measured together."""
+    """Most sequences that were measured together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def gpu_budget(
     slot_bytes: int,
     agree: Callable[[bool], bool] = bool,
 ) -> MemoryBudget:
-    """What `gpu_memory_utilization` leaves beside the weights, a worst-case step, and what others hold.
+    """What `gpu_memory_utilization` leaves after the weights, a worst-case step, and what other processes hold.
 
-    `worst_case_step` runs a step as large as the configuration allows, of as many sequences as it is told may run,
+    `worst_case_step` runs a step as large as the configuration allows, of as many sequences as its argument,
     over states of theirs and one block, which count as the cache's own; the weights are loaded by then. `agree`:
     whether something is so on all ranks, which run that step together.
     """
@@ -156,15 +156,15 @@ def cpu_budget(config: Config, root: Path = Path("/"), *, activations: int = 0, 
         return MemoryBudget(num_bytes // ranks, f"cpu_kvcache_gib is {config.cpu_kvcache_gib:g}", "cpu_kvcache_gib")
     available = max(0, available_host_memory(root) - ranks * activations)
     num_bytes = min(available // 4, MAX_CPU_BYTES)
-    beside = f" beside {gib(activations)} of the largest step's" if activations else ""
+    after_step = f" after {gib(activations)} for the largest step" if activations else ""
     return MemoryBudget(
         num_bytes // ranks,
-        f"a quarter of {gib(available)} available{beside}, at most {gib(MAX_CPU_BYTES)}",
+        f"a quarter of {gib(available)} available{after_step}, at most {gib(MAX_CPU_BYTES)}",
         "cpu_kvcache_gib",
         MAX_CPU_TOKENS,
     )
 
 
 def gib(num_bytes: int) -> str:
-    """As a sentence says it."""
+    """A number of bytes for messages."""
     return f"{num_bytes / GIB:.2f} GiB"

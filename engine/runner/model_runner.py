@@ -280,8 +280,8 @@ class ModelRunner:
             self.page_committer.use(highest_block)
         size = 0 if self.graphs is None or batch.prompt_spans else self.graphs.size_for(inputs)
         padded = inputs if self.graphs is None else self.graphs.pad(inputs, size)
-        place = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
-        return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, place, size)
+        target = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
+        return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
 
     def run_model(
         self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]

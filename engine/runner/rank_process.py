@@ -1,7 +1,7 @@
-"""The process of a tensor-parallel rank behind the first: `python -m engine.runner.rank_process`.
+"""The process of a tensor-parallel rank other than 0: `python -m engine.runner.rank_process`.
 
-Started by `RankProc`. Loads its shard, meets the others, and follows the steps that rank 0 tells of until
-the engine core is gone.
+Started by `RankProc`. Starts a runner in the order of `engine.runner.start`, with messages to and from the engine core
+as the barriers, and follows the steps that rank 0 sends until the core ends.
 """
 
 import gc
@@ -42,7 +42,7 @@ _decoder = msgspec.msgpack.Decoder(ToRank)
 
 
 def main() -> int:
-    """Be a rank for the engine core that holds the other end of standard input; the exit code."""
+    """Run a rank for the engine core at the other end of standard input; the exit code."""
     core = begin_child()
     end_with_parent_even_if_stuck()
     _end_with(core)
@@ -96,7 +96,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
             runner.follow(message)
         except CollectiveAborted:
             failure = ABORTED
-        except BaseException as error:  # noqa: BLE001 - told to rank 0, which fails the step
+        except BaseException as error:  # noqa: BLE001 - reported to rank 0, which fails the step
             group.abort()
             sentence = " ".join(str(error).split()) or type(error).__name__
             logger.error("step %d failed: %s", message.number, sentence)
@@ -108,7 +108,7 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
 def _end_with(core: socket.socket) -> None:
     """From now on, exit as soon as the core is gone, whatever this process is doing."""
     poller = select.poll()
-    poller.register(core, 0)  # Of its end the system tells unasked.
+    poller.register(core, 0)  # The system reports hang-up without being asked.
 
     def watch() -> None:
         poller.poll()
@@ -124,7 +124,7 @@ def _send(core: socket.socket, message: FromRank) -> None:
 def _receive(core: socket.socket) -> ToRank:
     packet = core.recv(MAX_BYTES)
     if not packet:
-        # The core is gone, and nobody is left to tell.
+        # The core has ended: there is no process to report to.
         os._exit(1)
     message: ToRank = _decoder.decode(packet)
     return message

@@ -1,4 +1,4 @@
-"""Steps of nobody's, by which a GPU's memory is measured and its kernels are compiled before the first request.
+"""Dummy steps of the start, which measure a GPU's memory and compile its kernels before the first request.
 
 Run by the model runner. Triton compiles a kernel anew for each tile that a number of tokens calls for, for other forms
 of it, and for what it knows of its arguments. Numbers of tokens by powers of two meet each tile of the table; decodes,
@@ -26,7 +26,7 @@ from models.parallel.tensor_parallel import TensorParallel
 _log = logging.getLogger(__name__)
 
 _CHUNK = 24
-"""Tokens of a chunk behind what was computed: no power of two, as most are."""
+"""Tokens of a chunk after a computed context: no power of two, as most chunks are."""
 
 
 class WarmUpRow(NamedTuple):
@@ -44,17 +44,17 @@ class WarmUpStep(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """What a step has at most."""
+    """Limits of a step."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
     num_drafts: int = 0
-    """That a row verifies."""
+    """Most drafts that a row verifies."""
 
 
 def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], parallel: TensorParallel) -> None:
-    """Have all be compiled that requests will need. Steps that there is no memory for are left out.
+    """Compile what requests will need. Steps that there is no memory for are left out.
 
     Each of several ranks does so by itself: none waits for another that leaves a step out. Replicas in lockstep
     cannot, since they compute what others send: there such a step raises `StepOutOfMemory`.
@@ -82,9 +82,9 @@ def compile_kernels(sizes: StepSizes, run: Callable[[WarmUpStep], None], paralle
 
 
 def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> None:
-    """The step that takes most memory: all the tokens that one may have, in as many rows as may run.
+    """Run the step that takes most memory: all tokens that a step may have, in as many rows as may run.
 
-    Raises `ValueError`, a sentence, where there is not as much.
+    Raises `ValueError`, a sentence, where the device has too little.
     """
     num_tokens = sizes.max_num_batched_tokens
     num_rows = min(sizes.max_num_seqs, num_tokens)
@@ -96,7 +96,7 @@ def run_largest_step(sizes: StepSizes, run: Callable[[WarmUpStep], None]) -> Non
     ):
         run(WarmUpStep(rows))
         if sizes.num_drafts:
-            # It chooses more tokens than there are rows, and beside it prompts may end.
+            # A step that verifies drafts samples more tokens than it has rows, and prompts may end in it as well.
             num_rows = _most_verifying(sizes)
             verifying = _verification(sizes, num_rows)
             left = num_tokens - sum(row.tokens for row in verifying.rows)
@@ -133,19 +133,19 @@ def _most_verifying(sizes: StepSizes) -> int:
 
 
 def _verification(sizes: StepSizes, num_rows: int) -> WarmUpStep:
-    """Rows that verify drafts, the first behind a long context."""
+    """Rows that verify drafts, the first after a long context."""
     tokens = min(1 + sizes.num_drafts, sizes.max_model_len, sizes.max_num_batched_tokens)
     contexts = [sizes.max_model_len] + [tokens] * (num_rows - 1)
     return WarmUpStep([WarmUpRow(context, tokens) for context in contexts], num_rows)
 
 
 def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch:
-    """A step of sequences that are nobody's, all of whose tokens go to one block. What a decode has more is drafts."""
+    """A step of dummy sequences, all of whose tokens go to one block. A decode's tokens after the first are drafts."""
     rows, num_decodes = step
-    num_drafts = [row.tokens - 1 if place < num_decodes else 0 for place, row in enumerate(rows)]
+    num_drafts = [row.tokens - 1 if index < num_decodes else 0 for index, row in enumerate(rows)]
     seqs = [
-        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - place)
-        for place, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True))
+        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - index)
+        for index, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True))
     ]
     for slot, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
         seq.slot, seq.block_table = slot, [block] * -(-row.context // block_size)
@@ -172,7 +172,7 @@ def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch
 def dummy_prompt(
     backend: AttentionBackend, block: int, block_size: int, device: torch.device, *, have_states: bool
 ) -> tuple[Context, DeviceInputs]:
-    """A prompt of one token that is nobody's, goes to that block, and samples nothing."""
+    """A dummy prompt of one token in `block`, of which nothing is sampled."""
     one = np.ones(1, np.int64)
     metadata = backend.build_metadata(
         query_lens=one,

@@ -26,7 +26,7 @@ _RANDOM, _REPETITION, _PRESENCE, _FREQUENCY, _BIAS, _FORBIDDEN, _LOGPROBS, _BAD_
 )
 """Features that a slot uses."""
 _OF_TOKENS = _REPETITION | _PRESENCE | _FREQUENCY | _BAD_WORDS | _MASK
-"""Features that depend on the tokens before the one that is chosen."""
+"""Features that depend on the tokens before the sampled one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RandomRows:
     min_p: npt.NDArray[np.float64]
     key: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]
-    """What the row's random number is a function of."""
+    """With `key`, determines the row's random number."""
     filtered: npt.NDArray[np.bool_]
     """Whether top-k, top-p or min-p may drop a token."""
 
@@ -162,7 +162,7 @@ class SamplingColumns:
         self._needs[slot] = needs
 
     def are_greedy(self, slots: npt.NDArray[np.int64]) -> bool:
-        """Whether all these slots take their likeliest token, and nothing else is asked of the logits."""
+        """Whether all these slots take their argmax, and nothing else is asked of the logits."""
         return not self._needs[slots].any()
 
     def need_last_token(self, slots: npt.NDArray[np.int64]) -> bool:
@@ -269,7 +269,7 @@ class SamplingColumns:
         for row in np.flatnonzero(flags & _MASK).tolist():
             slot = int(slots[row])
             masked = self._masked[slot]
-            # One that ended while the step ran samples a token too, of which nobody hears.
+            # A sequence that ended while the step ran samples a token as well, which is discarded.
             if not masked.is_over:
                 rows.append(masked.row(row, too_short=num_tokens[row] < self._min_num_tokens[slot]))
         return rows
@@ -287,7 +287,7 @@ class BadWords:
         self._before_last = np.array([word[-2] for word in self._words], dtype=np.int64)
 
     def completing(self, generated: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """The tokens that would complete a sequence behind `generated`, which no prompt is part of."""
+        """The tokens that would complete a sequence after `generated`, which excludes the prompt."""
         if not len(generated) or not self._words:
             return self._always
         # Most sequences are ruled out by the one token before their last.

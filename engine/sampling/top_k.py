@@ -60,7 +60,7 @@ def index_of_rank(values: torch.Tensor, ordered: torch.Tensor, ranks: torch.Tens
     wanted = ordered.gather(-1, ranks[:, None])  # [R, 1]
     among_equals = ranks - (ordered > wanted).sum(-1)
     equal = zip(values == wanted, among_equals.tolist(), strict=True)
-    return torch.stack([row.nonzero()[place, 0] for row, place in equal])
+    return torch.stack([row.nonzero()[index, 0] for row, index in equal])
 
 
 def block_view(values: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

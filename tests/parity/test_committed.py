@@ -41,9 +41,9 @@ def test_at_the_start_and_under_load_less_is_committed(pools: list[torch.Tensor]
     blocks = PageCommitter(pools, THREADS)
     blocks.commit_initial()
     assert [resident(pool) for pool in pools] == [AHEAD // 8 * HUGE_PAGE] * 2
-    assert not blocks.is_behind
+    assert not blocks.is_short
     blocks.use(BLOCKS // 32 - 1)
-    assert blocks.is_behind
+    assert blocks.is_short
     for _ in range(1000):
         blocks.commit_after_step(0.1)
     assert [resident(pool) for pool in pools] == [(AHEAD // 8 + PAGES // 32) * HUGE_PAGE] * 2
@@ -58,12 +58,12 @@ def test_blocks_that_are_used_before_they_are_committed_are_committed_at_once(po
 def test_the_whole_cache_is_the_most(pools: list[torch.Tensor]) -> None:
     blocks = PageCommitter(pools, THREADS)
     blocks.use(BLOCKS - 1)
-    assert not blocks.is_behind
+    assert not blocks.is_short
     assert not blocks.commit_idle()
 
 
 def test_without_a_cache_there_is_nothing_to_commit() -> None:
-    assert not PageCommitter([], THREADS).is_behind
+    assert not PageCommitter([], THREADS).is_short
 
 
 @pytest.mark.parametrize(

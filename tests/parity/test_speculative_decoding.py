@@ -11,6 +11,8 @@ import torch
 
 from engine.runner import graphs as graph_runner
 from engine.runner import loaded_model
+from engine.runner.device_batch import DeviceBatch
+from engine.runner.input_batch import InputBatch
 from engine.runner.model_runner import ModelRunner
 from engine.runner.start import run_worst_case
 from engine.sampling_params import SamplingParams
@@ -146,9 +148,10 @@ def test_rows_that_verify_drafts_are_replayed(
     monkeypatch.setattr(loaded_model, "select_backend", lambda device: backend())
     monkeypatch.setattr(graph_runner, "_STEPS_BETWEEN", 1 << 30)
     runner = runner_for(checkpoint, compilation_config={"cudagraph_capture_sizes": (2, 8)}, **SPECULATIVE)
-    steps = Ahead(runner) if ahead else None
     device = GraphDevice()
     runner = rebuilt(runner, device, NUM_BLOCKS)
+    steps = Ahead(runner) if ahead else None
+    runner.device_batch = DeviceBatch(device, runner.config.max_num_seqs)
     graphs = runner.graphs
     assert graphs is not None
     assert graphs.uniform_rows is not None
@@ -239,7 +242,7 @@ def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyP
     """Of each number of rows, up to the most that a step may have; and memory is measured with them."""
     runner = runner_for(checkpoint, max_num_seqs=6, **SPECULATIVE)
     seen: list[tuple[int, int]] = []
-    step_inputs = runner.input_batch.step_inputs
+    step_inputs = InputBatch.step_inputs
 
     def noted(*arguments: Any) -> Any:
         inputs = step_inputs(*arguments)
@@ -247,7 +250,7 @@ def test_a_warm_up_verifies_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyP
             seen.append((inputs.num_decodes, len(inputs.sampled_rows)))
         return inputs
 
-    monkeypatch.setattr(runner.input_batch, "step_inputs", noted)
+    monkeypatch.setattr(InputBatch, "step_inputs", noted)
     monkeypatch.setattr("models.ops.triton.active", lambda: True)
     runner.warm_up()
     assert seen == [(rows, rows * (1 + K)) for rows in (1, 2, 4, 6)]

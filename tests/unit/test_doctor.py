@@ -12,7 +12,7 @@ import pytest
 
 from engine.doctor_report import Facts, Gpu, problems
 from engine.runner import doctor as engine_doctor
-from engine.runner.doctor import free_memory, pci_address, told_by_nvml
+from engine.runner.doctor import free_by_nvml, free_memory, pci_address
 from server import doctor
 
 GPU = Gpu(name="MI300X", arch="gfx942", memory_gib=192.0, free_gib=191.0)
@@ -135,10 +135,10 @@ def test_nvidias_library_is_asked_by_address_and_left_as_it_was() -> None:
         nvmlDeviceGetMemoryInfo=info,
         nvmlShutdown=lambda: asked.append("shut down"),
     )
-    assert told_by_nvml(nvml, "0000:c1:00.0") == 700
+    assert free_by_nvml(nvml, "0000:c1:00.0") == 700
     assert asked == ["0000:c1:00.0", "shut down"]
     nvml.nvmlDeviceGetMemoryInfo = lambda *_: 3  # Not supported, as on integrated GPUs.
-    assert told_by_nvml(nvml, "0000:c1:00.0") is None
+    assert free_by_nvml(nvml, "0000:c1:00.0") is None
 
 
 def test_a_gpu_whose_free_memory_is_unknown_is_printed_without_it() -> None:
