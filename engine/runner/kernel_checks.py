@@ -1,7 +1,7 @@
-"""Whether the kernels give the right numbers for a loaded model, found before it is served. Called at the start.
+"""Compares the kernels with torch for the loaded model before it is served.
 
-Compilers err: a release of Triton, or of what assembles its kernels, may give other numbers than were written, and
-no error would show it. What is wrong is left to torch, where torch can compute it.
+A release of Triton, or of the assembler of its kernels, may miscompile a kernel without any error. Operators whose
+kernels are wrong are left to torch, where torch can compute them.
 """
 
 import logging
@@ -40,10 +40,10 @@ def check_kernels(loaded: LoadedModel) -> LoadedModel:
     if device.type == "cpu" and not triton.active():
         return loaded
     start = time.perf_counter()
-    # A rank without Triton has nothing to look at, but the others wait for its word.
+    # A rank without Triton has no kernels to compare, but the others wait for its result.
     cases = _cases_of(loaded) if triton.active() else {}
     asked = backends.named(loaded.config.kernel_backend, backends.TRITON)
-    # All ranks ask of all operators, in the same order, whatever their own layers are.
+    # All ranks go through all operators in the same order, whatever their own layers are.
     for operator in _OPERATORS:
         reason = failure_of(cases.get(operator, ()), device, operator)
         if loaded.parallel.all_agree(reason is None, device):
@@ -70,9 +70,9 @@ _LATENTS = "latents"
 """Attention of latents, which Kaon has no torch for on a GPU."""
 _OPERATORS = ("attention", _LATENTS, "norm", "activation", "moe", "linear", "recurrent", "sampling")
 _OF_AITER = frozenset({"attention", "norm", "activation", "linear"})
-"""Operators that aiter may compute, which its own probe has checked. Experts know by themselves whether it does."""
+"""Operators that aiter's own probe compares where aiter computes them. Its experts give no cases."""
 _FUSED = frozenset({"norm", "activation"})
-"""By torch's compiler, where that is asked for."""
+"""Operators that torch.compile fuses, where it is enabled."""
 
 
 def _cases_of(loaded: LoadedModel) -> dict[str, list[Case]]:
@@ -157,7 +157,7 @@ def _leave_to_torch(operator: str, model: CausalLM, device: torch.device) -> Att
 
 
 def _name_of(operator: str) -> str:
-    """As `kernel_backend` has it."""
+    """The operator's name in `kernel_backend`."""
     return "attention" if operator == _LATENTS else operator
 
 

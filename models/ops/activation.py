@@ -1,4 +1,4 @@
-"""Activation of a gated feed-forward layer."""
+"""Gated activations of feed-forward layers, each by the fastest operator that supports the tensor."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from models.ops.cpu import runtime
 from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU, Gating
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]
-"""Of gates and what they gate, side by side. # [tokens, 2 * features] -> [tokens, features]"""
+"""Rows whose first half are gates, to their product with the second. # [tokens, 2 * features] -> [tokens, features]"""
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` (Shazeer, 2020) of the two side by side. # [tokens, 2 * features] -> [tokens, features]"""
+    """`silu(gate) * up` (Shazeer, 2020) of a row's halves. # [tokens, 2 * features] -> [tokens, features]"""
     if runtime.runs(gate_up):
         return ops.gated(gate_up, SILU)
     if aiter.runs("activation", gate_up):
@@ -29,7 +29,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` of the two side by side, by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
+    """`gelu(gate) * up` of a row's halves, GELU by tanh (Gemma). # [tokens, 2 * features] -> [tokens, features]"""
     if runtime.runs(gate_up):
         return ops.gated(gate_up, GELU_TANH)
     if aiter.runs("activation", gate_up):
@@ -41,7 +41,7 @@ def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
-    """`(up + 1) * gate * sigmoid(alpha * gate)` of the two side by side, clamped to `limit` first (gpt-oss).
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of a row's halves, clamped to `limit` first (gpt-oss).
 
     # [tokens, 2 * features] -> [tokens, features]
     """
@@ -55,14 +55,14 @@ def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torc
 
 
 def operator_of(activation: GatedActivation) -> int | None:
-    """Its number among the compiled operators' activations; None where it has none, or takes more than the rows."""
+    """The activation's number in `models.ops.types`; None where it has none, or has parameters."""
     if activation is swiglu:
         return SILU
     return GELU_TANH if activation is geglu_tanh else None
 
 
 def gating_of(activation: GatedActivation) -> Gating | None:
-    """What the operators know it as, with its numbers; None where they do not."""
+    """The activation as operators take it; None where they have none like it."""
     if isinstance(activation, partial) and activation.func is clamped_swiglu:
         return Gating(CLAMPED_SILU, **activation.keywords)
     operator = operator_of(activation)

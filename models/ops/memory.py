@@ -21,13 +21,13 @@ HUGE_PAGE = 2 << 20
 
 
 def mapped_zeros(num_bytes: int) -> mmap.mmap:
-    """Memory that nothing else holds. Raises `OSError` or `OverflowError` where the system refuses it.
+    """Private memory. Raises `OSError` or `OverflowError` where the system refuses it.
 
     Huge pages are committed at several times the speed of small ones, and seldom miss the processor's table of pages.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Kernels may be built without them.
+        # An operating system may be built without huge pages.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -57,14 +57,14 @@ _TORCH = {
 
 
 class Packing:
-    """Arrays that lie in one buffer of bytes, one after the other."""
+    """The layout of arrays in one buffer of bytes."""
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]], first: int = 0) -> None:
-        """`first`: where the first lies, in bytes from the buffer's beginning; a multiple of 16."""
+        """`first`: the offset of the first array in bytes, a multiple of 16."""
         self._arrays = arrays
         self._begins = []
         self.end = first
-        """Of the last, in bytes from the beginning of the buffer."""
+        """The offset after the last array, in bytes."""
         for array in arrays:
             self._begins.append(self.end)
             self.end += -(-array.nbytes // _ALIGNED) * _ALIGNED

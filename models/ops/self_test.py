@@ -33,6 +33,13 @@ class Finding(NamedTuple):
     """The largest difference from the exact number, in units of its bound; a failure above `FAILURE_FACTOR`."""
 
 
+class Exact(NamedTuple):
+    """What a reference computes: sums in float32, and the sums of their terms' magnitudes."""
+
+    value: torch.Tensor
+    magnitude: torch.Tensor
+
+
 class Problems:
     """Random inputs of problems, the same on each device."""
 

@@ -59,7 +59,7 @@ SLOW = {
     "latents in bf16",
     "indexer in FP8",
     "experts in FP8",
-    "experts in fp16 with an activation of nobody's",
+    "experts in fp16 with an activation of its own",
     "a weight in fp8 in fp16",
     "a weight in mxfp4",
     "delta net in bf16",

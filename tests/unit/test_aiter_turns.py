@@ -105,7 +105,7 @@ def test_a_turn_ends_with_its_process(place: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"asks\n"
         words = f"process {other.pid} has been probing it for more than 0.5 s"
-        with pytest.raises(turns.NoTurn, match=words):
+        with pytest.raises(turns.ProbeLockTimeout, match=words):
             turns.answered("the same", dict, 0.5)
         other.kill()
         assert turns.answered("the same", lambda: {"norm": None}) == {"norm": None}
@@ -134,7 +134,7 @@ def test_a_probe_that_has_no_turn_leaves_operators_to_others(place: Path, monkey
     assert ask(monkeypatch, "norm") == {"norm": None}
 
     def never(*_: object) -> turns.Answer:
-        raise turns.NoTurn("process 7 has been probing it for more than 1800 s")
+        raise turns.ProbeLockTimeout("process 7 has been probing it for more than 1800 s")
 
     monkeypatch.setattr(turns, "answered", never)
     assert ask(monkeypatch, "norm") == {"norm": "process 7 has been probing it for more than 1800 s"}

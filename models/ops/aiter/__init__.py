@@ -1,4 +1,4 @@
-"""The door to ROCm's library `aiter`. Layers ask `runs`, and import a file of calls only where it says yes.
+"""Which operators ROCm's library `aiter` computes. Layers call `runs`, and import its calls only where it is true.
 
 The library is imported by `start`, never before, and only for operators that passed the probe in a process of its own.
 """
@@ -23,7 +23,7 @@ def start(operators: frozenset[str], *, decodes_apart: bool = False) -> None:
 
 
 def stop() -> None:
-    """Leave everything to others again."""
+    """Stop the library: other backends compute everything."""
     start(frozenset())
     library.forget()
 
@@ -34,13 +34,13 @@ def takes(operator: str) -> bool:
 
 
 def decodes_apart() -> bool:
-    """Whether decodes are not attended to with spans."""
+    """Whether decodes are computed apart from spans."""
     return _decodes_apart
 
 
 def runs(operator: str, *tensors: torch.Tensor) -> bool:
     """Whether the library computes an operator of tensors such as these: matrices of 16-bit floats without gaps."""
-    # What torch compiles it fuses itself.
+    # torch.compile fuses these operators itself.
     if operator not in _started or torch.compiler.is_compiling():
         return False
     return all(

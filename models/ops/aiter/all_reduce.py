@@ -23,16 +23,16 @@ from models.ops.aiter import child, library
 _log = logging.getLogger(__name__)
 
 _MOST_BYTES = 64 * 2**20
-"""Of a sum; larger ones are RCCL's. Each rank keeps two buffers of this size."""
+"""Bytes of a sum; RCCL computes larger ones. Each rank keeps two buffers of this size."""
 _SECONDS = 180.0
-"""To try it out: the first call compiles it."""
+"""Seconds of the probe: the first call compiles the library."""
 _SIZES = 8, 4096, 2**20
-"""Of the sums that are tried: the library chooses among kernels by them."""
+"""Sizes of the sums that are probed: the library selects kernels by them."""
 _TYPES = (torch.bfloat16, torch.float16)
 
 
 class FastSum:
-    """One rank's end of the group."""
+    """One rank of the group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """`group`: the ranks, joined by Gloo. Raises whatever the library does."""
@@ -74,7 +74,7 @@ class FastSum:
             raise RuntimeError(f"aiter's sums cannot be in a graph: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self._custom.close()
 
 
@@ -127,7 +127,7 @@ def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: fl
 
 
 def report(rank: int, size: int, device: str, store: str) -> None:
-    """The process's work: end well where the sums are right."""
+    """Run the probe in a child process: exit status 0 if the sums are right."""
     on = torch.device(device)
     if on.type != "cpu":
         torch.cuda.set_device(on)
@@ -145,7 +145,7 @@ def report(rank: int, size: int, device: str, store: str) -> None:
         sys.stderr.write(reason)
         sys.stderr.flush()
     dist.barrier()
-    # At once: a peer's memory may be gone by the time that destructors run.
+    # Without destructors, which may run after a peer's memory is gone.
     os._exit(reason is not None)
 
 

@@ -14,7 +14,7 @@ from models.ops.aiter.library import accepts, function
 from models.ops.types import AttentionOptions, KVCacheTensor
 
 _PARTITION = 256
-"""Keys of a part of a decode."""
+"""Keys of one split of a decode."""
 _NO_WINDOW = (-1, -1)
 
 
@@ -30,12 +30,12 @@ class Rows(NamedTuple):
 
 
 def takes_unified(_options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
-    """Whether `unified` attends in such a way."""
+    """Whether `unified` supports these options."""
     return sinks is None or accepts("unified_attention", "sinks")
 
 
 def takes_paged(options: AttentionOptions, sinks: torch.Tensor | None) -> bool:
-    """Whether `paged` attends in such a way."""
+    """Whether `paged` supports these options."""
     return sinks is None and (options.sliding_window is None or accepts("paged_attention_v1", "sliding_window"))
 
 
@@ -112,7 +112,7 @@ _kept: dict[tuple[float, torch.device], torch.Tensor] = {}
 
 
 def _scale(value: float, device: torch.device) -> torch.Tensor:
-    """A number on the device, which stays: a captured graph refers to it. # [1] float32"""
+    """A number on the device, which is kept because captured graphs refer to it. # [1] float32"""
     if (value, device) not in _kept:
         _kept[value, device] = torch.full((1,), value, dtype=torch.float32, device=device)
     return _kept[value, device]

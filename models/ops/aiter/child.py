@@ -1,4 +1,4 @@
-"""Processes that try the library out: how one is started, and how it is ended so that its lock files go with it.
+"""Child processes that call the library: how one is started, and how it is ended so that its lock files are removed.
 
 The library puts a lock file beside what it compiles, and waits for one that it finds there; older releases for ever.
 """
@@ -14,7 +14,7 @@ from typing import IO
 from models.child_environment import code_environment
 
 _GRACE = 10.0
-"""Seconds to tidy up, before the kernel ends what is left."""
+"""Seconds to clean up before SIGKILL."""
 _LOOK_AGAIN = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -26,7 +26,7 @@ def start(call: str, stdout: IO[bytes] | int, stderr: IO[bytes] | int) -> "subpr
 
 
 def begin() -> None:
-    """In the child: what ends it, its parent's death too, is an exception, behind which the library tidies up."""
+    """In the child: what ends it, its parent's death too, is an exception, after which the library cleans up."""
     # A shell that starts the server in the background has it ignore SIGINT, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

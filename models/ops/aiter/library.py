@@ -1,4 +1,4 @@
-"""Where the library has what Kaon calls, by release, and whether it takes what Kaon gives.
+"""Where each release of the library has the functions that Kaon calls, and whether their signatures fit.
 
 Read from the sources of github.com/ROCm/aiter between its first release and July 2026; argument names as they stand
 there. A function that moved has several homes; arguments that only later releases have are asked for by `accepts`.
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A function that Kaon calls, and with what."""
+    """A function that Kaon calls, with its arguments."""
 
     name: str
     homes: tuple[str, ...]
-    """Modules that have it, latest first."""
+    """Modules that have the function, the latest release's first."""
     positional: int
-    """Arguments that are given by place."""
+    """Positional arguments."""
     keywords: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ _bound: dict[str, Callable[..., Any]] = {}
 
 
 class DoesNotFit(Exception):
-    """The library has not what Kaon calls, or it takes something else; in words."""
+    """The library lacks a function, or its signature differs; in words."""
 
 
 def bind(operator: str) -> None:
@@ -85,17 +85,17 @@ def bind(operator: str) -> None:
 
 
 def forget() -> None:
-    """Let go of what was bound."""
+    """Forget the bound functions."""
     _bound.clear()
 
 
 def function(name: str) -> Callable[..., Any]:
-    """One that was bound."""
+    """A bound function."""
     return _bound[name]
 
 
 def accepts(name: str, keyword: str) -> bool:
-    """Whether one that was bound takes an argument that not all releases have."""
+    """Whether a bound function takes an argument that not all releases have."""
     try:
         return keyword in inspect.signature(_bound[name]).parameters
     except ValueError:
@@ -150,7 +150,7 @@ def _reached(module: Any, name: str, home: str) -> Any:
 def _require_fit(found: Callable[..., Any], call: Call) -> None:
     try:
         signature = inspect.signature(found)
-    except ValueError:  # One that is compiled tells nothing; the probe calls it.
+    except ValueError:  # A compiled function has no signature; the probe calls it.
         return
     try:
         signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))

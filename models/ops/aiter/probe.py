@@ -38,30 +38,30 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LONGEST = 1800.0
-"""Seconds to wait for a turn: several operators may compile for minutes each."""
+"""Seconds to wait for the lock: several operators may compile for minutes each."""
 _LOCK_POLL_SECONDS = 0.1
 
 Answer = dict[str, str | None]
 
 
-class NoTurn(Exception):
-    """It is another's turn for too long; in words."""
+class ProbeLockTimeout(Exception):
+    """Another process has been probing for too long; in words."""
 
 
 def answered(question: str, ask: Callable[[], Answer], longest: float = _LONGEST) -> Answer:
-    """What `ask` says once it is this process' turn, or what one of this user's said of the same question meanwhile.
+    """The answer of `ask`, called under the lock, or of another process of this user to the same question meanwhile.
 
-    A turn ends with its process, however that ends. Raises `NoTurn`, and `OSError` where no lock can be had.
+    The lock ends with its process. Raises `ProbeLockTimeout`, and `OSError` where no lock can be had.
     """
     since = time.monotonic()
     descriptor = os.open(_folder() / "aiter-probe", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    # The children do not inherit it: a compiler that outlives its parent must not keep the turn.
+    # The children do not inherit it: a compiler that outlives its parent must not keep the lock.
     with open(descriptor, "r+", encoding="utf-8") as file:
         _take(file.fileno(), since + longest, longest)
-        told = _lock_record(file.read())
+        record = _lock_record(file.read())
         # The clock is the system's, the same in all processes.
-        if told.get("question") == question and since <= told["at"] <= time.monotonic():
-            answer: Answer = told["answer"]
+        if record.get("question") == question and since <= record["at"] <= time.monotonic():
+            answer: Answer = record["answer"]
             return answer
         _write_lock_record(file.fileno(), {"pid": os.getpid()})
         answer = ask()
@@ -70,7 +70,7 @@ def answered(question: str, ask: Callable[[], Answer], longest: float = _LONGEST
 
 
 def _folder() -> Path:
-    """Where only this user can make files."""
+    """A folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"kaon-{os.getuid()}")
     folder.mkdir(0o700, exist_ok=True)
     found = folder.lstat()
@@ -80,17 +80,17 @@ def _folder() -> Path:
 
 
 def _take(descriptor: int, late: float, longest: float) -> None:
-    has_told = False
+    has_logged = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = _lock_record(os.pread(descriptor, 4096, 0).decode(errors="replace")).get("pid", "another")
             if time.monotonic() > late:
-                raise NoTurn(f"process {pid} has been probing it for more than {longest:g} s") from None
-            if not has_told:
+                raise ProbeLockTimeout(f"process {pid} has been probing it for more than {longest:g} s") from None
+            if not has_logged:
                 _log.info("Waiting for process %s, which probes aiter", pid)
-                has_told = True
+                has_logged = True
             time.sleep(_LOCK_POLL_SECONDS)
         else:
             return
@@ -207,7 +207,7 @@ def probe(
     question = library.version(), torch.__version__, found.origin, told, _kind(device), wanted, sizes, seconds
     try:
         return answered(json.dumps(question), lambda: _found_wrong(device, wanted, sizes, seconds))
-    except NoTurn as error:
+    except ProbeLockTimeout as error:
         return dict.fromkeys(wanted, str(error))
     except OSError as error:
         return dict.fromkeys(wanted, f"its probe could not be run: {error}")

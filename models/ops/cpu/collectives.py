@@ -21,7 +21,7 @@ from models.ops.memory import mapped_zeros
 
 
 class SharedMemoryCollectives:
-    """A rank's end of the group. One thread calls it."""
+    """A rank of the group, called by one thread."""
 
     def __init__(self, library: Library, rank: int, size: int, descriptor: int) -> None:
         """`descriptor` is of a file that all the ranks map, which stays the caller's to close."""
@@ -34,10 +34,10 @@ class SharedMemoryCollectives:
         self._address = ctypes.addressof(self._group)
 
     def join(self) -> None:
-        """Nothing: the first collective waits for all ranks."""
+        """Does nothing: the first collective waits for all ranks."""
 
     def close(self) -> None:
-        """Nothing: the memory goes with the process."""
+        """Does nothing: the memory is freed with the process."""
 
     def begin_step(self, number: int) -> None:
         """The collectives from here on belong to this step."""
@@ -97,7 +97,7 @@ _Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch
 """`(rows [n, size], counts [local experts], tokens [pairs])`: `rows[tokens]`, by expert, through the experts."""
 
 _LINE = 64
-"""Bytes of a cache line: of what one replica says at a meeting."""
+"""Bytes of a cache line: one replica's data at a barrier."""
 
 
 class _Shape(NamedTuple):
@@ -122,7 +122,7 @@ class _Room(NamedTuple):
 
 
 class SharedMemoryExchange:
-    """A rank's end, and a `Exchange`. One thread calls it. Raises `ReplicaLeft` where another comes no more."""
+    """A rank of the exchange, called by one thread. Raises `ReplicaLeft` where another replica has left."""
 
     def __init__(self, library: Library, replica: int, num_replicas: int, descriptor: int, most_tokens: int) -> None:
         """`descriptor` is of a file that the ranks map which have the same place in their replicas; it stays open.
@@ -146,21 +146,21 @@ class SharedMemoryExchange:
         return self._end // self._num_replicas
 
     def join(self) -> None:
-        """Nothing: the first meeting waits for all."""
+        """Does nothing: the first barrier waits for all."""
 
     def agree(self, own: int) -> tuple[int, ...]:
-        """What each replica says, by number; called by their first ranks alone."""
+        """The data of each replica, in their order; called by their first ranks alone."""
         if self._functions.agree(self._address, own, ctypes.addressof(self._said)):
             self.check()
         return tuple(self._said)
 
     def leave(self) -> bool:
-        """Come to no further meeting. True: whoever waits for this replica, or will, hears `ReplicaLeft`."""
+        """Leave the exchange. True: whoever waits for this replica from now on gets `ReplicaLeft`."""
         self._functions.leave(self._address)
         return True
 
     def check(self) -> None:
-        """Raise `ReplicaLeft` where a recorded meeting did not take place."""
+        """Raise `ReplicaLeft` where a recorded barrier was not passed."""
         if self._exchange.left_by:
             raise ReplicaLeft(self._exchange.left_by - 1)
 
@@ -283,7 +283,7 @@ class SharedMemoryExchange:
         first, end = (num_bytes * part // self._num_replicas for part in (self._replica, self._replica + 1))
         try:
             os.posix_fallocate(self._descriptor, self._end + first, end - first)
-            # Whoever comes first makes the file as long as all need it.
+            # The first rank extends the file to the size that all need.
             os.posix_fallocate(self._descriptor, self._end + num_bytes - 1, 1)
         except OSError as error:
             raise MemoryError(

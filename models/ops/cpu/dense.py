@@ -28,13 +28,13 @@ class WeightOperators(NamedTuple):
 
 
 class PackedWeight:
-    """A weight as the products read it: see linear.c. Rows may be put in piece by piece."""
+    """A weight as the products read it: see linear.c. Rows may be filled in parts."""
 
     operators: ClassVar = WeightOperators(
         structures.Linear, structures.Pack, structures.Embed, structures.GroupedLinear, structures.GatedLinear
     )
     options: tuple[int, ...] = ()
-    """What those operators are told after their other arguments."""
+    """The last arguments of those operators."""
 
     def __init__(self, out_features: int, in_features: int, num_bytes: int | None = None) -> None:
         """`num_bytes`: that it takes, where it is not bfloat16."""
@@ -222,7 +222,7 @@ def _norm(
 
 
 def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 1.0, limit: float = 0.0) -> torch.Tensor:
-    """`activation(gate) * up` of the two side by side. # [rows, 2 * size] -> [rows, size]
+    """`activation(gate) * up` of a row's halves. # [rows, 2 * size] -> [rows, size]
 
     `alpha` and `limit` are the clamped activation's: see `models.ops.activation`.
     """
@@ -251,7 +251,7 @@ BLOCK, STEP = 128, 64
 
 
 class QuantizedWeight(PackedWeight):
-    """Rows are rounded as they are put in: see quantized.h. The rows that it meets are rounded to 8 bits too."""
+    """Rows are rounded as they are filled in, see quantized.h; activations are rounded to 8 bits too."""
 
     operators: ClassVar = WeightOperators(
         structures.QuantizedLinear,
@@ -266,6 +266,6 @@ class QuantizedWeight(PackedWeight):
 
 
 def quantized_bytes(out_features: int, in_features: int, bits: Literal[4, 8]) -> int:
-    """Of a weight's values and, in bfloat16, scales."""
+    """Bytes of a weight's values and its bfloat16 scales."""
     outputs, inputs = -(-out_features // PANEL) * PANEL, -(-in_features // BLOCK) * BLOCK
     return outputs * inputs * bits // 8 + outputs * inputs // (BLOCK if bits == 8 else STEP) * 2

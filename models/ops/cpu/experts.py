@@ -1,4 +1,4 @@
-"""The operators of mixtures of experts over tensors: choosing, sorting by expert, adding up. As `ops`, beside it."""
+"""CPU operators of mixtures of experts: routing, sorting pairs by expert, and the weighted sum."""
 
 import torch
 
@@ -32,7 +32,7 @@ def route(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of a token's experts, the best first; of equals the lower. See `models.layers.routing`.
+    """Weights and ids of a token's experts, the best first; the lower id of equal ones. See `models.layers.routing`.
 
     # [tokens, experts] float32, [experts] float32 -> [tokens, top_k] float32, [tokens, top_k] int64
     """
@@ -85,7 +85,7 @@ def combine(
     beside: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token's products by their weights, in its own order, and what is `beside` them, or a share of it.
+    """The weighted sum of each token's products in the order of its experts, plus the shared output `beside`, gated.
 
     # [tokens * top_k, size], [tokens, top_k] float32, [tokens, top_k] int64, [tokens, size] -> [tokens, size]
 

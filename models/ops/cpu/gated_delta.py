@@ -1,4 +1,4 @@
-"""The operators of Qwen3-Next's two kinds of layers over tensors: gated heads and gated delta nets. As `ops`."""
+"""CPU operators of Qwen3-Next's layers: gated heads and gated delta nets."""
 
 import torch
 

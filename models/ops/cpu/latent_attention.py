@@ -1,4 +1,4 @@
-"""The operators of latent attention over tensors. As `ops`, beside it."""
+"""CPU operators of latent attention (DeepSeek-V2, 2024)."""
 
 import torch
 
@@ -9,7 +9,7 @@ from models.ops.cpu.structures import Step
 
 
 class PackedHeads:
-    """How each head's key and value come of a latent, as the products read it.
+    """The projections from a latent to each head's key and value, packed.
 
     Turned round for keys: queries go into the latents' space, instead of latents into each head's.
     """
@@ -41,7 +41,7 @@ def attends(q: torch.Tensor, cache: torch.Tensor, rank: int) -> bool:
 
 
 def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.Tensor:
-    """Queries in the latents' space; their rotated part is left open. # [T, H, nope + rope] -> [T, H, rank + rope]"""
+    """Queries in the latent space; their rotated part is not written. # [T, H, nope + rope] -> [T, H, rank + rope]"""
     dim = heads.rank + rope_dim
     out = current().rows(len(q), heads.num_heads * dim)
     _headed_linear(q, q.stride(1), heads.nope_dim, heads.keys, out, dim, heads.rank)
@@ -49,7 +49,7 @@ def latent_queries(q: torch.Tensor, heads: PackedHeads, rope_dim: int) -> torch.
 
 
 def latent_values(attended: torch.Tensor, heads: PackedHeads) -> torch.Tensor:
-    """What was attended to in the latents' space, as values. # [T, H, rank] -> [T, H, v]"""
+    """Values from the latent space's attention output. # [T, H, rank] -> [T, H, v]"""
     out = current().rows(len(attended), heads.num_heads * heads.v_dim)
     _headed_linear(attended, heads.rank, heads.rank, heads.values, out, heads.v_dim, heads.v_dim)
     return out.view(len(attended), heads.num_heads, heads.v_dim)

@@ -25,7 +25,7 @@ _Memory = npt.NDArray[np.uint8]
 
 
 class NotRecordable(Exception):
-    """The model's code computes with something else than the operators."""
+    """The model's code computes with something other than the operators."""
 
 
 class Program:
@@ -52,7 +52,7 @@ class Program:
 def record(
     library: Library, forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], max_tokens: int
 ) -> Program:
-    """Write down `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
+    """Record `forward(input_ids, positions)` without computing it. Raises `NotRecordable`."""
     recorder = _Recorder(max_tokens)
     with _sent_to(recorder), torch.inference_mode():
         places = torch.zeros(max_tokens, dtype=torch.int64).as_subclass(_Rows)
@@ -78,7 +78,7 @@ def operators_of(
 
 
 class _Recorder:
-    """Writes operators down. Memory that the pass no longer refers to is given to later operators, as at run time."""
+    """Records operators. Memory that the pass no longer refers to is reused by later operators, as at run time."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -160,11 +160,11 @@ _LOOKS = frozenset(
         torch.Tensor.view,
     }
 )
-"""What leaves a tensor's memory as it is."""
+"""Functions that do not change a tensor's memory."""
 
 
 class _Rows(torch.Tensor):
-    """A tensor of the step, which code may look at from another side, and not compute with.
+    """A tensor of the step, which code may view in another shape but not compute with.
 
     By `__torch_function__`, since a dispatch mode imports half a second's worth of torch's compiler.
     """

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 PORTABLE, AVX512_BF16, AMX = range(3)
 """Instruction sets, each containing those before it."""
 INSTRUCTION_SETS = ("portable", "AVX-512 bfloat16", "AMX")
-"""Their names."""
+"""The names of the instruction sets."""
 
 
 class _Operation(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Operation(ctypes.Structure):
 
 
 class Operations:
-    """Operators with their arguments, to run one after the other, as often as wanted."""
+    """A list of operators with their arguments, which may run any number of times."""
 
     def __init__(self, arguments: Sequence[Arguments]) -> None:
         self._kept = tuple(arguments)
@@ -108,9 +108,9 @@ class Library:
         self._library.kaon_run.restype = None
         self.isa: int = self._library.kaon_isa()
         self.group_functions = GroupFunctions(self._library)
-        """What ranks on one host call between them."""
+        """The functions of group.c."""
         self.exchange_functions = ExchangeFunctions(self._library)
-        """What replicas on one host call between them."""
+        """The functions of exchange.c."""
 
     def start(self, threads: int, isa: int = AMX) -> None:
         """Run on so many threads, 1 to 1024, the caller's among them, with at most this instruction set.
@@ -123,7 +123,7 @@ class Library:
 
     @property
     def threads(self) -> int:
-        """How many compute, the caller's among them."""
+        """The number of threads, the caller's included."""
         number: int = self._library.kaon_threads()
         return number
 
@@ -156,7 +156,7 @@ def load_library() -> Library | None:
 
 
 class Runtime(Protocol):
-    """Where operators go."""
+    """Executes or records calls of operators."""
 
     def rows(self, num_rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Memory for an operator's output: a row or several a token."""
@@ -168,7 +168,7 @@ class Runtime(Protocol):
         """Rows of such a matrix to each row that the operator's step counts."""
 
     def run(self, arguments: Arguments, step: Step, kept: tuple[torch.Tensor | None, ...]) -> None:
-        """Run an operator, or see that it is. `kept` is the memory that its arguments point to."""
+        """Execute or record an operator. `kept` is the memory that its arguments point to."""
 
     def on(self, step: Step, most_rows: int, num_sharers: int) -> AbstractContextManager[int]:
         """Inside, operators run on another step, which those before have filled in; gives its rows, or `most_rows`.
@@ -219,7 +219,7 @@ def start(threads: int, isa: int = AMX) -> Library | None:
 
 
 def stop() -> None:
-    """Have torch compute everything again."""
+    """Stop the operators: torch computes everything."""
     global _runtime
     _runtime = None
 
@@ -237,7 +237,7 @@ def runs(*tensors: torch.Tensor) -> bool:
 
 
 def redirect(runtime: Runtime) -> Runtime:
-    """Send operators there from here on; where they went before."""
+    """Use another runtime from here on; returns the previous one."""
     global _runtime
     assert _runtime is not None, "operators are redirected after `start`"
     before, _runtime = _runtime, runtime
@@ -245,11 +245,11 @@ def redirect(runtime: Runtime) -> Runtime:
 
 
 def current() -> Runtime:
-    """Where operators go now."""
+    """The runtime in use."""
     assert _runtime is not None, "an operator is called after `start`"
     return _runtime
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The memory of an argument that may be left out."""
+    """The address of an optional argument."""
     return None if tensor is None else tensor.data_ptr()

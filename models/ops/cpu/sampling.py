@@ -19,7 +19,7 @@ from models.ops.cpu.runtime import Library, Operations
 from models.ops.cpu.structures import LOOKED_AT, MAX_LARGEST, WEIGHED, Step
 
 _SMALLEST_PIECE = 8192
-"""Values of a row for which another thread is worth waking."""
+"""Values of a row for which one more thread is worth waking."""
 
 
 def chooses(values: torch.Tensor) -> bool:
@@ -105,7 +105,7 @@ def draw(
 
 
 def _pieces(num_rows: int, width: int) -> int:
-    """Tasks that a row is cut into: one where there are rows for all threads."""
+    """Tasks of a row: one where there are rows for all threads."""
     native = library.load_library()
     assert native is not None, "operators run, so their library was loaded"
     return max(1, min(-(-native.threads // max(1, num_rows)), width // _SMALLEST_PIECE))
@@ -144,7 +144,7 @@ class GreedyHead:
         self._make_room(native.threads)
 
     def _make_room(self, threads: int) -> None:
-        """For what each of so many threads sees."""
+        """Allocate the maxima of each thread."""
         self._peaks = np.zeros((threads, self.max_rows), dtype=np.float32)
         self._tokens = np.zeros((threads, self.max_rows), dtype=np.int64)
         self._head.peaks, self._head.tokens = self._peaks.ctypes.data, self._tokens.ctypes.data
@@ -161,11 +161,11 @@ class GreedyHead:
         [product] = arguments if len(arguments) == 1 else [None]
         if not isinstance(product, structures.Linear) or product.out != logits.data_ptr() or not product.is_float:
             return None
-        # A vocabulary may be smaller than its weight, which is filled up.
+        # A vocabulary may be smaller than its weight, which is padded.
         return cls(native, product, logits.shape[1], max_rows, weights)
 
     def choose(self, hidden: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Each row's likeliest token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
+        """Each row's argmax token and its logit, valid until the next call. # [rows, hidden_size] -> 2 x [rows]
 
         `hidden` is bfloat16, of at most `max_rows` rows. Of equal logits the first wins, and a NaN before any number.
         """

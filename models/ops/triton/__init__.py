@@ -1,4 +1,4 @@
-"""The door to the Triton kernels. Layers ask `runs`, and import a kernel's file only where it says yes.
+"""Which operators Triton's kernels compute. Layers call `runs`, and import a kernel's file only where it is true.
 
 Triton is imported by `start`, never before: a server on a CPU has none of it in memory. Where a layer calls a kernel,
 `import file as kernels` costs the host a third of what `from file import function` does.
@@ -12,13 +12,13 @@ import torch
 
 _device_type: str | None = None
 _is_there: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")
-"""Whether a tensor is on a device of that type; told sooner than the type's name."""
+"""Whether a tensor is on a device of that type; quicker to read than the type's name."""
 _left: frozenset[str] = frozenset()
 _is_idle = False
 
 
 def start(device: torch.device) -> str | None:
-    """Have the kernels compute tensors of such a device from here on; None, or why they cannot, in words.
+    """Start the kernels for tensors of a device; None, or why they cannot run, in words.
 
     A small kernel is compiled, run and checked first. A CPU takes Triton's interpreter, as the tests set it up.
     """
@@ -31,7 +31,7 @@ def start(device: torch.device) -> str | None:
 
 
 def stop() -> None:
-    """Have torch compute everything again."""
+    """Stop the kernels: torch computes everything."""
     global _device_type, _left
     _device_type, _left = None, frozenset()
 
@@ -43,13 +43,13 @@ def leave_to_torch(operators: frozenset[str]) -> None:
 
 
 def left() -> frozenset[str]:
-    """What is left to torch."""
+    """The operators that torch computes."""
     return _left
 
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """For a pass whose numbers are nobody's: no kernel of these runs. What only they multiply by may give anything."""
+    """Suspend the kernels, for a pass whose results are not used. Products that only they compute give zeros."""
     global _device_type, _is_idle
     before, _device_type, _is_idle = _device_type, None, True
     try:
@@ -59,19 +59,19 @@ def idle() -> Iterator[None]:
 
 
 def is_idle() -> bool:
-    """Whether such a pass runs."""
+    """Whether the kernels are suspended."""
     return _is_idle
 
 
 def version() -> str:
-    """Triton's own."""
+    """Triton's release."""
     from models.ops.triton import probe_kernel
 
     return probe_kernel.version()
 
 
 def leaves(operator: str) -> bool:
-    """Whether torch is to compute an operator, whatever the kernels can."""
+    """Whether torch computes an operator even if the kernels could."""
     return operator in _left
 
 
@@ -92,7 +92,7 @@ def runs(*tensors: torch.Tensor, operator: str = "") -> bool:
     """
     if _device_type is None or operator in _left or torch.compiler.is_compiling():
         return False
-    # All layers of all steps come by: a loop, as a generator takes longer, and first what is quickest to ask.
+    # Called by every layer in every step: a loop, as a generator takes longer, and the quickest test first.
     for tensor in tensors:
         if not _is_there(tensor):
             return False

@@ -15,7 +15,7 @@ import torch
 KIB = 1024
 _FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 WHOLE = 1 << 16
-"""A depth beyond every operand's: none is multiplied in parts."""
+"""A depth larger than any operand's, so that no operand is multiplied in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class Target:
     fp8: Literal["e4m3fn", "e4m3fnuz"] | None
     """Which FP8 the hardware converts and multiplies; any other is emulated, an order of magnitude longer."""
     matrix: tuple[str, ...]
-    """How its matrix instructions begin in assembly."""
+    """The prefix of its matrix instructions in assembly."""
     first_class: bool = False
     """Whether narrow loads are errors there, as missing matrix instructions are everywhere."""
     like: str = ""
-    """Whose rows of the table it takes beside its own."""
+    """The target whose rows of the table it takes in addition to its own."""
     waves: int = 64
-    """Of a multiprocessor at a time."""
+    """Waves that a multiprocessor runs at a time."""
 
     @property
     def backend(self) -> Literal["hip", "cuda"]:
-        """Triton's name for who compiles for it."""
+        """Triton's name of its backend."""
         return "cuda" if self.arch.startswith("sm_") else "hip"
 
     @property
@@ -101,7 +101,7 @@ class Config:
     """Rows and columns of a matrix instruction on CDNA; None lets the compiler choose."""
 
     def options(self, target: Target) -> dict[str, int]:
-        """What a launch, or a compilation, takes besides arguments."""
+        """The options of a launch or a compilation."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.matrix_instr_nonkdim is not None and target.arch in CDNA:
             options["matrix_instr_nonkdim"] = self.matrix_instr_nonkdim
@@ -159,7 +159,7 @@ def config_of(kernel: str, target: Target, **shape: object) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table."""
+    """A row of the table."""
 
     archs: tuple[str, ...]
     config: Config

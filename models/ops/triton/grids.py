@@ -11,7 +11,7 @@ import torch
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many parts of `size` hold `count`."""
+    """`count / size`, rounded up."""
     return -(-count // size)
 
 
@@ -25,7 +25,7 @@ def next_power_of_2(count: int) -> int:
 PIECE = 256
 """Tokens of a piece, or of a part of it where a row is very long."""
 MAX_PIECES = 64
-"""Of a row."""
+"""Pieces of a row."""
 
 
 def num_pieces(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -75,6 +75,6 @@ class AttentionPlan(NamedTuple):
     items: torch.Tensor  # [at least the items] int32, pieces of the decodes as `list_pieces` has them
     num_items: torch.Tensor  # [1] int32
     max_pieces: int
-    """Of one decode."""
+    """The most pieces of one decode."""
     tiles: torch.Tensor | None
     """[tiles, 2] int32 of the spans as `list_tiles` has them; None where there are none."""

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def probe(device: torch.device) -> str | None:
-    """None where a kernel gave the right numbers on `device`; otherwise what was wrong, in words. Looks once."""
+    """None where a kernel gave the right numbers on `device`; otherwise what was wrong, in words. Probes once."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch's builds for ROCm and CUDA bring it"
     try:
@@ -46,7 +46,7 @@ that computes results; yet Triton leaves them for Hopper too (github.com/triton-
 
 
 def release(device: torch.device) -> str | None:
-    """That of the one which assembles Triton's kernels for a GPU, `12.8`; None where nobody says."""
+    """The release that assembles Triton's kernels for a GPU, `12.8`; None where it is unknown."""
     if torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -60,7 +60,7 @@ def release(device: torch.device) -> str | None:
 
 
 def caution(device: torch.device) -> str | None:
-    """What to know of recurrent layers on a GPU, a sentence; None: nothing."""
+    """A warning about recurrent layers on a GPU, a sentence; None: no fault is known."""
     found = None if device.type == "cpu" else release(device)
     if found is None or torch.cuda.get_device_capability(device) != (9, 0):
         return None

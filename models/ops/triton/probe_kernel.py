@@ -27,7 +27,7 @@ def largest_error(device: torch.device) -> float:
 
 
 def version() -> str:
-    """Triton's own."""
+    """Triton's release."""
     return str(triton.__version__)
 
 

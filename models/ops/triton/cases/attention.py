@@ -17,7 +17,7 @@ from models.ops.triton.grids import PIECE, AttentionPlan, list_pieces, list_tile
 from models.ops.types import AttentionOptions, HeadNorms, KVCacheTensor, NormWeight, Rotation
 
 _WIDEST = 4096
-"""Of the windows that a row goes beyond."""
+"""The longest window that a row exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class AttentionCase:
     norms: HeadNorms | None
     rotary_dim: int | None
     query_len: int = 1
-    """Of decodes: more where they verify drafts."""
+    """Tokens of a decode; more than 1 where they verify drafts."""
 
     @property
     def key(self) -> Hashable:
@@ -68,7 +68,7 @@ class AttentionCase:
             if pages.dtype.itemsize == 1:
                 found, exact, bound = fp8_bounds(found, exact, bound, scale, pages.dtype)
             yield Finding(f"stored {what} of {of}", relative_error(found, exact, bound))
-        yield Finding(f"what a store leaves alone, of {of}", exact_match(step.is_elsewhere_as(before)))
+        yield Finding(f"what a store must not change, of {of}", exact_match(step.is_elsewhere_as(before)))
 
         found = torch.empty_like(stored_q)
         paged_attention(stored_q, found, cache, step.plan, options, step.sinks)
@@ -92,11 +92,11 @@ class AttentionCase:
 
 
 class _Step:
-    """A step over a cache whose blocks lie apart, with what are no problems around them."""
+    """A step over a cache with scattered blocks, with NaN around them."""
 
     def __init__(self, form: AttentionCase, problems: Problems) -> None:
         self._form, self._numbers = form, problems
-        # More than a piece, and more than a tile of queries.
+        # Longer than one piece, and than one tile of queries.
         long = PIECE + 30
         some_q = torch.empty(0, form.heads, form.head_dim, dtype=form.dtype, device=problems.device)
         tile_tokens = tokens_of_tile(some_q, form.kv_heads)
@@ -132,7 +132,7 @@ class _Step:
         reference.store(k, k, v, cache, earlier, options)
 
     def queries_keys_values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the step's tokens, as a projection leaves them: side by side. # [T, Hq, D], 2 x [T, Hkv, D]"""
+        """Views of one projection of the step's tokens. # [T, Hq, D], 2 x [T, Hkv, D]"""
         form = self._form
         heads = form.heads + 2 * form.kv_heads
         qkv = self._numbers.normal(self._num_tokens, heads * form.head_dim, dtype=form.dtype, scale=1.5)
@@ -142,7 +142,7 @@ class _Step:
 
     @property
     def rotation(self) -> Rotation | None:
-        """By any angles."""
+        """Random angles."""
         if self._form.rotary_dim is None:
             return None
         half = Problems(self._numbers.device, 1).normal(self._num_tokens, 1, self._form.rotary_dim // 2, scale=9.0)
@@ -150,16 +150,16 @@ class _Step:
 
     @property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the reference takes them."""
+        """Arguments of the reference."""
         return self.plan.query_starts, self.plan.seq_lens, self.plan.block_tables
 
     def stored(self, pages: torch.Tensor) -> torch.Tensor:
-        """What the step's tokens have in a cache. # [T, Hkv, D] float32"""
+        """The cached vectors of the step's tokens. # [T, Hkv, D] float32"""
         blocks, offsets = self._places
         return pages.view(torch.uint8)[blocks, :, offsets].view(pages.dtype).float()
 
     def is_elsewhere_as(self, before: torch.Tensor) -> bool:
-        """Whether all is as it was but for the step's keys and values."""
+        """Whether the pool is unchanged except for the step's keys and values."""
         blocks, offsets = self._places
         heads = self._form.kv_heads
         now, then = self.pool.view(torch.uint8), before.view(torch.uint8)
@@ -172,7 +172,7 @@ class _Step:
 
 
 def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads as they are stored, in float32, and how large the terms of each number are."""
+    """Heads as they are stored, in float32, and the magnitude of each number's terms."""
     exact = x.float()
     if norm is not None:
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.eps)

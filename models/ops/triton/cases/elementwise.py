@@ -47,7 +47,7 @@ def reference_gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.
 
 
 _ROWS = 21
-"""More than a tile's, and no multiple of one."""
+"""More rows than a tile has, and no multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)

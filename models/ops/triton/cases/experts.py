@@ -69,7 +69,7 @@ def reference_moe_gemm(
     *,
     gating: Gating | None = None,
 ) -> torch.Tensor:
-    """Each pair's row by its expert's weight; zero for experts that there are not. # ids [tokens, top_k] int64"""
+    """Each pair's row by its expert's weight; zero for experts of other ranks. # ids [tokens, top_k] int64"""
     experts = ids.flatten()
     pairs = rows.repeat_interleave(len(experts) // len(rows), 0).float()
     here = experts < len(weight)
@@ -101,13 +101,13 @@ def reference_moe_combine(
 
 _TOKENS = 9
 _PAIRS = 16
-"""That are looked at."""
+"""Pairs that are compared."""
 _PAIRS_OF_AN_EXPERT = (16, 128)
-"""Over which `block_of` takes larger blocks."""
+"""Pairs of an expert above which `block_of` takes larger blocks."""
 _SUMS = 32
-"""Tokens whose sums are looked at."""
+"""Tokens whose sums are compared."""
 _STEEPEST = 1.13
-"""Slope of an activation."""
+"""The largest slope of an activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +218,9 @@ class ExpertsCase:
 
         gating = self.gating
         inner = grouped_products(hidden, self.w13, self.w13_bias, pairs, num_pairs, gating)
-        looked_at = problems.sample(num_pairs, _PAIRS)
-        experts = ids.flatten()[looked_at].tolist()
-        here = [(pair, expert) for pair, expert in zip(looked_at, experts, strict=True) if expert < held]
+        compared = problems.sample(num_pairs, _PAIRS)
+        experts = ids.flatten()[compared].tolist()
+        here = [(pair, expert) for pair, expert in zip(compared, experts, strict=True) if expert < held]
         first, second = _Side(self.w13, self.w13_bias, gating), _Side(self.w2, self.w2_bias, None)
         for pair, expert in here:
             row = hidden[pair // self.top_k]
@@ -257,7 +257,7 @@ class _Side(NamedTuple):
     gating: Gating | None
 
     def error(self, row: torch.Tensor, expert: int, found: torch.Tensor, dtype: torch.dtype) -> float:
-        """Of one pair. # [inputs], [outputs]"""
+        """The relative error of one pair's product. # [inputs], [outputs]"""
         x = as_multiplied(row[None], self.weight)
         worst = 0.0
         for some in ends_of(len(found)):
@@ -280,7 +280,7 @@ class _Side(NamedTuple):
 
 
 def _blocks(pairs: SortedPairs) -> list[tuple[int, list[int]]]:
-    """As the reference gives them."""
+    """The sorted pairs in the reference's form."""
     table = pairs.pairs.view(-1, pairs.block).cpu()
     count = int(pairs.num_blocks)
     experts, rows = pairs.block_experts[:count].tolist(), pairs.block_rows[:count].tolist()
@@ -332,7 +332,7 @@ def small_cases(device: torch.device) -> dict[str, Case]:
     }
     forms: dict[str, dict[str, Any]] = {
         "experts in bf16": {"dtype": torch.bfloat16},
-        "experts in fp16 with an activation of nobody's": {"dtype": torch.float16, "activation": _up},
+        "experts in fp16 with an activation of its own": {"dtype": torch.float16, "activation": _up},
         "experts in FP8": {"dtype": torch.bfloat16, "kind": "fp8"},
         "experts in MXFP4": {"dtype": torch.bfloat16, "kind": "mxfp4"},
     }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models.ops.gated_delta_rule import delta_rule_step
-from models.ops.self_test import FLOAT32, Case, Finding, Problems, exact_match, relative_error, rounding_bound
+from models.ops.self_test import FLOAT32, Case, Exact, Finding, Problems, exact_match, relative_error, rounding_bound
 from models.ops.triton.gated_delta import DeltaPlan, gated_norm, make_plan, remember
 
 
@@ -16,7 +16,7 @@ class Span(NamedTuple):
     """Consecutive tokens of one sequence."""
 
     slot: int
-    """Of its state."""
+    """The slot of its state."""
     first: int
     num_tokens: int
     is_new: bool
@@ -31,13 +31,6 @@ def spans_of(plan: DeltaPlan) -> list[Span]:
         for first, count, _, is_new in (plan.spans.tolist() if plan.spans is not None else ())
     ]
     return [Span(slot, *row) for slot, row in zip(plan.slots.tolist(), rows, strict=True)]
-
-
-class Exact(NamedTuple):
-    """Sums in float32, and the sums of their terms' magnitudes."""
-
-    value: torch.Tensor
-    magnitude: torch.Tensor
 
 
 def reference_convolution(mixed: torch.Tensor, conv: torch.Tensor, inputs: torch.Tensor, spans: list[Span]) -> Exact:
@@ -132,12 +125,12 @@ def split_projection(
 
 
 _ROUNDED = 2.0**-6
-"""Of products whose operands NVIDIA's matrix units round to 10 bits, several of them one behind another."""
+"""Of products whose operands NVIDIA's matrix units round to 10 bits, several products in sequence."""
 _ROWS = ((1, 9), (1, 30), (7, 7), (75, 90), (1, 1))
 """Tokens, and the tokens of their sequences so far: two decodes, then spans, one of more than a chunk."""
 _DECODES = 2
 _STEEPEST = 1.1
-"""Slope of SiLU."""
+"""The largest slope of SiLU."""
 
 
 @dataclass(frozen=True, slots=True)

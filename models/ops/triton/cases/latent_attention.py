@@ -2,23 +2,16 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
-from models.ops.self_test import FLOAT32, Case, Finding, Problems, fp8_bounds, relative_error, rounding_bound
+from models.ops.self_test import FLOAT32, Case, Exact, Finding, Problems, fp8_bounds, relative_error, rounding_bound
 from models.ops.torch_ops import deinterleave, rotate
 from models.ops.triton.cache_store import latent_store, vector_store, vectors_as_hardware_reads
 from models.ops.triton.configs import launch_of
 from models.ops.triton.latent_attention import Piece, indexer_scores, latent_attention, latent_prefill
 from models.ops.types import LatentInputs, NormWeight
-
-
-class Exact(NamedTuple):
-    """Sums in float32, and the sums of their terms' magnitudes."""
-
-    value: torch.Tensor
-    magnitude: torch.Tensor
 
 
 def reference_latent_attention(
@@ -105,9 +98,9 @@ def cached_vectors(vectors: torch.Tensor, table: torch.Tensor, positions: torch.
 
 
 _SHORT = (1, 19)
-"""Latents that tokens see."""
+"""Lengths of short contexts."""
 _BEYOND = 30
-"""Latents more than a program attends to."""
+"""Latents beyond those that one program attends to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +156,7 @@ class LatentCase:
     block_size: int
     inputs: LatentInputs
     top_k: int | None
-    """Of the tokens that an indexer selects."""
+    """Tokens that an indexer selects; None without one."""
 
     @property
     def key(self) -> Hashable:
@@ -183,7 +176,7 @@ class LatentCase:
         yield from self._expanded(problems)
 
     def _store(self, problems: Problems, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
-        """All the rows' latents, which the others then attend to."""
+        """Stores all rows' latents, to which the other parts attend."""
         tokens, norm = len(pages.slots), self.inputs.norm
         q = problems.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
         latent = problems.normal(tokens, self.rank + self.rope, dtype=self.dtype)
@@ -214,10 +207,10 @@ class LatentCase:
         yield Finding(f"stored {of}", _stored(pages, vectors, exact, magnitude, scale, self.dtype))
 
     def _absorbed(self, problems: Problems, pages: "_Pages", vectors: torch.Tensor, scale: float) -> Iterator[Finding]:
-        """In the latents' space, to all and to some."""
+        """The absorbed algorithm, over all positions and over selected ones."""
         lengths = pages.lengths
         count = len(lengths)
-        # As large as scores of some units want them.
+        # So large that scores are of some units.
         size = 2 / (self.scale * (self.rank + self.rope) ** 0.5)
         q = problems.normal(count, self.heads, self.rank, dtype=self.dtype, scale=size)
         q_rope = problems.normal(count, self.heads, self.rope, dtype=self.dtype, scale=size)
@@ -234,7 +227,7 @@ class LatentCase:
             yield Finding(name, relative_error(found, exact, rounding_bound(self.dtype) * terms))
 
     def _selected(self, problems: Problems, lengths: list[int]) -> torch.Tensor:
-        """Positions of each token, in no order. # [tokens, top_k] int64"""
+        """Positions of each token, in random order. # [tokens, top_k] int64"""
         assert self.top_k is not None
         selected = torch.full((len(lengths), self.top_k), -1)
         for row, length in enumerate(lengths):
@@ -243,7 +236,7 @@ class LatentCase:
         return selected.to(problems.device)
 
     def _expanded(self, problems: Problems) -> Iterator[Finding]:
-        """A prompt, and a chunk behind what was computed."""
+        """The expanded algorithm: a prompt, and a chunk after a cached prefix."""
         spans = (Piece(0, 40, 0, 40, 0, True, True), Piece(40, 7, 40, 90, 83, True, True))
         tokens, keys = 47, 130
         q = problems.normal(tokens, self.heads, self.nope + self.rope, dtype=self.dtype)
@@ -259,7 +252,7 @@ class LatentCase:
 
 
 class _Pages:
-    """Rows of a cache, whose blocks lie in no order; what is none of theirs is no number."""
+    """Rows of a paged cache with scattered blocks; NaN everywhere else."""
 
     def __init__(self, problems: Problems, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype) -> None:
         self.lengths, self._device = lengths, problems.device
@@ -270,7 +263,7 @@ class _Pages:
         places = [torch.arange(length) for length in lengths]
         slots = [tables[row][at // block_size] * block_size + at % block_size for row, at in enumerate(places)]
         self.slots = torch.cat(slots).to(problems.device)
-        # Rows of other layers lie between.
+        # Rows of another layer lie in between.
         shape = len(order), 2, block_size, dim
         self.vectors = torch.full(shape, torch.nan, device=problems.device).to(dtype)[:, 1]
 
@@ -279,7 +272,7 @@ class _Pages:
         return torch.tensor(list(values), dtype=torch.int32, device=self._device)
 
     def stored(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Of all rows, in float32. # [tokens, dim]"""
+        """The cached vectors of all rows. # [tokens, dim] float32"""
         size = vectors.shape[1]
         return vectors.view(torch.uint8)[self.slots // size, self.slots % size].view(vectors.dtype).float()
 
@@ -292,7 +285,7 @@ def _stored(
     scale: float,
     dtype: torch.dtype,
 ) -> float:
-    """How far off what is stored is."""
+    """The relative error of what is stored."""
     found, bound = pages.stored(vectors), rounding_bound(dtype) * magnitude
     if vectors.dtype.itemsize == 1:
         found, exact, bound = fp8_bounds(found, exact, bound, scale, vectors.dtype)

@@ -57,9 +57,9 @@ def reference_four_bit_linear(
 
 
 _ROWS = (1, 40, 200)
-"""Each takes other tiles."""
+"""Numbers of rows; each selects other tiles."""
 _OUTPUTS = 64
-"""Looked at at either end."""
+"""Outputs that are compared at either end of a row."""
 
 
 class Product(NamedTuple):
@@ -88,12 +88,12 @@ def as_multiplied(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight) -> to
 
 
 def ends_of(outputs: int) -> tuple[slice, ...]:
-    """Outputs that are looked at."""
+    """The outputs that are compared."""
     return slice(0, min(_OUTPUTS, outputs)), slice(max(0, outputs - _OUTPUTS), outputs)
 
 
 def part_of(weight: torch.Tensor | QuantizedWeight, at: Rows, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows' problems, as kernels multiply by them. # -> [..., inputs] float32"""
+    """Some rows' numbers, as kernels multiply by them. # -> [..., inputs] float32"""
     if isinstance(weight, torch.Tensor):
         return weight[at].float()
     if isinstance(weight, FP8Weight):

@@ -127,7 +127,7 @@ def reference_keep_likely(
     acceptance: list[list[float]],
     bits: list[list[int]],
 ) -> list[list[int]]:
-    """Each row's tokens. By row and place, `acceptance` are problems in [0, 1), `bits` such problems times 2^64."""
+    """Each row's tokens. By row and position, `acceptance` are numbers in [0, 1), `bits` such numbers times 2^64."""
     kept = []
     firsts = first_drafts.tolist()
     for row, (first, past) in enumerate(itertools.pairwise(firsts)):
