@@ -33,7 +33,6 @@ from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
 from models.attention.context import Context, forward_context, set_kv_cache_data
-from models.attention.cpu_native import NativeMetaData
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import group_by_adapter
 from models.ops import triton
@@ -345,11 +344,12 @@ class ModelRunner:
             return self.graphs.run(step, num_tokens)
         if self.program is None or has_adapters or num_tokens > self.program.max_tokens:
             return self.model(step.input_ids, step.positions)
-        assert isinstance(step.metadata, NativeMetaData)
+        operands = step.metadata.step
+        assert operands is not None, "a recorded program runs where the CPU operators read the step"
         experts, exchange = self.parallel.experts, self.loaded.exchange
         dp_metadata = self.loaded.dp_metadata(num_tokens, self.tokens_across_dp)
-        step.metadata.step.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
-        hidden = self.program.run(step.input_ids, step.positions, step.metadata.step)
+        operands.is_dummy = bool(experts and dp_metadata and dp_metadata.is_dummy(experts.replica))
+        hidden = self.program.run(step.input_ids, step.positions, operands)
         if exchange is not None:
             exchange.check()
         return hidden
