@@ -408,6 +408,8 @@ def record_pass(loaded: LoadedModel, operators: Library) -> Program:
     metadata = loaded.backend.build_metadata(
         query_lens=none, seq_lens=none, block_tables=np.zeros((0, 1), np.int32), slot_mapping=none, num_decodes=0
     )
+    if metadata.step is None:
+        raise NotRecordable(f"the attention backend {loaded.backend.name} does not attend by the compiled operators")
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         context = Context(positions=positions, is_prefill=False, batch_size=0)

@@ -74,7 +74,7 @@ from engine.client.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
 params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-with LLMEngine(model=sys.argv[1], dtype="float32", num_kvcache_blocks=32) as engine:
+with LLMEngine(model=sys.argv[1], dtype=sys.argv[2], num_kvcache_blocks=32) as engine:
     (answer,) = engine.generate([[5, 6, 7, 8]], params, use_tqdm=False)
 print(json.dumps(answer["token_ids"]))
 """
@@ -110,11 +110,11 @@ def pair(tmp_path: Path) -> Pair:
     return pair
 
 
-def serve(path: Path, *, site: Path | None, seen: Path) -> list[int]:
+def serve(path: Path, *, site: Path | None, seen: Path, dtype: str = "float32") -> list[int]:
     """The tokens that a server process answers with; `site`: where further packages are installed."""
     search = os.pathsep.join(map(str, filter(None, (ROOT, site))))
     done = subprocess.run(
-        [sys.executable, "-c", SERVE, str(path)],
+        [sys.executable, "-c", SERVE, str(path), dtype],
         env={**os.environ, "PYTHONPATH": search, "TOY_SEEN": str(seen)},
         capture_output=True,
         text=True,
@@ -131,3 +131,11 @@ def test_a_package_that_is_only_installed_serves_its_own_model(installed: Path, 
     assert not seen.exists()
     assert serve(pair.quantised, site=installed, seen=seen) == expected
     assert seen.exists()
+
+
+def test_a_foreign_attention_backend_works_where_steps_are_else_recorded(
+    installed: Path, pair: Pair, tmp_path: Path
+) -> None:
+    tokens = serve(pair.quantised, site=installed, seen=tmp_path / "seen", dtype="bfloat16")
+    assert len(tokens) == 8
+    assert (tmp_path / "seen").exists()
