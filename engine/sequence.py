@@ -197,7 +197,7 @@ class Sequence:
 
     @property
     def skips_cached_prefix(self) -> bool:
-        """Whether every position must be computed, because the prompt's log probabilities are still to be told."""
+        """Whether every position must be computed, because the prompt's log probabilities are not sent yet."""
         return self.prompt_logprobs is not None
 
     @property

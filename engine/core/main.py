@@ -96,9 +96,9 @@ def _fail(
 
 
 def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: list[AsyncIOProcManager]) -> Failed | None:
-    """Load the model and serve it until told to stop; what went wrong, if anything did.
+    """Load the model and serve it until a shutdown; the failure, if there was one.
 
-    `ranks` is given the manager of the ranks behind the first, once they are started.
+    The manager of the other ranks is added to `ranks` once they are started.
     """
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)

@@ -151,8 +151,8 @@ def _refuse_unsupported(config: Config) -> None:
     parallel = config.parallel_config
     if config.async_scheduling == "on" and parallel.tensor_parallel_size > 1:
         raise ValueError(
-            f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks hear "
-            "of each token from the host; leave it at auto"
+            f"async_scheduling is on, but tensor_parallel_size is {parallel.tensor_parallel_size}, whose ranks get "
+            "each token from the host; leave it at auto"
         )
     if config.async_scheduling == "on" and parallel.in_lockstep:
         raise ValueError(

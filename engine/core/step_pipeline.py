@@ -78,7 +78,7 @@ class _Flight(NamedTuple):
 
 
 class StepPipeline:
-    """At most `depth` submitted steps, each behind the one before it on the device.
+    """At most `depth` submitted steps, which the device computes in order.
 
     `record` always has the ids of the sequences in the steps that run.
     """
