@@ -1,4 +1,8 @@
-"""`AnswerFormat`: how the loaded model writes reasoning and tool calls. Made at start-up, asked once a request."""
+"""`AnswerFormat`: how the loaded model writes reasoning and tool calls; `tool_grammar`: what enforces a call.
+
+The format is made at the start from the names of dialects or the model's signs, and asked once a request: for a parser
+of the answer, and for the grammar that holds the answer to what the request's tools promise.
+"""
 
 import asyncio
 import json
@@ -10,8 +14,6 @@ from engine.text.chat_template import ChatTemplate
 from engine.text.structured.compiler import GrammarCompiler
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 from engine.text.tokenizer import Tokenizer
-from server.parsing import registry as reasoning_registry
-from server.parsing import registry as tool_registry
 from server.parsing.dialects import harmony
 from server.parsing.grammar import (
     ANY_TEXT,
@@ -22,11 +24,23 @@ from server.parsing.grammar import (
     literal_pattern,
 )
 from server.parsing.parser import AnswerParser, Behind, FirstCall
-from server.parsing.reasoning import TaggedReasoning
-from server.parsing.registry import ToolDialect
+from server.parsing.reasoning import TaggedReasoning, is_closed, is_open
+from server.parsing.registry import (
+    HARMONY,
+    NONE,
+    REASONING_DIALECTS,
+    TOOL_DIALECTS,
+    ModelSigns,
+    ReasoningDialect,
+    ToolDialect,
+    detect_reasoning_dialect,
+    detect_tool_dialect,
+    reasoning_names,
+    tool_names,
+)
 from server.schemas.chat import ToolUse
 
-_AUTO, _NONE, _HARMONY = "auto", "none", "harmony"
+_AUTO = "auto"
 
 
 class AnswerFormat:
@@ -36,26 +50,21 @@ class AnswerFormat:
         """Dialects by name, or `none`; `special` gives the ids of the special tokens of the vocabulary that are
         among their markers. Raises `ValueError`, one sentence, for a name that is not known.
         """
-        self.tool_parser = _known(
-            tool_parser, tool_registry.TOOL_NAMES, tool_registry.TOOL_ALIASES, "tool_call_parser"
-        )
-        self.reasoning_parser = _known(
-            reasoning_parser,
-            reasoning_registry.REASONING_NAMES,
-            reasoning_registry.REASONING_ALIASES,
-            "reasoning_parser",
-        )
+        self.tool_parser = _known(tool_parser, tool_names(), "tool_call_parser")
+        self.reasoning_parser = _known(reasoning_parser, reasoning_names(), "reasoning_parser")
         pair = {self.tool_parser, self.reasoning_parser}
-        self._harmony = _HARMONY in pair
-        if self._harmony and not pair <= {_HARMONY, _NONE}:
+        self._harmony = HARMONY in pair
+        if self._harmony and not pair <= {HARMONY, NONE}:
             raise ValueError(
                 f"tool_call_parser is {self.tool_parser} and reasoning_parser is {self.reasoning_parser}; harmony "
                 "goes with harmony or none only"
             )
-        self._tools: ToolDialect | None = tool_registry.TOOL_DIALECTS.get(self.tool_parser)
-        self._reasoning: type[TaggedReasoning] | None = reasoning_registry.REASONING_DIALECTS.get(
-            self.reasoning_parser
-        )
+        self._tools: ToolDialect | None = None
+        if self.tool_parser not in (NONE, HARMONY):
+            self._tools = TOOL_DIALECTS[self.tool_parser]
+        self._reasoning: ReasoningDialect | None = None
+        if self.reasoning_parser not in (NONE, HARMONY):
+            self._reasoning = REASONING_DIALECTS[self.reasoning_parser]
         self._special = {marker: special[marker] for marker in self.markers if marker in special} if special else {}
         calls = () if self._harmony or self._tools is None else self._tools.markers
         self._call_token_ids = frozenset(self._special[marker] for marker in calls if marker in self._special)
@@ -63,8 +72,8 @@ class AnswerFormat:
     @staticmethod
     def check_names(tool_parser: str, reasoning_parser: str) -> None:
         """Raise `ValueError`, one sentence, unless both are `auto`, `none` or the names of dialects."""
-        AnswerFormat(tool_parser if tool_parser != _AUTO else _NONE, _NONE)
-        AnswerFormat(_NONE, reasoning_parser if reasoning_parser != _AUTO else _NONE)
+        AnswerFormat(tool_parser if tool_parser != _AUTO else NONE, NONE)
+        AnswerFormat(NONE, reasoning_parser if reasoning_parser != _AUTO else NONE)
         if _AUTO not in (tool_parser, reasoning_parser):
             AnswerFormat(tool_parser, reasoning_parser)
 
@@ -81,22 +90,21 @@ class AnswerFormat:
 
         Raises `ValueError`, one sentence, for a name that is not known.
         """
-        template = chat_template.source if chat_template is not None else ""
-
-        def in_vocabulary(text: str) -> bool:
-            return tokenizer.token_id(text) is not None
-
-        chosen = {"tool": tool_parser, "reasoning": reasoning_parser}
-        if tool_parser == _AUTO:
-            chosen["tool"] = tool_registry.detect_tool_dialect(template, in_vocabulary, architecture)
-        if reasoning_parser == _AUTO:
-            chosen["reasoning"] = reasoning_registry.detect_reasoning_dialect(template, in_vocabulary, architecture)
-        if _NONE not in chosen.values() and list(chosen.values()).count(_HARMONY) == 1:
+        signs = ModelSigns(
+            template=chat_template.source if chat_template is not None else "",
+            has_token=lambda text: tokenizer.token_id(text) is not None,
+            architecture=architecture,
+        )
+        chosen = {
+            "tool": detect_tool_dialect(signs) if tool_parser == _AUTO else tool_parser,
+            "reasoning": detect_reasoning_dialect(signs) if reasoning_parser == _AUTO else reasoning_parser,
+        }
+        if NONE not in chosen.values() and list(chosen.values()).count(HARMONY) == 1:
             # One was named; what was detected does not go with it.
             if tool_parser == _AUTO:
-                chosen["tool"] = _NONE
+                chosen["tool"] = NONE
             elif reasoning_parser == _AUTO:
-                chosen["reasoning"] = _NONE
+                chosen["reasoning"] = NONE
         plain = cls(chosen["tool"], chosen["reasoning"])
         special: dict[str, int] = {}
         for marker in plain.markers:
@@ -126,13 +134,13 @@ class AnswerFormat:
         """
         parser: AnswerParser | None = None
         if self._harmony:
-            called = use if self.tool_parser == _HARMONY else ToolUse(())
-            parser = harmony.HarmonyParser(called, prompt_tail, self.reasoning_parser == _HARMONY)
+            called = use if self.tool_parser == HARMONY else ToolUse(())
+            parser = harmony.HarmonyParser(called, prompt_tail, self.reasoning_parser == HARMONY)
         else:
             if use.tools and self._tools is not None:
                 parser = self._tools.parser(use)
             if self._reasoning is not None:
-                reasoning = self._reasoning(prompt_tail)
+                reasoning = TaggedReasoning(self._reasoning, prompt_tail)
                 parser = Behind(reasoning, parser) if parser is not None else reasoning
         return FirstCall(parser) if parser is not None and use.once else parser
 
@@ -142,12 +150,12 @@ class AnswerFormat:
         A forced call, and its arguments, follow the schemas of the tools. Where the model is free to call, a call is
         held to its name and schema as soon as one tool is strict or not all tools may be called; arguments of tools
         that are not strict are any object then. Raises `ValueError` for a model of whose tool calls nothing is known.
-        Whether the schemas can be followed is for `server.parsing.answer_format` to find out.
+        Whether the schemas can be followed is for `tool_grammar` to find out.
         """
         functions = enforced_functions(use)
         if functions is None:
             return None
-        if self.tool_parser == _NONE:
+        if self.tool_parser == NONE:
             if not use.forced:
                 return None
             raise ValueError(
@@ -159,7 +167,7 @@ class AnswerFormat:
             write = harmony.forced if use.forced else harmony.free
             return lark.grammar(write(lark, functions, prompt_tail))
         assert self._tools is not None
-        _check_keys(functions, use, self._tools)
+        self._check_keys(functions, use)
         thinking, optional = self._thinking(lark, prompt_tail)
         if use.forced:
             answer = _forced(lark, self._tools, functions, use.once)
@@ -180,7 +188,7 @@ class AnswerFormat:
         """
         lark = LarkWriter(self._special)
         content = f"@{_CONTENT}"
-        functions = allowed_functions(use) if use.tools and self.tool_parser != _NONE else []
+        functions = allowed_functions(use) if use.tools and self.tool_parser != NONE else []
         if self._harmony:
             opened = harmony.open_header(prompt_tail)
             if harmony.MESSAGE in opened and f"{harmony.CHANNEL}analysis" not in opened:
@@ -195,7 +203,7 @@ class AnswerFormat:
             thinking = f"({thinking})?" if optional else thinking
             if functions:
                 assert self._tools is not None
-                _check_keys(functions, use, self._tools)
+                self._check_keys(functions, use)
                 content = lark.any_of([content, _forced(lark, self._tools, functions, use.once)])
         inner = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
         outer = {"lark_grammar": lark.grammar(f"{thinking} {content}")}
@@ -204,12 +212,24 @@ class AnswerFormat:
     def _thinking(self, lark: LarkWriter, prompt_tail: str) -> tuple[str, bool]:
         """An expression for the reasoning that comes first, empty if none can; and whether it may be missing."""
         dialect = self._reasoning
-        if dialect is None or dialect.is_closed(prompt_tail):
+        if dialect is None or is_closed(dialect, prompt_tail):
             return "", False
         rest = f"{lark.until(dialect.close_tag)} {lark.rule(_NEWLINES)}"
-        if dialect.is_open(prompt_tail):
+        if is_open(dialect, prompt_tail):
             return rest, False
         return f"{lark.spelled(dialect.open_tag)} {rest}", True
+
+    def _check_keys(self, functions: list[Function], use: ToolUse) -> None:
+        """Raise `ValueError` for an argument whose name the dialect cannot write."""
+        assert self._tools is not None
+        for function, position in zip(functions, use.positions, strict=True):
+            properties = function.schema.get("properties")
+            for key in properties if isinstance(properties, dict) else ():
+                if not re.fullmatch(self._tools.keys, key):
+                    raise ValueError(
+                        f"tools[{position}].function.parameters has the property {key[:64]!r}, which tool calls of "
+                        f"this model ({self.tool_parser}) cannot name; use letters, digits and _"
+                    )
 
 
 _CONTENT = "content"
@@ -242,26 +262,12 @@ def _optional(lark: LarkWriter, dialect: ToolDialect) -> str:
     return f"{lark.spelled(dialect.optional)}?" if dialect.optional else ""
 
 
-def _check_keys(functions: list[Function], use: ToolUse, dialect: ToolDialect) -> None:
-    """Raise `ValueError` for an argument whose name the dialect cannot write."""
-    for function, position in zip(functions, use.positions, strict=True):
-        properties = function.schema.get("properties")
-        for key in properties if isinstance(properties, dict) else ():
-            if not re.fullmatch(dialect.keys, key):
-                raise ValueError(
-                    f"tools[{position}].function.parameters has the property {key[:64]!r}, which tool calls of this "
-                    f"model ({dialect.name}) cannot name; use letters, digits and _"
-                )
-
-
-def _known(name: str, names: tuple[str, ...], aliases: Mapping[str, str], field: str) -> str:
-    if name not in (*names, _NONE):
+def _known(name: str, names: Mapping[str, str], field: str) -> str:
+    """The dialect's own name."""
+    if name != NONE and name not in names:
         raise ValueError(f"{field} is {name}; it must be auto, none or one of {', '.join(sorted(names))}")
-    return aliases.get(name, name)
+    return names.get(name, NONE)
 
-
-# [tool_grammar] `tool_grammar`: the checked grammar that a request's tools and choice come to. Called by
-# `prepare_chat`.
 
 _BLAME_SECONDS = 0.5
 """To find out which of many costly schemas is one too many: each takes a check of its own."""

@@ -1,11 +1,26 @@
-"""`TaggedReasoning`: reasoning between two tags at an answer's beginning. Base of every dialect but harmony."""
+"""`TaggedReasoning`: reasoning between two tags at an answer's beginning; and the dialects that differ in the tags."""
 
 import re
 
 from server.parsing.parser import FedParser, Markers, ReasoningPart, TextPart, Waiting
+from server.parsing.registry import REASONING_DIALECTS, ReasoningDialect
 
 _TURN = re.compile(r"<\||<｜|\[/INST\]|<end_of_turn>")  # noqa: RUF001
 """What chat templates write between turns."""
+
+
+def is_open(dialect: ReasoningDialect, prompt_tail: str) -> bool:
+    """Whether the answer begins inside reasoning."""
+    _, opened, rest = prompt_tail.rpartition(dialect.open_tag)
+    if opened and dialect.close_tag not in rest and not _TURN.search(rest):
+        return True
+    return dialect.always and not is_closed(dialect, prompt_tail)
+
+
+def is_closed(dialect: ReasoningDialect, prompt_tail: str) -> bool:
+    """Whether the prompt has ended the reasoning already, or skipped it."""
+    _, closed, rest = prompt_tail.rpartition(dialect.close_tag)
+    return bool(closed) and not _TURN.search(rest)
 
 
 class TaggedReasoning(FedParser):
@@ -14,34 +29,16 @@ class TaggedReasoning(FedParser):
     Only an answer's beginning is looked at: a tag later on is something the answer says.
     """
 
-    open_tag: str
-    close_tag: str
-    always = False
-    """The model reasons unless the prompt says otherwise, and may leave the opening tag out."""
-
-    def __init__(self, prompt_tail: str = "") -> None:
-        self._opened = self.is_open(prompt_tail)
+    def __init__(self, dialect: ReasoningDialect, prompt_tail: str = "") -> None:
+        self._dialect = dialect
+        self._opened = is_open(dialect, prompt_tail)
         super().__init__()
-
-    @classmethod
-    def is_open(cls, prompt_tail: str) -> bool:
-        """Whether the answer begins inside reasoning."""
-        _, opened, behind = prompt_tail.rpartition(cls.open_tag)
-        if opened and cls.close_tag not in behind and not _TURN.search(behind):
-            return True
-        return cls.always and not cls.is_closed(prompt_tail)
-
-    @classmethod
-    def is_closed(cls, prompt_tail: str) -> bool:
-        """Whether the prompt has ended the reasoning already, or skipped it."""
-        _, closed, behind = prompt_tail.rpartition(cls.close_tag)
-        return bool(closed) and not _TURN.search(behind)
 
     def _read(self) -> Waiting[None]:
         feed = self._feed
         feed.keep()
         yield from feed.skip("\n")
-        opened = yield from feed.take_marker(self.open_tag)
+        opened = yield from feed.take_marker(self._dialect.open_tag)
         passed = feed.forget()
         if opened or self._opened:
             yield from feed.skip("\n")
@@ -56,7 +53,7 @@ class TaggedReasoning(FedParser):
 
     def _think(self) -> Waiting[None]:
         feed = self._feed
-        end = Markers(self.close_tag)
+        end = Markers(self._dialect.close_tag)
         newlines: list[str] = []
         while True:
             text, marker = feed.step_until(end)
@@ -75,23 +72,26 @@ class TaggedReasoning(FedParser):
                 return
 
 
-# [think] `<think>…</think>`: Qwen3, DeepSeek-V3.1, GLM-4.5 and others, where the model or the prompt opens it.
-
-
-class ThinkReasoning(TaggedReasoning):
-    open_tag, close_tag = "<think>", "</think>"
-
-
-# [deepseek_r1] DeepSeek-R1 and QwQ: `…</think>`, of models that always reason and may leave the opening tag out.
-
-
-class DeepSeekR1Reasoning(TaggedReasoning):
-    open_tag, close_tag = "<think>", "</think>"
-    always = True
-
-
-# [mistral] Mistral's reasoning models: `[THINK]…[/THINK]`.
-
-
-class MistralReasoning(TaggedReasoning):
-    open_tag, close_tag = "[THINK]", "[/THINK]"
+REASONING_DIALECTS.register("mistral")(
+    ReasoningDialect(
+        "[THINK]",
+        "[/THINK]",
+        detect=lambda signs: "[THINK]" in signs.template or signs.has_token("[THINK]"),
+    )
+)
+# Qwen3, DeepSeek-V3.1, GLM-4.5 and others, where the model or the prompt opens the reasoning.
+REASONING_DIALECTS.register("think")(
+    ReasoningDialect(
+        "<think>",
+        "</think>",
+        detect=lambda signs: (
+            "<think>" in signs.template
+            or ("</think>" not in signs.template and signs.has_token("<think>") and signs.has_token("</think>"))
+        ),
+        aliases=("qwen3", "glm45", "deepseek_v3"),
+    )
+)
+# DeepSeek-R1 and QwQ, which always reason and may leave the opening tag out.
+REASONING_DIALECTS.register("deepseek_r1")(
+    ReasoningDialect("<think>", "</think>", detect=lambda signs: "</think>" in signs.template, always=True)
+)

@@ -1,24 +1,42 @@
-"""The dialects of tool calls by name, and which of them a model speaks. Used by `AnswerFormat`."""
+"""The registries of dialects: how models write tool calls, and how they write reasoning.
+
+A dialect is one module in `server.parsing.dialects`, or an entry of `server.parsing.reasoning`, and one line of the
+tables below. A table's order is that in which its dialects are asked whether a model speaks them, those of other
+packages first. Harmony, which takes whole answers apart, is asked before all others: see `AnswerFormat`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from server.parsing.dialects import deepseek, glm, harmony, hermes, llama_json, mistral, pythonic
-from server.parsing.dialects import qwen_coder as qwen_xml
+from models.registry import Registry
+from server.parsing.dialects.harmony import is_spoken as is_harmony
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import AnswerParser
-from server.parsing.reasoning import DeepSeekR1Reasoning, MistralReasoning, TaggedReasoning, ThinkReasoning
 from server.schemas.chat import ToolUse
+
+NONE, HARMONY = "none", "harmony"
+
+
+class ModelSigns(NamedTuple):
+    """What a checkpoint shows of its dialects."""
+
+    template: str
+    """The source of its chat template; empty where it has none."""
+    has_token: Callable[[str], bool]
+    """Whether a text is a token of its vocabulary."""
+    architecture: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
     """How some models write tool calls."""
 
-    name: str
     parser: Callable[[ToolUse], AnswerParser]
     calls: Callable[[LarkWriter, Sequence[Function], bool], str]
-    """Expression for calls behind `trigger`: one with the last argument true, else all that one trigger allows."""
+    """Expression for calls after `trigger`: one if the last argument is true, else all that one trigger allows."""
+    detect: Callable[[ModelSigns], bool]
+    """Whether a model whose template shows tools writes them so."""
     trigger: str = ""
     """Marker that begins a call; without one, an answer is calls or is not from its first character on."""
     separator: str | None = None
@@ -31,168 +49,71 @@ class ToolDialect:
     """Regular expression of the argument names that can be written."""
     markers: tuple[str, ...] = ()
     """What the parser looks for."""
+    aliases: tuple[str, ...] = ()
+    """Further names, which other servers have for it."""
 
 
-_DEEPSEEK_MARKERS = (
-    deepseek.CALLS_BEGIN,
-    deepseek.CALLS_END,
-    deepseek.CALL_BEGIN,
-    deepseek.CALL_END,
-    deepseek.SEPARATOR,
+@dataclass(frozen=True, slots=True)
+class ReasoningDialect:
+    """The tags that some models put around their reasoning, at an answer's beginning."""
+
+    open_tag: str
+    close_tag: str
+    detect: Callable[[ModelSigns], bool]
+    """Whether a model with a chat template writes its reasoning so."""
+    always: bool = False
+    """Whether the model reasons unless the prompt says otherwise, and may leave the opening tag out."""
+    aliases: tuple[str, ...] = ()
+    """Further names, which other servers have for it."""
+
+
+TOOL_DIALECTS: Registry[ToolDialect] = Registry(
+    "tool dialect",
+    {
+        "qwen3_coder": "server.parsing.dialects.qwen_coder",
+        "glm45": "server.parsing.dialects.glm",
+        "deepseek_v3": "server.parsing.dialects.deepseek",
+        "deepseek_v31": "server.parsing.dialects.deepseek",
+        "mistral_args": "server.parsing.dialects.mistral",
+        "mistral": "server.parsing.dialects.mistral",
+        "hermes": "server.parsing.dialects.hermes",
+        "pythonic": "server.parsing.dialects.pythonic",
+        "llama3_json": "server.parsing.dialects.llama_json",
+    },
 )
-_MISTRAL_MARKERS = (mistral.BEGIN, mistral.ARGUMENTS, mistral.CALL_ID)
 
-HARMONY = "harmony"
-
-TOOL_DIALECTS = {
-    dialect.name: dialect
-    for dialect in (
-        ToolDialect(
-            "hermes",
-            hermes.HermesParser,
-            hermes.calls,
-            trigger=hermes.BEGIN,
-            separator="\n",
-            markers=(hermes.BEGIN, hermes.END),
-        ),
-        ToolDialect(
-            "qwen3_coder",
-            qwen_xml.QwenXmlParser,
-            qwen_xml.calls,
-            trigger=qwen_xml.BEGIN,
-            separator="\n",
-            keys=r"[^\s<>]+",
-            markers=(
-                qwen_xml.BEGIN,
-                qwen_xml.END,
-                qwen_xml.FUNCTION,
-                qwen_xml.FUNCTION_END,
-                qwen_xml.PARAMETER,
-                qwen_xml.PARAMETER_END,
-            ),
-        ),
-        ToolDialect(
-            "llama3_json",
-            llama_json.LlamaJsonParser,
-            llama_json.calls,
-            opening="{",
-            optional=llama_json.TAG,
-            markers=(llama_json.TAG,),
-        ),
-        ToolDialect(
-            "pythonic",
-            pythonic.PythonicParser,
-            pythonic.calls,
-            opening="[",
-            keys=r"[\w.-]+",
-            markers=(pythonic.START, pythonic.END),
-        ),
-        ToolDialect(
-            "mistral",
-            mistral.MistralParser,
-            mistral.list_calls,
-            trigger=mistral.BEGIN,
-            markers=_MISTRAL_MARKERS,
-        ),
-        ToolDialect(
-            "mistral_args",
-            mistral.MistralParser,
-            mistral.named_calls,
-            trigger=mistral.BEGIN,
-            separator="",
-            markers=_MISTRAL_MARKERS,
-        ),
-        ToolDialect(
-            "deepseek_v3",
-            deepseek.DeepSeekParser,
-            deepseek.fenced_calls,
-            trigger=deepseek.CALLS_BEGIN,
-            markers=_DEEPSEEK_MARKERS,
-        ),
-        ToolDialect(
-            "deepseek_v31",
-            deepseek.DeepSeekParser,
-            deepseek.plain_calls,
-            trigger=deepseek.CALLS_BEGIN,
-            markers=_DEEPSEEK_MARKERS,
-        ),
-        ToolDialect(
-            "glm45",
-            glm.GlmParser,
-            glm.calls,
-            trigger=glm.BEGIN,
-            separator="\n",
-            keys=r"[^\s<]([^<]*[^\s<])?",
-            markers=(glm.BEGIN, glm.END, glm.KEY_BEGIN, glm.KEY_END, glm.VALUE_BEGIN, glm.VALUE_END),
-        ),
-    )
-}
-"""All but harmony, which takes whole answers apart: `AnswerFormat` asks it by itself."""
-
-TOOL_ALIASES = {
-    "openai": HARMONY,
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "qwen3_xml": "qwen3_coder",
-    "deepseek_r1": "deepseek_v3",
-    "glm47": "glm45",
-}
-"""Further names, that other servers have for these dialects."""
-
-TOOL_NAMES = (*TOOL_DIALECTS, HARMONY, *TOOL_ALIASES)
+REASONING_DIALECTS: Registry[ReasoningDialect] = Registry(
+    "reasoning dialect", dict.fromkeys(("mistral", "think", "deepseek_r1"), "server.parsing.reasoning")
+)
 
 
-def detect_tool_dialect(template: str, vocabulary: Callable[[str], bool], architecture: str) -> str:
-    """The dialect that a chat template asks of its model; `none` if it shows no tools, or none that we know.
-
-    `vocabulary` tells whether a text is a token. The first line that holds decides.
-    """
-    if harmony.is_spoken(template, architecture):
+def detect_tool_dialect(signs: ModelSigns) -> str:
+    """How a model writes tool calls; `none` if its template shows no tools, or none of a known dialect."""
+    if is_harmony(signs.template, signs.architecture):
         return HARMONY
-    if "tools" not in template:
-        return "none"
-    signs = (
-        (qwen_xml.FUNCTION in template, "qwen3_coder"),
-        (glm.KEY_BEGIN in template, "glm45"),
-        (deepseek.CALLS_BEGIN in template and deepseek.FENCE_BEGIN in template, "deepseek_v3"),
-        (deepseek.CALLS_BEGIN in template, "deepseek_v31"),
-        (mistral.BEGIN in template and mistral.ARGUMENTS in template, "mistral_args"),
-        (mistral.BEGIN in template, "mistral"),
-        (hermes.BEGIN in template, "hermes"),
-        (vocabulary(pythonic.START) or "func_name1(" in template, "pythonic"),
-        (vocabulary(llama_json.TAG) or llama_json.TAG in template, "llama3_json"),
-    )
-    return next((name for holds, name in signs if holds), "none")
+    if "tools" not in signs.template:
+        return NONE
+    return next((name for name in TOOL_DIALECTS if TOOL_DIALECTS[name].detect(signs)), NONE)
 
 
-# [registry] The dialects of reasoning by name, and which of them a model speaks. Used by `AnswerFormat`.
-
-REASONING_DIALECTS: dict[str, type[TaggedReasoning]] = {
-    "think": ThinkReasoning,
-    "deepseek_r1": DeepSeekR1Reasoning,
-    "mistral": MistralReasoning,
-}
-
-REASONING_ALIASES = {"qwen3": "think", "glm45": "think", "deepseek_v3": "think", "openai_gptoss": HARMONY}
-"""Further names, that other servers have for these dialects."""
-
-REASONING_NAMES = (*REASONING_DIALECTS, HARMONY, *REASONING_ALIASES)
-
-
-def detect_reasoning_dialect(template: str, vocabulary: Callable[[str], bool], architecture: str) -> str:
-    """The dialect that a chat template and a vocabulary show; `none` if they show none, or there is no template.
-
-    `vocabulary` tells whether a text is a token. The first line that holds decides.
-    """
-    think, mistral = ThinkReasoning, MistralReasoning
-    if harmony.is_spoken(template, architecture):
+def detect_reasoning_dialect(signs: ModelSigns) -> str:
+    """How a model writes reasoning; `none` if its signs show none, or it has no chat template."""
+    if is_harmony(signs.template, signs.architecture):
         return HARMONY
-    if not template:
-        return "none"
-    signs = (
-        (mistral.open_tag in template or vocabulary(mistral.open_tag), "mistral"),
-        (think.open_tag in template, "think"),
-        (think.close_tag in template, "deepseek_r1"),
-        (vocabulary(think.open_tag) and vocabulary(think.close_tag), "think"),
-    )
-    return next((name for holds, name in signs if holds), "none")
+    if not signs.template:
+        return NONE
+    return next((name for name in REASONING_DIALECTS if REASONING_DIALECTS[name].detect(signs)), NONE)
+
+
+def tool_names() -> dict[str, str]:
+    """Every name that `--tool-call-parser` takes for a dialect, and the dialect's own."""
+    return {"openai": HARMONY, HARMONY: HARMONY} | _names(TOOL_DIALECTS)
+
+
+def reasoning_names() -> dict[str, str]:
+    """Every name that `--reasoning-parser` takes for a dialect, and the dialect's own."""
+    return {"openai_gptoss": HARMONY, HARMONY: HARMONY} | _names(REASONING_DIALECTS)
+
+
+def _names(dialects: Registry[ToolDialect] | Registry[ReasoningDialect]) -> dict[str, str]:
+    return {known: name for name in dialects for known in (name, *dialects[name].aliases)}

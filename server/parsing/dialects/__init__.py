@@ -1,1 +1,1 @@
-"""How model families write tool calls: one module a dialect, listed in `server.schemas.body.registry`."""
+"""How model families write tool calls: one module a dialect, listed in `server.parsing.registry`."""

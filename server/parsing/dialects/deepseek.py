@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -93,3 +94,26 @@ def _calls(lark: LarkWriter, functions: Sequence[Function], once: bool, head: st
     gap = lark.spelled("\n" if head else "")
     further = "" if once else f"({gap} {begin} {call})*"
     return f"{begin} {call} {further} {lark.spelled(CALLS_END)}"
+
+
+_MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+TOOL_DIALECTS.register("deepseek_v3")(
+    ToolDialect(
+        DeepSeekParser,
+        fenced_calls,
+        detect=lambda signs: CALLS_BEGIN in signs.template and FENCE_BEGIN in signs.template,
+        trigger=CALLS_BEGIN,
+        markers=_MARKERS,
+        aliases=("deepseek_r1",),
+    )
+)
+TOOL_DIALECTS.register("deepseek_v31")(
+    ToolDialect(
+        DeepSeekParser,
+        plain_calls,
+        detect=lambda signs: CALLS_BEGIN in signs.template,
+        trigger=CALLS_BEGIN,
+        markers=_MARKERS,
+    )
+)

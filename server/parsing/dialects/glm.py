@@ -6,6 +6,7 @@ from typing import Any
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare_value
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import MembersParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -60,3 +61,17 @@ def _call(lark: LarkWriter, function: Function) -> str:
 
     name = lark.spelled(f"{function.name}\n")
     return f"{name} {argument_sequence(lark, function.schema, argument)} {lark.spelled(END)}"
+
+
+TOOL_DIALECTS.register("glm45")(
+    ToolDialect(
+        GlmParser,
+        calls,
+        detect=lambda signs: KEY_BEGIN in signs.template,
+        trigger=BEGIN,
+        separator="\n",
+        keys=r"[^\s<]([^<]*[^\s<])?",
+        markers=(BEGIN, END, KEY_BEGIN, KEY_END, VALUE_BEGIN, VALUE_END),
+        aliases=("glm47",),
+    )
+)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -37,3 +38,15 @@ def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
 
 
 _NEWLINE = "\n"
+
+
+TOOL_DIALECTS.register("hermes")(
+    ToolDialect(
+        HermesParser,
+        calls,
+        detect=lambda signs: BEGIN in signs.template,
+        trigger=BEGIN,
+        separator="\n",
+        markers=(BEGIN, END),
+    )
+)

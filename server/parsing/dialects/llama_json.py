@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
 
 TAG = "<|python_tag|>"
@@ -45,3 +46,16 @@ def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
     """An expression for an answer's calls."""
     call = lark.rule(call_object(lark, functions, "parameters"))
     return call if once else f"{call} ({lark.spelled('; ')} {call})*"
+
+
+TOOL_DIALECTS.register("llama3_json")(
+    ToolDialect(
+        LlamaJsonParser,
+        calls,
+        detect=lambda signs: signs.has_token(TAG) or TAG in signs.template,
+        opening="{",
+        optional=TAG,
+        markers=(TAG,),
+        aliases=("llama4_json",),
+    )
+)

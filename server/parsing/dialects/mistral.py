@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from server.parsing.grammar import Function, LarkWriter
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import CallObjectParser, call_object
 
 BEGIN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -86,3 +87,24 @@ def bare_calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> s
 
 def _named(lark: LarkWriter, function: Function, separator: str) -> str:
     return f"{lark.spelled(function.name + separator)} {lark.json(function.schema)}"
+
+
+TOOL_DIALECTS.register("mistral_args")(
+    ToolDialect(
+        MistralParser,
+        named_calls,
+        detect=lambda signs: BEGIN in signs.template and ARGUMENTS in signs.template,
+        trigger=BEGIN,
+        separator="",
+        markers=(BEGIN, ARGUMENTS, CALL_ID),
+    )
+)
+TOOL_DIALECTS.register("mistral")(
+    ToolDialect(
+        MistralParser,
+        list_calls,
+        detect=lambda signs: BEGIN in signs.template,
+        trigger=BEGIN,
+        markers=(BEGIN, ARGUMENTS, CALL_ID),
+    )
+)

@@ -7,6 +7,7 @@ from typing import Any
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, part_of
 from server.parsing.parser import Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import ToolCallParser
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -110,3 +111,16 @@ def _call(lark: LarkWriter, function: Function) -> str:
 
     arguments = argument_sequence(lark, function.schema, argument, ", ")
     return f"{lark.spelled(function.name + '(')} {arguments} {lark.spelled(')')}"
+
+
+TOOL_DIALECTS.register("pythonic")(
+    ToolDialect(
+        PythonicParser,
+        calls,
+        detect=lambda signs: signs.has_token(START) or "func_name1(" in signs.template,
+        opening="[",
+        keys=r"[\w.-]+",
+        markers=(START, END),
+        aliases=("llama4_pythonic",),
+    )
+)

@@ -6,6 +6,7 @@ from typing import Any
 
 from server.parsing.grammar import Function, LarkWriter, argument_sequence, bare_value
 from server.parsing.parser import Markers, Waiting
+from server.parsing.registry import TOOL_DIALECTS, ToolDialect
 from server.parsing.tool_calls import MembersParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -66,3 +67,17 @@ def _call(lark: LarkWriter, function: Function) -> str:
     name = lark.spelled(f"\n{FUNCTION}{function.name}>\n")
     arguments = argument_sequence(lark, function.schema, argument)
     return f"{name} {arguments} {lark.spelled(FUNCTION_END + NEWLINE + END)}"
+
+
+TOOL_DIALECTS.register("qwen3_coder")(
+    ToolDialect(
+        QwenXmlParser,
+        calls,
+        detect=lambda signs: FUNCTION in signs.template,
+        trigger=BEGIN,
+        separator="\n",
+        keys=r"[^\s<>]+",
+        markers=(BEGIN, END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END),
+        aliases=("qwen3_xml",),
+    )
+)

@@ -8,8 +8,7 @@ import pytest
 from engine.config.paths import resolve_checkpoint
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from server.parsing import registry as reasoning_registry
-from server.parsing import registry as tool_registry
+from server.parsing import registry
 from server.parsing.answer_format import AnswerFormat
 from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import USE
@@ -107,13 +106,13 @@ def test_a_dialect_that_is_not_known_is_refused_with_those_that_are(flags: dict[
 
 
 def test_every_dialect_and_auto_and_none_pass_the_check_of_names() -> None:
-    for name in ("auto", "none", *tool_registry.TOOL_NAMES):
+    for name in ("auto", "none", *registry.tool_names()):
         AnswerFormat.check_names(name, "auto")
-    for name in ("auto", "none", *reasoning_registry.REASONING_NAMES):
+    for name in ("auto", "none", *registry.reasoning_names()):
         AnswerFormat.check_names("auto", name)
 
 
 def test_the_documentation_lists_every_name() -> None:
     page = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
-    for name in (*tool_registry.TOOL_NAMES, *reasoning_registry.REASONING_NAMES):
+    for name in (*registry.tool_names(), *registry.reasoning_names()):
         assert f"`{name}`" in page
