@@ -80,8 +80,7 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f") if text else ""
 
 
-# [argument_grammar] What calls may look like, as the dialects' grammars need it: functions, and arguments one by
-# one.
+# Calls as the dialects' grammars need them: functions, and arguments one by one.
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_KEY = r"/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"

@@ -296,7 +296,7 @@ def _word_value(word: str) -> str | None:
     return None
 
 
-# [typed_arguments] Arguments that a dialect (GLM, Qwen3-Coder) writes as bare text, typed by the tool's schema.
+# Arguments that a dialect writes as bare text (GLM, Qwen3-Coder) get the type that the tool's schema names.
 
 _ANY = frozenset({"string", "number", "boolean", "null", "array", "object"})
 _KINDS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}

@@ -1,6 +1,7 @@
-"""The parts of a chat answer, in the order the model writes them; `AnswerParser` finds them in its text.
+"""From a model's text to the parts of an answer: content, reasoning, calls and their arguments.
 
-Used by the renderers of chat completions and responses.
+In this order: the parts; `Feed` and `FedParser`, on which all dialects' parsers are built; parsers that combine
+others; and `AnswerInParts`, the answer of one choice, which the renderers of chat completions and responses read.
 """
 
 import re
@@ -53,9 +54,8 @@ class AnswerParser(Protocol):
         """The parts that were held back, once the text is at its end, wherever that is."""
 
 
-# [feed] `Feed`: text as it comes, read by parsers that are written as if all of it were there.
-#
-# A parser is a generator that yields wherever it needs more text; `FedParser` runs it. Used by every dialect.
+# A parser is a generator that is written as if the whole text were there, and yields where it needs more of it.
+# `FedParser` runs it over a `Feed`.
 
 Result = TypeVar("Result")
 Waiting: TypeAlias = Generator[None, None, Result]
@@ -245,7 +245,7 @@ def _join(run: list[Part]) -> Part:
     return TextPart(text) if isinstance(first, TextPart) else ReasoningPart(text)
 
 
-# [pipeline] Parsers over parsers: content behind reasoning, and only the first call. Put together by `AnswerFormat`.
+# Parsers over parsers.
 
 
 class Behind:
@@ -288,9 +288,7 @@ def _without_later_calls(parts: list[Part]) -> list[Part]:
     return [part for part in parts if not (isinstance(part, ToolCallPart | ArgumentsPart) and part.index)]
 
 
-# [assembly] `AnswerInParts`: one choice's answer as its parser takes it apart, counted and put together.
-#
-# Used by the renderers of chat completions; `ReasoningTokens` by those of responses too.
+# One choice's answer, put together from its parts and counted.
 
 
 class ReasoningTokens:

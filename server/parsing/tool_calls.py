@@ -230,10 +230,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# [call_object] Calls written as a JSON object with the function's name and arguments: `{"name": "f", "arguments":
-# {…}}`.
-#
-# Base of the Hermes, Llama-3 JSON and older Mistral dialects.
+# Calls written as a JSON object with name and arguments: Hermes, Llama 3, older Mistral.
 
 _ARGUMENTS = ("arguments", "parameters")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -338,7 +335,7 @@ def call_object(lark: LarkWriter, functions: Sequence[Function], key: str) -> st
 _OPENING, _TO_KEY, _TO_VALUE = '{"name": "', '", "', '": '
 
 
-# [members] `MembersParser`: of the dialects whose calls spell each argument as a key and bare text between markers.
+# Calls whose arguments are a key and bare text each: GLM, Qwen3-Coder.
 
 
 class MembersParser(ToolCallParser):

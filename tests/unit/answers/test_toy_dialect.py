@@ -33,7 +33,9 @@ def calls(lark: LarkWriter, functions: Sequence[Function], once: bool) -> str:
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for dialects in (registry.TOOL_DIALECTS, registry.REASONING_DIALECTS):
-        monkeypatch.setattr(dialects, "_registered", dict(dialects._registered))
+        # All are imported first, so that none registers in the copy alone.
+        known = {name: dialects[name] for name in dialects}
+        monkeypatch.setattr(dialects, "_registered", known)
     registry.TOOL_DIALECTS.register("angle")(
         ToolDialect(
             AngleParser,
