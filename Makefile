@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers test-gpu site demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu site demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -37,6 +37,9 @@ chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in e
 
 soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then compare its counters; ARGS="--minutes 1"
 	@exec $(VENV)/bin/python -m tests.chaos.soak $(ARGS)
+
+mutate: $(VENV)/.installed-test ## Plant bugs, one at a time, and see which the tests find; ARGS="--only http/"
+	@exec $(VENV)/bin/python -m tools.mutate $(ARGS)
 
 conformance: $(VENV)/.installed ## Run other people's clients against the server, and write docs/conformance.md
 	@exec $(VENV)/bin/python -m tests.conformance.run $(ARGS)

@@ -1,0 +1,993 @@
+"""The seeded bugs of `make mutate`; see mutate.py for what the fields mean and how they are used.
+
+`old` is a piece of product code that occurs once in the product tree, wherever that is: arithmetic or a condition,
+which a move or a rewording leaves alone. Each mutation changes what Kaon computes or answers. `tests` come cheapest
+first; the first that fails ends the trial.
+"""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One bug."""
+
+    name: str
+    """Subject, slash, what goes wrong."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Paths below tests/, each perhaps with `::name`."""
+
+
+_SCHEDULER = ("unit/test_scheduler.py", "unit/test_scheduler_prompts.py", "unit/test_engine_core_loop.py")
+_RANDOM_STEPS = ("property/test_scheduling.py",)
+_DEFERRED_STEPS = ("unit/test_submitted_steps.py", "property/test_deferred_scheduling.py")
+_BLOCKS = ("unit/test_block_manager.py", "property/test_block_manager.py")
+_SAMPLER = ("parity/test_sampler.py", "parity/test_sampler_masks.py")
+_DRAWS = ("parity/test_cpu_sampling.py", "parity/test_sampler.py")
+_ATTENTION = (
+    "parity/test_cpu_operators.py::test_equals_the_reference_in_any_steps",
+    "parity/test_cpu_operators.py::test_a_long_context_equals_the_reference",
+)
+_JOURNAL = ("unit/test_relocation.py", "property/test_journal.py", "property/test_relocation.py")
+_CORE_RESTARTS = ("e2e/test_core_restarts.py",)
+_GENERATION = ("unit/test_generation.py", "unit/test_generation_ends.py")
+_DETOKENIZER = ("unit/text/test_detokenizer.py", "unit/text/test_request_state.py")
+_TOOL_CALLS = ("unit/answers/test_tool_parsers.py", "property/test_answer_parsers.py")
+_REQUESTS = ("unit/test_protocol_requests.py", "unit/test_protocol_parsing.py")
+
+_SCHEDULING = (
+    Mutation(
+        "scheduler/chunk-exceeds-the-budget",
+        "count = min(seq.num_tokens - seq.num_computed_tokens, step.budget)",
+        "count = seq.num_tokens - seq.num_computed_tokens",
+        (*_SCHEDULER, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/shrunk-row-limit-is-ignored",
+        "            and len(self.running) < self.limits.num_rows\n",
+        "",
+        ("parity/test_gpu_memory.py",),
+    ),
+    Mutation(
+        "scheduler/preempted-sequence-waits-at-the-end",
+        "        self.waiting.appendleft(seq)\n        self._preemptions += 1\n",
+        "        self.waiting.append(seq)\n        self._preemptions += 1\n",
+        (*_SCHEDULER, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/oldest-sequence-is-preempted",
+        "victim = self.running[-1]",
+        "victim = self.running[0]",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "scheduler/blocks-published-before-they-are-computed",
+        "self.block_manager.publish(seq, seq.num_computed_tokens + count)",
+        "self.block_manager.publish(seq, seq.num_tokens)",
+        (*_SCHEDULER, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/last-token-published-without-its-kv",
+        "self.block_manager.publish(seq, len(seq.token_ids) - 1)",
+        "self.block_manager.publish(seq, len(seq.token_ids))",
+        (*_SCHEDULER, *_DEFERRED_STEPS),
+    ),
+    Mutation(
+        "scheduler/decode-needs-a-block-unnoticed",
+        "if (length + k) % size <= 2 * k + 1]",
+        "if (length + k) % size < 2 * k + 1]",
+        (*_SCHEDULER, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/prompt-without-room-for-an-answer",
+        "longest = self.token_limit - 1 if seq.max_tokens else self.longest_prompt",
+        "longest = self.token_limit",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "scheduler/delay-factor-reversed",
+        "return waited > self.delay_factor * self.last_prompt_latency",
+        "return waited <= self.delay_factor * self.last_prompt_latency",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "scheduler/window-gives-back-a-block-still-read",
+        "self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window)\n        while ",
+        "self.block_manager.release_unseen(seq, len(seq.token_ids) - self.window + 2)\n        while ",
+        ("unit/test_scheduler_window.py", *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/unfinished-prompt-gets-a-placeholder",
+        "parts = [seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens]",
+        "parts = [seq for seq in seqs[num_decodes:] if seq.num_computed_tokens > seq.num_tokens]",
+        _DEFERRED_STEPS,
+    ),
+    Mutation(
+        "scheduler/length-limit-one-late",
+        'if len(seq.token_ids) >= seq.token_limit:\n            return "max_tokens"',
+        'if len(seq.token_ids) > seq.token_limit:\n            return "max_tokens"',
+        _SCHEDULER,
+    ),
+    Mutation(
+        "scheduler/generation-config-stop-token-ignored",
+        "            if token_id in self.stop_token_ids:\n",
+        "            if token_id == self.stop_token_ids:\n",
+        _SCHEDULER,
+    ),
+    Mutation(
+        "scheduler/priority-reversed",
+        "seq.arrive_time + priority * self._aging_seconds",
+        "seq.arrive_time - priority * self._aging_seconds",
+        ("unit/test_waiting_queue.py", "property/test_waiting_queue.py"),
+    ),
+    Mutation(
+        "scheduler/priority-not-clamped",
+        "priority = max(-MAX_PRIORITY, min(seq.priority, MAX_PRIORITY))",
+        "priority = seq.priority",
+        ("unit/test_waiting_queue.py", "property/test_waiting_queue.py"),
+    ),
+    Mutation(
+        "scheduler/failed-step-leaves-its-blocks-shared",
+        "            self.block_manager.forget(seq)\n        return self._remove(live",
+        "            pass\n        return self._remove(live",
+        (*_SCHEDULER, "unit/test_isolation.py", *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "scheduler/draft-after-a-wrong-one-accepted",
+        "ends[1:] |= goes_on & (token_ids[:-1] != drafts)",
+        "ends[1:] = ends[1:]",
+        (
+            "parity/test_committed.py",
+            "parity/test_speculative_decoding.py::test_drafts_change_nothing_that_is_answered",
+        ),
+    ),
+)
+
+_CACHE = (
+    Mutation(
+        "blocks/hit-without-the-parent",
+        "return block if block.parent == parent and block.token_ids == token_ids else None",
+        "return block if block.token_ids == token_ids else None",
+        (*_BLOCKS, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "blocks/hit-without-the-tokens",
+        "return block if block.parent == parent and block.token_ids == token_ids else None",
+        "return block if block.parent == parent else None",
+        _BLOCKS,
+    ),
+    Mutation(
+        "blocks/newest-cached-block-evicted",
+        "return self._cached.popitem(last=False)[0]",
+        "return self._cached.popitem(last=True)[0]",
+        _BLOCKS,
+    ),
+    Mutation(
+        "blocks/head-of-a-prefix-freed-first",
+        "        for block_id in reversed(block_ids):\n            self.pool.release(block_id)",
+        "        for block_id in block_ids:\n            self.pool.release(block_id)",
+        _BLOCKS,
+    ),
+    Mutation(
+        "blocks/free-cached-blocks-counted-twice",
+        "self.pool.blocks[block_id].ref_count > 0 for block_id in",
+        "self.pool.blocks[block_id].ref_count >= 0 for block_id in",
+        (*_BLOCKS, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "blocks/growth-needs-one-token-less",
+        "beyond = seq.num_tokens - 1 + num_new_tokens - len(seq.block_table) * self.block_size",
+        "beyond = seq.num_tokens - 2 + num_new_tokens - len(seq.block_table) * self.block_size",
+        _BLOCKS,
+    ),
+    Mutation(
+        "blocks/partial-block-published",
+        "full = min(num_computed, len(seq.token_ids)) // self.block_size",
+        "full = -(-min(num_computed, len(seq.token_ids)) // self.block_size)",
+        _BLOCKS,
+    ),
+    Mutation(
+        "blocks/released-blocks-of-a-failed-step-stay-shared",
+        "enumerate(seq.block_hashes[:released])",
+        "enumerate(seq.block_hashes[:0])",
+        ("unit/test_scheduler_window.py", *_BLOCKS),
+    ),
+    Mutation(
+        "blocks/blocks-of-an-unread-step-freed-at-once",
+        "        if self._left:\n            self._left[-1] +=",
+        "        if len(self._left) > 1:\n            self._left[-1] +=",
+        (*_BLOCKS, *_DEFERRED_STEPS),
+    ),
+    Mutation(
+        "blocks/stale-prefix-match",
+        "            block.update(NO_HASH, [])\n            self.version += 1\n",
+        "            block.update(NO_HASH, [])\n",
+        (*_BLOCKS, *_RANDOM_STEPS),
+    ),
+    Mutation(
+        "blocks/adapters-share-prefixes",
+        "return 2 * adapter * _DIGESTS + ",
+        "return 2 * _DIGESTS + ",
+        (*_BLOCKS, "unit/test_placement.py", "property/test_block_manager.py"),
+    ),
+)
+
+_SAMPLING = (
+    Mutation(
+        "sampler/top-p-drops-the-token-at-the-edge",
+        "kept_by_p = (1 + torch.searchsorted(cdf, needed[:, None])[:, 0]).clamp_(max=width)",
+        "kept_by_p = torch.searchsorted(cdf, needed[:, None])[:, 0].clamp_(min=1, max=width)",
+        _DRAWS,
+    ),
+    Mutation(
+        "sampler/repetition-penalty-rewards-negative-logits",
+        "torch.where(seen > 0, seen / penalty, seen * penalty)",
+        "seen / penalty",
+        ("parity/test_triton_sampling.py", *_SAMPLER),
+    ),
+    Mutation(
+        "sampler/presence-penalty-reversed",
+        "logits[index] = logits[index] - penalty",
+        "logits[index] = logits[index] + penalty",
+        _SAMPLER,
+    ),
+    Mutation(
+        "sampler/frequency-counts-once",
+        "logits.index_put_(index, -penalty, accumulate=True)",
+        "logits[index] = logits[index] - penalty",
+        _SAMPLER,
+    ),
+    Mutation(
+        "sampler/penalties-count-the-prompt",
+        "begins = np.zeros_like(ends) if prompt else self._num_prompt_tokens[at]",
+        "begins = np.zeros_like(ends)",
+        ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/min-tokens-one-late",
+        "if num_tokens[row] < self._min_num_tokens[slots[row]]:",
+        "if num_tokens[row] <= self._min_num_tokens[slots[row]]:",
+        ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/noise-ignores-the-seed",
+        "mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "mixed = _mix((positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/noise-ignores-the-position",
+        "mixed = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        "mixed = _mix(keys + (0 * positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA)",
+        ("parity/test_worker_input_batch.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/choices-share-a-seed",
+        "seed = (params.seed + choice + _INT63) % (2 * _INT63) - _INT63",
+        "seed = (params.seed + _INT63) % (2 * _INT63) - _INT63",
+        (*_GENERATION, *_REQUESTS, "unit/test_completion_preparation.py"),
+    ),
+    Mutation(
+        "sampler/rank-of-equal-logits",
+        "1 + int(np.count_nonzero(row[:token] >= value)) + ",
+        "1 + int(np.count_nonzero(row[:token] > value)) + ",
+        ("parity/test_prompt_logprobs.py", "parity/test_sampler.py"),
+    ),
+    Mutation(
+        "sampler/bad-word-completed-by-its-last-token",
+        "len(tokens) <= len(generated) and np.array_equal(generated[-len(tokens) :], tokens)",
+        "len(tokens) <= len(generated)",
+        ("unit/test_bad_words.py", "parity/test_worker_input_batch.py"),
+    ),
+    Mutation(
+        "sampler/allowed-tokens-lift-the-grammar",
+        "mask[:num_words] &= row.allowed",
+        "mask[:num_words] = row.allowed",
+        ("parity/test_sampler_masks.py", "unit/test_structured_matchers.py"),
+    ),
+    Mutation(
+        "sampler/draw-top-p-is-a-share-of-the-whole-row",
+        "(struct goal){op->top_p[which] * whole, ENOUGH_MASS}",
+        "(struct goal){op->top_p[which] * total, ENOUGH_MASS}",
+        _DRAWS,
+    ),
+    Mutation(
+        "sampler/draw-min-p-ignored",
+        "while (likely < kept && weights[likely] >= op->min_p[which]) likely++;",
+        "while (likely < kept && weights[likely] >= 0) likely++;",
+        _DRAWS,
+    ),
+    Mutation(
+        "sampler/largest-orders-negative-logits-upside-down",
+        "(bits)(b ^ ((b >> 31) & 0x7fffffff) ^ 0x7fffffff)",
+        "(bits)(b ^ 0x7fffffff)",
+        _DRAWS,
+    ),
+    Mutation(
+        "sampler/greedy-takes-the-last-of-equals",
+        "return value > peak || (value != value && peak == peak);",
+        "return value >= peak || (value != value && peak == peak);",
+        (
+            "parity/test_cpu_operators.py::test_the_first_of_equal_logits_wins_and_a_nan_before_any_number",
+            "parity/test_cpu_operators.py::test_chooses_what_the_logits_would",
+        ),
+    ),
+)
+
+_KERNELS = (
+    Mutation(
+        "kernels/c-attention-sink-takes-no-probability",
+        "total = total * share + exp2_of(all(sink - base))[0];",
+        "total = total * share;",
+        _ATTENTION,
+    ),
+    Mutation(
+        "kernels/c-attention-window-one-too-wide",
+        "max64(0, position - op->window + 1)",
+        "max64(0, position - op->window)",
+        _ATTENTION,
+    ),
+    Mutation(
+        "kernels/c-attention-split-not-rescaled",
+        "store(into->total, load(into->total) * old + load(from->total) * new);",
+        "store(into->total, load(into->total) + load(from->total) * new);",
+        _ATTENTION,
+    ),
+    Mutation(
+        "kernels/c-attention-shares-unequal-blocks",
+        "while (blocks < most && a[blocks] == b[blocks]) blocks++;",
+        "while (blocks < most && a[0] == b[0]) blocks++;",
+        (
+            "parity/test_cpu_operators.py::test_rows_that_share_their_first_blocks_attend_as_each_does_alone",
+            "parity/test_cpu_threads.py",
+        ),
+    ),
+    Mutation(
+        "kernels/c-rope-turns-the-wrong-way",
+        "store_both(out + i, minus(times(a, cos), times(b, sin)), width);",
+        "store_both(out + i, plus(times(a, cos), times(b, sin)), width);",
+        ("parity/test_cpu_operators.py::test_equals_the_reference",),
+    ),
+    Mutation(
+        "kernels/c-store-leaves-old-values-behind",
+        "memset(values + from * op->dim, 0, (op->block_size - from) * op->dim * sizeof(bf16));",
+        "memset(values + from * op->dim, 0, 0);",
+        ("parity/test_cpu_operators.py::test_equals_the_reference", *_ATTENTION),
+    ),
+    Mutation(
+        "kernels/c-norm-offset-ignored",
+        "struct both weight = shifted(load_both(op->weight + i, width), offset);",
+        "struct both weight = shifted(load_both(op->weight + i, width), 0 * offset);",
+        ("parity/test_cpu_operators.py::test_norm_equals_the_reference",),
+    ),
+    Mutation(
+        "kernels/c-linear-bias-of-the-first-panel",
+        "bias[i] = widen(op->bias[at->output + i]);",
+        "bias[i] = widen(op->bias[i]);",
+        ("parity/test_cpu_operators.py::test_equals_the_reference",),
+    ),
+    Mutation(
+        "kernels/c-delta-net-convolution-shifted",
+        "int64_t row = (position + 1 + tap) % op->kernel;",
+        "int64_t row = (position + tap) % op->kernel;",
+        ("parity/test_cpu_delta.py",),
+    ),
+    Mutation(
+        "kernels/c-router-weights-not-renormalised",
+        "float divisor = op->renormalize ? total + 1e-20f : 1;",
+        "float divisor = 1;",
+        ("parity/test_cpu_experts.py",),
+    ),
+    Mutation(
+        "kernels/c-router-group-judged-by-its-best-alone",
+        "return best.count == 2 ? values[0] + values[1] : values[0];",
+        "return values[0];",
+        ("parity/test_cpu_experts.py", "parity/test_cpu_models.py::test_errs_no_more_than_transformers_own"),
+    ),
+    Mutation(
+        "kernels/c-experts-of-another-rank",
+        "return expert - op->first + (expert < op->first ? op->experts : 0);",
+        "return expert;",
+        ("parity/test_cpu_experts.py", "parity/test_expert_parallel.py::test_ranks_of_one_replica_add_up"),
+    ),
+    Mutation(
+        "kernels/c-all-reduce-keeps-the-last-rank",
+        "sums[i] += widen(part[i]);",
+        "sums[i] = widen(part[i]);",
+        ("parity/test_cpu_group.py",),
+    ),
+    Mutation(
+        "kernels/c-latent-rope-turns-the-wrong-way",
+        "out[i + pairs] = narrow(b * cos[i + pairs] + a * sin[i + pairs]);",
+        "out[i + pairs] = narrow(b * cos[i + pairs] - a * sin[i + pairs]);",
+        ("parity/test_cpu_latents.py",),
+    ),
+    Mutation(
+        "kernels/triton-attention-window-one-too-wide",
+        "is_seen &= keys[None, :] > positions[:, None] - window",
+        "is_seen &= keys[None, :] >= positions[:, None] - window",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "kernels/triton-attention-sink-takes-no-probability",
+        ".to(tl.float32) * LOG2_E\n        total = 1.0",
+        ".to(tl.float32) * LOG2_E\n        total = 0.0",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "kernels/triton-rope-turns-the-wrong-way",
+        "second = (second * cos - unrotated * sin).to(DTYPE).to(tl.float32)",
+        "second = (second * cos + unrotated * sin).to(DTYPE).to(tl.float32)",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "kernels/triton-gate-lacks-its-one",
+        "return (up + 1.0) * gate * tl.sigmoid(alpha * gate)",
+        "return up * gate * tl.sigmoid(alpha * gate)",
+        ("parity/test_triton_dense.py::test_gated",),
+    ),
+    Mutation(
+        "kernels/triton-mxfp4-smallest-code",
+        "bits = tl.where(magnitude > 1, ",
+        "bits = tl.where(magnitude >= 1, ",
+        ("parity/test_triton_quantized.py",),
+    ),
+    Mutation(
+        "kernels/triton-noise-off-by-one-position",
+        "at = (position + 1).to(tl.uint64, bitcast=True) * _GOLDEN_GAMMA",
+        "at = position.to(tl.uint64, bitcast=True) * _GOLDEN_GAMMA",
+        ("parity/test_triton_sampling.py",),
+    ),
+    Mutation(
+        "kernels/reference-attention-hides-the-own-key",
+        "hidden = keys > positions\n",
+        "hidden = (keys >= positions) & (keys > 0)\n",
+        ("parity/test_triton_attention.py",),
+    ),
+    Mutation(
+        "kernels/torch-router-weights-with-the-correction",
+        "ids = choice.topk(top_k, dim=-1).indices\n    weights = scores.gather(-1, ids)",
+        "ids = choice.topk(top_k, dim=-1).indices\n    weights = choice.gather(-1, ids)",
+        ("parity/test_moe_routing.py", "parity/test_triton_dense.py"),
+    ),
+    Mutation(
+        "kernels/torch-rope-llama3-stretches-short-waves",
+        "torch.where(wavelengths > longest, frequencies / rope.factor, frequencies)",
+        "torch.where(wavelengths < shortest, frequencies / rope.factor, frequencies)",
+        ("parity/test_model_rope.py",),
+    ),
+    Mutation(
+        "kernels/torch-rope-yarn-ramp-reversed",
+        "keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)",
+        "keep = ((pairs - low) / (high - low)).clamp(0, 1)",
+        ("parity/test_model_rope.py",),
+    ),
+)
+
+_QUANTISATION = (
+    Mutation(
+        "quantisation/c-int4-nibbles-swapped",
+        "(char)((rounded[i + j] + MIDDLE) | (rounded[i + FOUR + j] + MIDDLE) << 4)",
+        "(char)((rounded[i + FOUR + j] + MIDDLE) | (rounded[i + j] + MIDDLE) << 4)",
+        ("parity/test_cpu_quantized.py",),
+    ),
+    Mutation(
+        "quantisation/c-int4-zero-not-subtracted",
+        "totals[step * LANES] = sum;",
+        "totals[step * LANES] = 0 * sum;",
+        ("parity/test_cpu_quantized.py",),
+    ),
+    Mutation(
+        "quantisation/c-int8-scale-of-half-the-largest",
+        'return is_finite ? most.value / LARGEST : __builtin_nanf("");',
+        'return is_finite ? most.value / LARGEST / 2 : __builtin_nanf("");',
+        ("parity/test_cpu_quantized.py",),
+    ),
+    Mutation(
+        "quantisation/gptq-zero-points-one-low",
+        'zero_offset = 1 if checkpoint_format == "gptq" else 0',
+        "zero_offset = 0",
+        ("parity/test_quantization.py",),
+    ),
+    Mutation(
+        "quantisation/gptq-zero-point-does-not-wrap",
+        '(unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset) & ((1 << layer.bits) - 1)',
+        'unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset',
+        ("parity/test_quantization.py", "parity/test_quantization_refusals.py", "parity/test_model_loader.py"),
+    ),
+    Mutation(
+        "quantisation/gptq-activation-order-ignored",
+        "return lambda of_groups: of_groups[:, group]",
+        "return lambda of_groups: _widened(of_groups, group_size or columns, columns)",
+        ("parity/test_quantization.py",),
+    ),
+    Mutation(
+        "quantisation/awq-nibbles-in-plain-order",
+        "(0, 4, 1, 5, 2, 6, 3, 7)",
+        "(0, 1, 2, 3, 4, 5, 6, 7)",
+        ("parity/test_quantization.py",),
+    ),
+    Mutation(
+        "quantisation/mxfp4-nibbles-swapped",
+        "(_E2M1[code % 16], _E2M1[code // 16])",
+        "(_E2M1[code // 16], _E2M1[code % 16])",
+        ("parity/test_quantization.py",),
+    ),
+    Mutation(
+        "quantisation/packed-zero-points-added",
+        "        if zeros is not None:\n            values -= spread(zeros[some].float())",
+        "        if zeros is not None:\n            values += spread(zeros[some].float())",
+        ("parity/test_quantization.py",),
+    ),
+    Mutation(
+        "quantisation/fp8-blocks-restart-every-chunk",
+        "block = torch.arange(some.start, some.stop) // block_rows",
+        "block = torch.arange(some.stop - some.start) // block_rows",
+        ("parity/test_quantization.py", "parity/test_model_loader.py", "parity/test_triton_quantized_models.py"),
+    ),
+    Mutation(
+        "quantisation/uncalibrated-kv-scale-taken-at-its-word",
+        "value = float(tensor) if tensor > 0 else 1.0",
+        "value = float(tensor)",
+        ("parity/test_kv_cache_dtype.py", "parity/test_quantization.py", "parity/test_quantization_refusals.py"),
+    ),
+)
+
+_RECOVERY = (
+    Mutation(
+        "recovery/progress-does-not-clear-crashes",
+        "1 if tokens > self.tokens else self.times + 1, tokens)",
+        "self.times + 1, tokens)",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/poison-tried-once-more",
+        "entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES)",
+        "entry.crashes > (_MOST_KILLS if killed else _MOST_CRASHES)",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/journal-keeps-the-last-step-only",
+        "entry.token_ids += output.output_tokens",
+        "entry.token_ids = output.output_tokens",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/resumed-request-forgets-its-tokens",
+        "resumed_token_ids=self.token_ids,",
+        "resumed_token_ids=self.token_ids[:-1],",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/prompt-logprobs-asked-again",
+        "params = msgspec.structs.replace(params, prompt_logprobs=None)\n        return msgspec",
+        "params = msgspec.structs.replace(params)\n        return msgspec",
+        (*_JOURNAL, *_CORE_RESTARTS),
+    ),
+    Mutation(
+        "recovery/request-aborted-while-it-is-paused-never-ends",
+        'output.finish_reason == "abort" and not entry.aborted:',
+        'output.finish_reason == "abort":',
+        (*_JOURNAL, "e2e/test_http_slow_readers.py"),
+    ),
+    Mutation(
+        "recovery/one-restart-too-many",
+        "if len(self._restarts) >= self._most or self._futile >= _MOST_FUTILE:",
+        "if len(self._restarts) > self._most or self._futile >= _MOST_FUTILE:",
+        ("unit/test_restarts.py",),
+    ),
+    Mutation(
+        "recovery/restart-window-never-passes",
+        "while self._restarts and self._restarts[0] <= now - self._window:",
+        "while self._restarts and self._restarts[0] <= now - 2 * self._window:",
+        ("unit/test_restarts.py",),
+    ),
+    Mutation(
+        "recovery/requests-move-at-once",
+        "if away < AWAY_SECONDS:",
+        "if away < 0:",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/other-choices-of-a-suspect-move",
+        "if id(each.request.prompt_token_ids) not in held]",
+        "if each not in held]",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/two-suspects-are-tried-at-a-time",
+        "if away > replica.supervisor.longest_start and not self._is_trying():",
+        "if away > replica.supervisor.longest_start:",
+        _JOURNAL,
+    ),
+    Mutation(
+        "recovery/moved-request-weighs-its-prompt-alone",
+        "            moved.queued += len(placed.token_ids)\n",
+        "",
+        ("unit/test_relocation.py", "unit/test_placement.py", "property/test_placement.py"),
+    ),
+    Mutation(
+        "recovery/collateral-death-blames-the-step",
+        "in_step = None if failure.collateral else link.running_step()",
+        "in_step = link.running_step()",
+        ("e2e/test_expert_parallel.py::test_a_request_that_no_step_can_compute_ends_alone",),
+    ),
+    Mutation(
+        "recovery/stall-is-not-noticed",
+        "if silent > self._timeout + more:",
+        "if silent > 100 * self._timeout + more:",
+        ("unit/test_supervisor_stalls.py", *_CORE_RESTARTS),
+    ),
+    Mutation(
+        "recovery/watchdog-blames-the-core-for-its-own-pause",
+        "late, self._looked = now - self._looked > 2 * self.interval, now",
+        "late, self._looked = False, now",
+        ("unit/test_supervisor_stalls.py", "unit/test_restarts.py", "unit/test_remote_core.py"),
+    ),
+    Mutation(
+        "recovery/grammar-not-followed-along-resumed-tokens",
+        "for token_id in seq.completion_token_ids:\n        if not seq.matcher.accept(token_id):",
+        "for token_id in seq.completion_token_ids[:0]:\n        if not seq.matcher.accept(token_id):",
+        ("e2e/test_resumed_requests.py::test_a_resumed_request_goes_on_as_if_it_had_not_stopped",),
+    ),
+)
+
+_HTTP = (
+    Mutation(
+        "http/streamed-body-without-a-limit",
+        "if len(body) > max_bytes:",
+        "if max_bytes < 0:",
+        ("unit/test_face.py", *_REQUESTS, "e2e/test_http_bad_input.py"),
+    ),
+    Mutation(
+        "http/only-the-last-key-opens",
+        "known |= hmac.compare_digest(each, digest)",
+        "known = hmac.compare_digest(each, digest)",
+        ("unit/test_secrets.py", "unit/test_face.py"),
+    ),
+    Mutation(
+        "http/two-authorization-headers-open",
+        'values if len(values) == 1 else [b""]',
+        "values[:1]",
+        ("unit/test_face.py", "unit/test_secrets.py"),
+    ),
+    Mutation(
+        "http/retry-after-rounded-down",
+        '"Retry-After": str(math.ceil(seconds))',
+        '"Retry-After": str(math.floor(seconds))',
+        ("unit/test_errors.py", "unit/test_admission.py", "e2e/test_http_overload.py"),
+    ),
+    Mutation(
+        "http/one-request-too-many-a-key",
+        "live >= limits.requests_per_key",
+        "live > limits.requests_per_key",
+        ("unit/test_admission.py",),
+    ),
+    Mutation(
+        "http/queued-tokens-never-leave",
+        "        self._queued_tokens -= tokens\n",
+        "",
+        ("unit/test_admission.py",),
+    ),
+    Mutation(
+        "http/choices-of-all-prompts-unlimited",
+        "if prompts * each > MAX_SEQUENCES:",
+        "if prompts > MAX_SEQUENCES:",
+        ("e2e/test_http_bad_input.py::test_bad_input_is_refused_in_words_and_a_neighbours_stream_stays_the_same",),
+    ),
+    Mutation(
+        "http/usage-counts-the-prompt-a-choice",
+        "firsts = self._states[:: self._n]",
+        "firsts = self._states[:]",
+        _GENERATION,
+    ),
+    Mutation(
+        "http/best-of-returns-the-worst",
+        "sorted(choices, key=_mean_logprob, reverse=True)",
+        "sorted(choices, key=_mean_logprob)",
+        (*_GENERATION, "e2e/test_http_completion_fields.py"),
+    ),
+    Mutation(
+        "http/top-p-zero-is-not-greedy",
+        "top_k=top_k if top_p else 1,",
+        "top_k=top_k,",
+        _REQUESTS,
+    ),
+    Mutation(
+        "http/sse-error-event-not-ended",
+        'return b"data: " + body + b"\\n\\n"',
+        'return b"data: " + body + b"\\n"',
+        ("unit/test_sse.py", *_GENERATION),
+    ),
+    Mutation(
+        "http/sse-stream-with-usage-lacks-done",
+        "encode(usage), _END, DONE))",
+        "encode(usage), _END))",
+        ("unit/test_sse.py", "unit/test_chat_rendering.py", "unit/test_completion_rendering.py"),
+    ),
+    Mutation(
+        "http/slow-reader-loses-a-delta",
+        "taken[index] = _merged([taken[index], *behind])",
+        "taken[index] = _merged(behind)",
+        ("unit/test_streams.py", *_GENERATION),
+    ),
+    Mutation(
+        "http/error-overtakes-the-text-before-it",
+        "            self._arrived.set()\n            if not taken:\n",
+        "            self._arrived.set()\n            if taken is not None:\n",
+        ("unit/test_streams.py", *_GENERATION),
+    ),
+    Mutation(
+        "http/engine-error-told-as-an-answer",
+        'if delta.finish_reason in ("abort", "error"):',
+        'if delta.finish_reason == "abort":',
+        ("unit/test_streams.py", *_GENERATION),
+    ),
+    Mutation(
+        "http/open-lower-bound-accepted",
+        "not (self.low_open and value == self.low)",
+        "not (self.low_open and value < self.low)",
+        ("e2e/test_http_overload.py::test_a_timeout_that_cannot_be_is_a_400",),
+    ),
+    Mutation(
+        "http/unknown-fields-ignored",
+        'extra="ignore" if allow_unknown else None',
+        'extra="ignore"',
+        _REQUESTS,
+    ),
+    Mutation(
+        "http/token-id-of-the-vocabulary-size",
+        "0 <= min(token_ids) <= max(token_ids) < self._vocab_size:",
+        "0 <= min(token_ids) <= max(token_ids) <= self._vocab_size:",
+        ("unit/text/test_io_processor.py",),
+    ),
+    Mutation(
+        "http/cache-smaller-than-the-context",
+        "room = min(self._context, self._cache) - prompt_tokens",
+        "room = self._context - prompt_tokens",
+        ("unit/text/test_io_processor.py",),
+    ),
+    Mutation(
+        "http/nan-sampling-parameter",
+        "if math.isnan(value) or value > high or value < low",
+        "if value > high or value < low",
+        ("unit/text/test_generation_config.py", "property/test_requests.py", "unit/text/test_io_processor.py"),
+    ),
+)
+
+_PARSERS = (
+    Mutation(
+        "parsers/marker-cut-before-its-last-character",
+        "self._longest = max(map(len, markers)) - 1",
+        "self._longest = max(map(len, markers)) - 2",
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/trailing-comma-not-mended",
+        'return self._held[:1] == [","] and not "".join(self._held[1:]).strip()',
+        "return False",
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/hex-escape-of-four-digits",
+        '{"u": 4, "x": 2, "U": 8}',
+        '{"u": 4, "x": 4, "U": 8}',
+        ("property/test_answer_parsers.py::test_python_literals_become_the_json_of_their_value", *_TOOL_CALLS),
+    ),
+    Mutation(
+        "parsers/raw-control-character-in-arguments",
+        "self._put(json.dumps(character)[1:-1])",
+        "self._put(character)",
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/parameters-key-unknown",
+        '("arguments", "parameters")',
+        '("arguments",)',
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/schema-type-string-ignored",
+        'return value if kind in types or "string" not in types else None',
+        "return value",
+        (*_TOOL_CALLS, "unit/answers/test_tool_use.py", "unit/answers/test_tool_grammars.py"),
+    ),
+    Mutation(
+        "parsers/arguments-of-the-next-call",
+        "ArgumentsPart(self._calls - 1, fragment)",
+        "ArgumentsPart(self._calls, fragment)",
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/reasoning-closed-by-the-prompt",
+        "return cls.always and not cls.is_closed(prompt_tail)",
+        "return cls.always",
+        ("unit/answers/test_reasoning_parsers.py", "unit/answers/test_answer_format.py"),
+    ),
+    Mutation(
+        "parsers/harmony-keeps-the-namespace",
+        'recipient[1].removeprefix("functions.")',
+        "recipient[1]",
+        _TOOL_CALLS,
+    ),
+    Mutation(
+        "parsers/mistral-id-too-short",
+        "secrets.choice(_ID_CHARACTERS) for _ in range(9)",
+        "secrets.choice(_ID_CHARACTERS) for _ in range(8)",
+        ("unit/answers/test_tool_parsers.py", "unit/answers/test_tool_use.py"),
+    ),
+    Mutation(
+        "parsers/later-stop-string-wins",
+        "(end, begin) < (found[1], found[0])",
+        "(end, begin) > (found[1], found[0])",
+        _DETOKENIZER,
+    ),
+    Mutation(
+        "parsers/stop-string-before-min-tokens",
+        "if self.num_tokens <= self._min_tokens:",
+        "if self.num_tokens < self._min_tokens:",
+        _DETOKENIZER,
+    ),
+    Mutation(
+        "parsers/stop-string-kept-the-wrong-way-round",
+        "return text[: end if self._include_stop else begin]",
+        "return text[: begin if self._include_stop else end]",
+        _DETOKENIZER,
+    ),
+    Mutation(
+        "parsers/beginning-of-a-stop-string-shown",
+        "begin = text.find(stop[0], max(0, len(text) + 1 - len(stop)), shown)",
+        "begin = text.find(stop[0], max(0, len(text) + 2 - len(stop)), shown)",
+        _DETOKENIZER,
+    ),
+    Mutation(
+        "parsers/stop-token-shown",
+        "return not self._include_stop and output.output_tokens[-1] not in self._special_ids",
+        "return self._include_stop and output.output_tokens[-1] not in self._special_ids",
+        ("unit/text/test_request_state.py",),
+    ),
+)
+
+_TEMPLATES = (
+    Mutation(
+        "template/tool-template-without-tools",
+        '"tool_use" if tools is not None and "tool_use" in self._templates else "default"',
+        '"tool_use" if "tool_use" in self._templates else "default"',
+        ("unit/text/test_chat_template.py",),
+    ),
+    Mutation(
+        "template/blocks-leave-blank-lines",
+        "trim_blocks=True, lstrip_blocks=True, extensions",
+        "trim_blocks=False, lstrip_blocks=True, extensions",
+        ("unit/text/test_chat_template.py", "parity/test_chat_template.py"),
+    ),
+    Mutation(
+        "template/json-escapes-beyond-ascii",
+        "return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent",
+        "return json.dumps(value, ensure_ascii=not ensure_ascii, indent=indent",
+        ("unit/text/test_chat_template.py", "parity/test_chat_template.py"),
+    ),
+    Mutation(
+        "template/endless-output",
+        "if length > most:",
+        "if length > 1000 * most:",
+        ("unit/text/test_chat_template.py", "unit/text/test_template_sandbox.py"),
+    ),
+    Mutation(
+        "template/no-time-limit",
+        "deadline = time.monotonic() + MAX_RENDER_SECONDS",
+        "deadline = time.monotonic() + 1000 * MAX_RENDER_SECONDS",
+        ("unit/text/test_chat_template.py", "unit/text/test_template_sandbox.py"),
+    ),
+)
+
+_STRUCTURED = (
+    Mutation(
+        "structured/nesting-one-level-too-few",
+        "return depth > most\n",
+        "return depth >= most\n",
+        ("unit/test_structured_spec.py", "property/test_structured_output.py"),
+    ),
+    Mutation(
+        "structured/slash-ends-the-regex",
+        r'{"/": "\\/", "\n": "\\n", ',
+        r'{"\n": "\\n", ',
+        ("unit/test_structured_spec.py", "unit/test_structured_matchers.py"),
+    ),
+    Mutation(
+        "structured/backslash-in-a-choice",
+        "if character in '\"\\\\':",
+        "if character in '\"':",
+        ("unit/test_structured_spec.py", "unit/test_structured_matchers.py"),
+    ),
+    Mutation(
+        "structured/end-allowed-inside-the-grammar",
+        "if (ends or withheld) and self._matcher.is_accepting():",
+        "if ends or withheld:",
+        ("unit/test_structured_matchers.py", "parity/test_sampler_masks.py"),
+    ),
+    Mutation(
+        "structured/no-token-left-where-only-the-end-may-follow",
+        "            if rest.any():\n                mask[:] = rest",
+        "            if mask.any():\n                mask[:] = rest",
+        ("unit/test_structured_matchers.py", "parity/test_sampler_masks.py"),
+    ),
+    Mutation(
+        "structured/complete-grammar-goes-on",
+        "if seq.matcher is not None and seq.matcher.is_complete:",
+        "if seq.matcher is None and seq.matcher.is_complete:",
+        ("unit/test_scheduler_grammar.py",),
+    ),
+    Mutation(
+        "structured/surrogate-escape-in-gbnf",
+        "if number > 0x10FFFF or 0xD800 <= number < 0xE000:",
+        "if number > 0x10FFFF:",
+        ("unit/test_structured_gbnf.py",),
+    ),
+    Mutation(
+        "structured/refused-token-is-appended",
+        "token_id not in seq.end_tokens and not matcher.accept(token_id):",
+        "token_id in seq.end_tokens and not matcher.accept(token_id):",
+        ("unit/test_scheduler_grammar.py",),
+    ),
+)
+
+_CONFIG = (
+    Mutation(
+        "config/block-size-of-any-size",
+        "if value != 1 and (value < 16 or value % 16):",
+        "if value != 1 and value < 16:",
+        ("unit/test_settings.py", "unit/test_config_fields.py"),
+    ),
+    Mutation(
+        "config/environment-wins-over-flags",
+        "given = ChainMap(flags, environment, yaml)",
+        "given = ChainMap(environment, flags, yaml)",
+        ("unit/test_settings.py",),
+    ),
+    Mutation(
+        "config/host-number-beyond-the-last",
+        "if self.node_rank >= self.nnodes:",
+        "if self.node_rank > self.nnodes:",
+        ("unit/test_settings.py", "unit/test_cluster.py", "unit/test_hosts.py"),
+    ),
+    Mutation(
+        "config/list-items-keep-their-spaces",
+        'return [item.strip() for item in text.split(",")]',
+        'return text.split(",")',
+        ("unit/test_settings.py",),
+    ),
+    Mutation(
+        "config/secret-shown-in-an-error",
+        '"a secret" if _BY_NAME[name].secret else _shown(given[name])',
+        "_shown(given[name])",
+        ("unit/test_secrets.py", "unit/test_settings.py"),
+    ),
+    Mutation(
+        "config/two-adapters-of-one-name",
+        'if sum(other.partition("=")[0] == name for other in value) > 1:',
+        'if sum(other.partition("=")[0] == name for other in value) > 2:',
+        ("unit/test_lora_names.py", "unit/test_settings.py"),
+    ),
+    Mutation(
+        "config/unknown-variable-ignored",
+        "if name.startswith(ENV_PREFIX) and name not in known:",
+        "if name.startswith(ENV_PREFIX) and name in ():",
+        ("unit/test_settings.py",),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *_SCHEDULING,
+    *_CACHE,
+    *_SAMPLING,
+    *_KERNELS,
+    *_QUANTISATION,
+    *_RECOVERY,
+    *_HTTP,
+    *_PARSERS,
+    *_TEMPLATES,
+    *_STRUCTURED,
+    *_CONFIG,
+)
