@@ -12,18 +12,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 from starlette.requests import Request
 
+from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
-from server.errors import BadRequest, NotReady, refusal
+from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.parsing.answer_format import tool_grammar
 from server.parsing.parser import AnswerParser
-from server.schemas.body import read_request
+from server.schemas.body import JSON, Model, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, ToolUse
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
 
@@ -37,6 +38,9 @@ _GUIDED: dict[str, GrammarKind] = {
     "guided_grammar": "grammar",
 }
 """Older fields that give the answer a form."""
+
+_MAX_SHOWN = 60
+"""Characters of a header that a message shows."""
 
 _TAIL_CHARACTERS = 256
 """Length of the prompt's end that shows whether the template opened the reasoning."""
@@ -60,6 +64,46 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
         frontend.check_loaded()
         frontend.check_model(request.model)
         yield request, frontend, owner_of(http.scope)
+
+
+async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
+    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
+    _check_media_type(request.headers.get("content-type"))
+    _check_encoding(request.headers.get("content-encoding"))
+    body = await read_body(request, limits.max_request_bytes)
+    return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Reads at most `max_bytes`. Raises `BodyTooLarge`."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        _refuse_size(f"has {declared} bytes", max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            _refuse_size("is larger", max_bytes)
+    return bytes(body)
+
+
+def _check_media_type(content_type: str | None) -> None:
+    """Refuse a media type other than JSON. A body without one is read as JSON."""
+    media_type = (content_type or JSON).partition(";")[0].strip().lower()
+    if media_type != JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
+        raise UnsupportedMediaType(
+            f"Content-Type is {media_type[:_MAX_SHOWN]}; it must be {JSON} (curl: -H 'Content-Type: {JSON}')"
+        )
+
+
+def _check_encoding(encoding: str | None) -> None:
+    """Refuse a compressed body: it may decompress to far more than `max_request_bytes`."""
+    if encoding and encoding.strip().lower() != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding is {encoding[:_MAX_SHOWN]}; send the body uncompressed")
+
+
+def _refuse_size(what: str, max_bytes: int) -> NoReturn:
+    raise BodyTooLarge(f"the request body {what}; this server takes at most {max_bytes} bytes (max_request_bytes)")
 
 
 def check_request_limits(

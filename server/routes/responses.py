@@ -8,12 +8,12 @@ from fastapi import Request, Response
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
 from server.frontend import Frontend, owner_of
-from server.request_builder import PreparedChat, accept, new_sequences
+from server.request_builder import PreparedChat, accept, new_sequences, read_request
 from server.responses.conversion import prepare
 from server.responses.rendering import ResponsesRenderer
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, StoredResponse, Turn, stored_items
-from server.schemas.body import as_json, json_response, read_request
+from server.schemas.body import as_json, json_response
 from server.schemas.responses import (
     DeletedResponse,
     InputTokens,

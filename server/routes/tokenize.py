@@ -9,8 +9,8 @@ from engine.text.io_processor import InvalidRequest
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import refusal
 from server.frontend import Frontend
-from server.request_builder import in_thread, render_prompt
-from server.schemas.body import as_json, read_request, validate
+from server.request_builder import in_thread, read_request, render_prompt
+from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 

@@ -1,7 +1,7 @@
 """Request bodies: the types that request models are written in, and the way from bytes to a validated model.
 
-`RequestModel` and the annotated types check strict JSON types, ranges and unknown fields. `read_request` reads and
-validates a body; `_sentence` turns the first error into the sentence that the client gets.
+`RequestModel` and the annotated types check strict JSON types, ranges and unknown fields. `parse_object` and
+`validate` make a model of the bytes; `_sentence` turns the first error into the sentence that the client gets.
 """
 
 import json
@@ -23,11 +23,9 @@ from pydantic import (
 )
 from pydantic import GetJsonSchemaHandler as JsonSchemaHandler
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
-from starlette.requests import Request
 
-from engine.config.config import ServerConfig
 from engine.config.spelling import nearest
-from server.errors import BadRequest, BodyTooLarge, UnsupportedMediaType
+from server.errors import BadRequest
 
 NO_CHANGE = "Accepted; changes nothing here."
 """Description of OpenAI's fields that have no effect here."""
@@ -153,50 +151,10 @@ _NOUNS = {
     "string_type": "a string",
 }
 _SHOWN_CHARACTERS = 60
+JSON = "application/json"
 _MAX_CONTAINERS = 2**17
 """Most lists and objects in a body: megabytes of empty ones would take seconds to create."""
-_JSON = "application/json"
 _LEAVE_OUT = "leave it out, or start the server with --allow-unknown-fields"
-
-
-async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
-    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
-    _check_media_type(request.headers.get("content-type"))
-    _check_encoding(request.headers.get("content-encoding"))
-    body = await read_body(request, limits.max_request_bytes)
-    return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Reads at most `max_bytes`. Raises `BodyTooLarge`."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        _refuse_size(f"has {declared} bytes", max_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            _refuse_size("is larger", max_bytes)
-    return bytes(body)
-
-
-def _check_media_type(content_type: str | None) -> None:
-    """Refuse a media type other than JSON. A body without one is read as JSON."""
-    media_type = (content_type or _JSON).partition(";")[0].strip().lower()
-    if media_type != _JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
-        raise UnsupportedMediaType(
-            f"Content-Type is {media_type[:_SHOWN_CHARACTERS]}; it must be {_JSON} (curl: -H 'Content-Type: {_JSON}')"
-        )
-
-
-def _check_encoding(encoding: str | None) -> None:
-    """Refuse a compressed body: it may decompress to far more than `max_request_bytes`."""
-    if encoding and encoding.strip().lower() != "identity":
-        raise UnsupportedMediaType(f"Content-Encoding is {encoding[:_SHOWN_CHARACTERS]}; send the body uncompressed")
-
-
-def _refuse_size(what: str, max_bytes: int) -> NoReturn:
-    raise BodyTooLarge(f"the request body {what}; this server takes at most {max_bytes} bytes (max_request_bytes)")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -341,4 +299,4 @@ def as_json(answer: msgspec.Struct) -> Response:
 
 def json_response(body: bytes) -> Response:
     """200 with JSON text as the body."""
-    return Response(body, media_type="application/json")
+    return Response(body, media_type=JSON)

@@ -9,7 +9,8 @@ from fastapi import Request, Response
 from engine.config.config import Config
 from server.app import create_app
 from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
-from server.schemas.body import RequestModel, as_json, read_request
+from server.request_builder import read_request
+from server.schemas.body import RequestModel, as_json
 from server.schemas.models import Version
 
 

@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from server.errors import BadRequest, BodyTooLarge
-from server.schemas.body import parse_object, read_body
+from server.request_builder import read_body
+from server.schemas.body import parse_object
 
 
 @pytest.mark.parametrize(
