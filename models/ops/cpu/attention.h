@@ -21,8 +21,8 @@ struct units {
     const bf16 *at[UNITS];
 };
 
-/* What is still to be fetched of the keys and values of a later step. Wherever something is computed a little of it is
- * asked for: in one go it would fill what the processor has for it, and nothing would be computed until it is there. */
+/* The keys and values of a later step that are still to be prefetched. Computation issues a few prefetches at a time:
+ * all at once would fill the processor's load buffers and stall it. */
 struct fetches {
     const char *at[2 * UNITS];
     int unit, units;
@@ -32,7 +32,7 @@ struct fetches {
 
 #define AT_ONCE 4 /* lines */
 
-/* Ask for so many lines more, a multiple of AT_ONCE, as a unit is of them. */
+/* Prefetch so many lines more, a multiple of AT_ONCE, as a unit is of them. */
 static inline void fetch_lines(struct fetches *ahead, int lines) {
     while (lines > 0 && ahead) {
         if (ahead->unit == ahead->units) {
@@ -51,7 +51,7 @@ struct spans {
     int from, past;
 };
 
-/* What 16 columns have seen so far. */
+/* The softmax state of 16 columns. */
 struct seen {
     ALIGNED float most[LANES];  /* largest score, as a power of two */
     ALIGNED float total[LANES]; /* of the probabilities, relative to it */
@@ -93,10 +93,10 @@ struct attention_products {
 
 const struct attention_products *attention_products(enum isa isa);
 
-/* What a column has seen before it sees anything. */
+/* The state of a column before its first key. */
 void begin(struct seen *seen, int64_t dim);
 
-/* Add what was seen of one split to what was seen of those before it. */
+/* Merge the state of one split into that of the splits before it. */
 void merge(struct seen *into, const struct seen *from, int64_t count, int64_t dim);
 
 /* Of a row's `columns`, a column a head of a query, the first 16 from `first_column` on. */

@@ -1,4 +1,4 @@
-/* What a thread of attention.c has to do: tasks, where their keys and values lie, and what is fetched ahead of them. */
+/* The work of a thread of attention.c: tasks, the addresses of their keys and values, and prefetches. */
 
 #ifndef ATTENTION_TASKS_H
 #define ATTENTION_TASKS_H
@@ -22,7 +22,7 @@ struct task {
     bf16 *queries;
 };
 
-/* How far a thread has come in finding its tasks. */
+/* A thread's position in the list of tasks. */
 struct cursor {
     int64_t row, rows, shared;    /* as of a task */
     int64_t before, of_row, tiles; /* tasks before the row's, and of it; tiles of its columns */

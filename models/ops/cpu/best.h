@@ -1,21 +1,21 @@
-/* The best of what is offered, and the order that every choice of tokens has: descending, equal values by id.
+/* The top k of a stream of values, in the order of every choice of tokens: descending, equal values by id.
  *
- * A key is lower for a larger value, and an entry is a key with its id behind it, so no two entries are equal. */
+ * A key is lower for a larger value. An entry is a key followed by its id, so no two entries are equal. */
 
 #ifndef BEST_H
 #define BEST_H
 
 #include "vectors.h"
 
-#define COMPARED 64 /* that are compared with the worst of the best at once */
+#define COMPARED 64 /* values that are compared with the current k-th at once */
 
-/* At most `most` entries, in order. Few are moved for a new one: of random ones fewer and fewer get there at all. */
+/* At most `most` entries, in order. Insertions are rare: fewer and fewer random values reach the top k. */
 struct best {
     uint64_t *entries;
     int64_t count, most;
 };
 
-/* Entries better than this one, told without jumps, which could not be foreseen. */
+/* The number of better entries, counted without branches, which would be unpredictable. */
 static inline int64_t count_better(const struct best *best, uint64_t entry) {
     int64_t from = 0, size = best->count;
     for (int64_t half; size > 1; size -= half) {

@@ -1,4 +1,4 @@
-/* A row that a token is drawn from: what its tokens weigh, and in which order they stand. */
+/* A row from which a token is sampled: weights of its tokens, and their order. */
 
 #ifndef DRAW_H
 #define DRAW_H
@@ -8,7 +8,7 @@
 #include "best.h"
 #include "operators.h"
 
-/* Logits less the largest, through the temperature: 0 or less. */
+/* Logits minus the largest, divided by the temperature: at most 0. */
 struct scaling {
     float peak, temperature;
 };
@@ -59,14 +59,14 @@ INLINE doubles exp_of_doubles(doubles x) {
     return (doubles)(((words)e + ((words)shifted << 52)) & ~is_tiny);
 }
 
-/* What the 8 tokens of these keys weigh, the likeliest 1. */
+/* The weights of 8 tokens by their keys; the argmax token's is 1. */
 INLINE doubles weights_of_eight(const uint32_t *keys) {
     eight scaled;
     memcpy(&scaled, keys, sizeof scaled);
     return exp_of_doubles(-__builtin_convertvector(scaled, doubles));
 }
 
-/* Likeliest tokens among which a cut is looked for first: those of a small top-k, or LOOKED_AT. */
+/* Top tokens among which the end of the kept prefix is searched first: those of a small top-k, or LOOKED_AT. */
 static inline int64_t looked_at(int64_t top_k) { return top_k <= MAX_LARGEST ? top_k : LOOKED_AT; }
 
 /* The token that `uniform` selects among those that the filters leave, of a whole row. `total` is what the row weighs
@@ -77,8 +77,8 @@ INLINE struct scaling scaling_of(const struct draw *op, int64_t which) {
     return (struct scaling){op->peaks[op->rows[which]], op->temperature[which]};
 }
 
-/* The first index at which the running sum of `weights` passes `target`, starting at 0; past the last weight that is
- * not 0 it does nowhere, so that one is returned. */
+/* The first index at which the running sum of `weights` passes `target`, starting at 0; if it never
+ * does, the last index whose weight is not 0. */
 static inline int64_t index_over(const double *weights, int64_t count, double target, double *below) {
     int64_t last = 0;
     double sum = 0;

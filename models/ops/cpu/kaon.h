@@ -1,5 +1,5 @@
-/* What the operators of this directory share: types, the thread pool's contract, and the structures that
- * models/ops/cpu/runtime.py mirrors field by field. */
+/* Shared by the operators of this directory: types, the thread pool's contract, and the structures that
+ * models/ops/cpu/structures.py mirrors field by field. */
 
 #ifndef KAON_H
 #define KAON_H
@@ -19,7 +19,7 @@ typedef uint16_t bf16;
 
 #define ALIGNED __attribute__((aligned(LINE)))
 
-/* What the loader calls: the build hides everything else, so that names of other libraries mean nothing here. */
+/* What the loader calls: the build hides all other symbols, so that they cannot collide with other libraries. */
 #define EXPORTED __attribute__((visibility("default")))
 
 /* Compiled for several processors, of which the dynamic linker picks one. Sums are written lane by lane, so that all
@@ -53,7 +53,7 @@ struct step {
     const int32_t *block_tables;   /* [B, max_blocks] */
     int64_t max_blocks;
     const int64_t *state_slots; /* [B] each row's place in the layers' states, or NULL */
-    int64_t is_dummy; /* whether its tokens are nobody's, so that no expert of another replica sees them */
+    int64_t is_dummy; /* whether its tokens are padding, which no replica's experts compute */
 };
 
 /* One thread's part in an operator. */

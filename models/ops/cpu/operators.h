@@ -1,11 +1,11 @@
-/* The operators, by number, and their arguments. Numbers and fields are mirrored in models/ops/cpu/runtime.py. */
+/* The operators, by number, and their arguments. Numbers and fields are mirrored in models/ops/cpu/structures.py. */
 
 #ifndef OPERATORS_H
 #define OPERATORS_H
 
 #include "kaon.h"
 
-/* Between two looks at what another thread writes. */
+/* Called between two reads of memory that another thread writes. */
 static inline void relax(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -34,7 +34,7 @@ struct operation {
     const void *arguments;
 };
 
-/* Strides are in elements, from row to row; matrices have a row a token where nothing else is said. */
+/* Strides are in elements, from row to row; matrices have one row per token unless stated otherwise. */
 struct linear {
     const bf16 *x;      /* [tokens, in_features] */
     int64_t x_stride;
@@ -50,19 +50,19 @@ struct linear {
 struct pack {
     const bf16 *rows; /* [count, in_features] */
     int64_t row_stride;
-    int64_t first, count; /* rows of the whole weight that these are */
+    int64_t first, count; /* indexes of these rows in the whole weight */
     int64_t in_features;
     bf16 *weight;
 };
 
-/* Rows of a packed weight, by token; 0 for tokens whose rows are not among its own. */
+/* Rows of a packed weight, by token; 0 for tokens whose rows other ranks hold. */
 struct embed {
     const bf16 *weight;
     bf16 *out; /* [tokens, in_features] */
     int64_t out_stride;
     int64_t in_features;
     double scale; /* of the rows */
-    int64_t first_row, num_rows; /* that the weight has, of a larger one that ranks share */
+    int64_t first_row, num_rows; /* rows of this rank, of a weight that is split over ranks */
 };
 
 /* The norm of a row. With `residual`, that is added to the row first, and then holds the sum; or with `is_added` the
@@ -121,7 +121,7 @@ struct activation {
 };
 enum { SILU, GELU_TANH, CLAMPED_SILU };
 
-/* Of the two side by side. */
+/* The same of rows that hold gate and up, one after the other. */
 struct gated {
     const bf16 *gate_up; /* [tokens * per_token, 2 * size] */
     int64_t stride;
@@ -131,13 +131,13 @@ struct gated {
     struct activation by;
 };
 
-/* `gated` of `linear`, bit for bit, of which the output alone is written. */
+/* `gated` of `linear`, bit for bit, without writing the output of `linear`. */
 struct gated_linear {
     struct linear linear; /* out: [tokens, out_features / 2] bf16; out_features is a multiple of 2 * PANEL */
     struct activation by;
 };
 
-/* Runs of rows, each by its own weight of a stack. */
+/* Runs of rows, each times its own weight of a stack. */
 struct grouped_linear {
     const bf16 *x; /* [rows, in_features]; with `tokens` [tokens, in_features] */
     int64_t x_stride;
@@ -151,7 +151,7 @@ struct grouped_linear {
     int64_t per_token; /* rows */
 };
 
-/* Each head's part of a row by its own weight. */
+/* Each head's part of a row times the head's weight. */
 struct headed_linear {
     const bf16 *x; /* [tokens, heads, in_features] */
     int64_t x_stride, x_step; /* the second from head to head */
@@ -161,7 +161,7 @@ struct headed_linear {
     int64_t heads, in_features, out_features;
 };
 
-/* What heads share of a token, normalised and rotated, into the cache; and queries rotated, beside their latents. */
+/* Stores each token's latent, normalised, and its rotated key in the cache; rotates queries into `latent_q`. */
 struct latent_store {
     const bf16 *q; /* [tokens, heads, nope + rope] */
     int64_t q_stride;
@@ -188,7 +188,7 @@ struct latent_attention {
     double scale;
 };
 
-/* Heads behind each other, each element times the sigmoid of its gate where there are gates. */
+/* Concatenates heads, each element times the sigmoid of its gate where there are gates. */
 struct gate_heads {
     const bf16 *x; /* [tokens, heads, dim] */
     int64_t x_stride, x_step; /* the second from head to head */
@@ -203,7 +203,7 @@ struct gate_heads {
 struct delta_net {
     const bf16 *x; /* [tokens, key_heads, 2 * (key_dim + group * value_dim)]: query, key, values, gates */
     int64_t x_stride;
-    const bf16 *ba; /* [tokens, key_heads, 2 * group]: of each value head what its beta, then what its decay comes of */
+    const bf16 *ba; /* [tokens, key_heads, 2 * group]: the inputs of beta, then of the decay, of each value head */
     int64_t ba_stride;
     const bf16 *conv;            /* [channels, kernel] */
     const bf16 *a_log, *dt_bias; /* [value heads] */
@@ -216,7 +216,7 @@ struct delta_net {
     int64_t key_heads, group, key_dim, value_dim, kernel; /* value_dim: a multiple of 16 */
 };
 
-/* In float32, for weights that are not packed. */
+/* A product in float32, for weights that are not packed. */
 struct float_linear {
     const bf16 *x; /* [tokens, in_features] */
     int64_t x_stride;
@@ -226,7 +226,7 @@ struct float_linear {
     int64_t in_features, out_features;
 };
 
-/* The best experts of a token, of the best groups of experts, and their weights. Of equals the first is taken. */
+/* The best experts of a token, of the best groups of experts, and their weights. The first of equal ones is taken. */
 struct route {
     const float *logits; /* [tokens, experts] */
     int64_t stride;
@@ -244,13 +244,13 @@ enum { SOFTMAX, SIGMOID };
 struct sort_pairs {
     const int64_t *ids; /* [tokens, top_k] */
     int64_t top_k, experts;
-    int64_t first;   /* expert that comes first; those before it follow the last */
+    int64_t first;   /* the expert of the first run; those before it follow the last */
     int64_t *counts; /* [experts] pairs, in that order */
-    int64_t *tokens; /* [tokens * top_k] by place: whose the pair is */
-    int64_t *places; /* [tokens, top_k] where each pair went */
+    int64_t *tokens; /* [tokens * top_k] the token of each sorted pair */
+    int64_t *places; /* [tokens, top_k] the position of each pair among the sorted ones */
 };
 
-/* What a token's experts made of it, by their weights, in the order of its choice. */
+/* The weighted sum of a token's experts, in the order in which they were chosen. */
 struct combine {
     const bf16 *products; /* [tokens * top_k, size], sorted */
     int64_t products_stride;
@@ -258,13 +258,13 @@ struct combine {
     const int64_t *places; /* [tokens, top_k] */
     const bf16 *beside;    /* [tokens, size] to be added, or NULL */
     int64_t beside_stride;
-    const float *gate; /* [tokens] logits of the share of `beside` that is, or NULL: all */
+    const float *gate; /* [tokens] logits of the factor of `beside`, or NULL: 1 */
     bf16 *out; /* [tokens, size] */
     int64_t out_stride;
     int64_t size, top_k;
 };
 
-/* The likeliest token of each row of the product; what each thread has seen of it, until they are compared. */
+/* The argmax token of each row of the product: first that of each thread's columns, which are then compared. */
 struct greedy_head {
     const bf16 *x; /* [tokens, in_features] */
     int64_t x_stride;
@@ -276,12 +276,12 @@ struct greedy_head {
     int64_t max_rows;
 };
 
-/* The best of the threads', into the first one's. */
+/* The best of the threads' tokens, written to the first thread's. */
 struct greedy_choice {
     const struct greedy_head *head;
 };
 
-/* Products, and rows of their weights, by weights of 8 or 4 bits, packed as quantized.h says; `pack` rounds. */
+/* The same operators for weights of 8 or 4 bits, packed as in quantized.h; `pack` rounds. */
 struct quantized_linear {
     struct linear linear;
     int64_t bits;
@@ -313,7 +313,7 @@ struct largest {
 #define MAX_LARGEST 1024
 
 /* A token for each of some rows by its random number: of all tokens, in the order of ids, or of those that filters
- * leave, the likeliest first. Weights are float64. */
+ * leave, the most probable first. Weights are float64. */
 struct draw {
     const float *logits; /* [rows of logits, width] */
     int64_t stride, width, pieces;
@@ -336,12 +336,12 @@ struct draw {
 #define LOOKED_AT 64
 #define MAX_DRAWN (480 << 10) /* tokens of a row, of which a thread's scratch holds two keys each */
 
-/* A rank's place among those that share memory; see group.c. */
+/* A rank of a group that shares memory; see group.c. */
 struct group {
     char *memory;
     int64_t rank, size;
     int64_t next;     /* the number of the next collective */
-    int64_t has_left; /* whether some rank has left the step, and this one with it */
+    int64_t has_left; /* whether some rank, and so this one, has left the step */
 };
 
 /* The sum of all ranks' rows, in place. */
@@ -351,46 +351,46 @@ struct all_reduce {
     struct group *group;
 };
 
-/* A replica's place among those that share experts out; see exchange.c. */
+/* A replica of a group over which experts are split; see exchange.c. */
 struct exchange {
     char *memory;
     int64_t replica, replicas;
     int64_t meetings; /* so far */
-    int64_t left_by;  /* 1 + a replica that has left for good, and this one with it; 0: none */
+    int64_t left_by;  /* 1 + the number of a replica that has left for good; 0: none */
 };
 
-/* Rows as they are, from one place to another. */
+/* Copies rows unchanged. */
 struct copy_rows {
     const char *from; /* [tokens] */
     int64_t from_stride; /* bytes */
-    const int64_t *places; /* [tokens] rows of `to` that they become, or NULL: the first ones */
+    const int64_t *places; /* [tokens] indexes of rows of `to`, or NULL: the first ones */
     char *to;
     int64_t row_bytes;
 };
 
-/* Which pairs of a token, of any replica, and an expert this replica is to compute, and where its own come back. */
+/* The (token, expert) pairs of any replica that this one computes, and where results of its own tokens arrive. */
 struct share_tokens {
     struct exchange *exchange;
     const int64_t *ids; /* [tokens, top_k] experts */
     int64_t top_k;
     int64_t *shared_ids; /* [replicas, most_tokens, top_k], of all */
     int64_t most_tokens; /* of a replica */
-    int64_t first_asked, asked; /* experts that the replicas have together */
-    int64_t first_local, local; /* of them this one */
-    int64_t *next;   /* [local] room to count in */
+    int64_t first_asked, asked; /* experts of all replicas */
+    int64_t first_local, local; /* those of this replica */
+    int64_t *next;   /* [local] scratch for counting */
     int64_t *counts; /* [local] pairs by expert */
-    int64_t *tokens; /* [pairs] by expert: whose they are, of [replicas * most_tokens] */
-    int64_t *to;     /* [pairs] where their answers go, of [replicas, most_tokens * top_k + 1], the last ones 0 */
-    int64_t *places; /* [tokens, top_k] where those to this replica's own come */
+    int64_t *tokens; /* [pairs] by expert: the token, of [replicas * most_tokens] */
+    int64_t *to;     /* [pairs] where their results go, of [replicas, most_tokens * top_k + 1], the last ones 0 */
+    int64_t *places; /* [tokens, top_k] where the results of this replica's tokens arrive */
     struct step *pairs; /* the step of as many pairs */
 };
 
-/* Until all replicas have written theirs. */
+/* Waits until all replicas have written their results. */
 struct await_answers {
     struct exchange *exchange;
 };
 
-/* An operator on another step than the program's. */
+/* Runs an operator on another step than the program's. */
 struct on_step {
     int64_t number;
     const void *arguments;
@@ -415,7 +415,7 @@ void gate_panel(const struct activation *by, const bf16 *gates, int64_t stride, 
 /* The best instruction set that this processor has, this build knows, and the kernel grants. */
 EXPORTED int kaon_isa(void);
 
-/* What a thread does before it uses tiles for something else, or rests. */
+/* Called by a thread before it reconfigures its tiles or sleeps. */
 void release_tiles(enum isa isa);
 
 #endif

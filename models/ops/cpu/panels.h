@@ -17,7 +17,7 @@ static inline int64_t rows_of_group(int64_t left, int64_t rows) {
     return is_two ? 2 * LANES : min64(GROUP, left);
 }
 
-/* Something else to do row by row, between the steps of a product: units that it leaves idle then work too. */
+/* Other work, row by row, between the steps of a product, for execution units that the product leaves idle. */
 struct beside {
     void (*do_row)(const void *what, int64_t row);
     const void *what;
@@ -44,10 +44,10 @@ void settle_rounded(void);
 /* Before a thread's first product of an operator. */
 void prepare_tiles(enum isa isa);
 
-#define TOGETHER (128 << 10) /* bytes of panels that one of several groups of rows meets one after the other */
+#define TOGETHER (128 << 10) /* bytes of panels that each of several groups of rows is multiplied by in turn */
 #define FEW_ROWS 64 /* up to here reading the weight is what takes a product's time */
 
-#define STAGED_ROWS 512 /* that are multiplied by a panel while they are near, at most */
+#define STAGED_ROWS 512 /* at most, that are multiplied by a panel while they are cached */
 
 /* How many of so many inputs those are. */
 int64_t rows_to_stage(int64_t inputs);
@@ -58,7 +58,7 @@ struct staged {
     int64_t first; /* of them, -1 for none */
 };
 
-/* Stage the `count` rows from `first` on, unless these are. `tokens`: which rows of x they are, or NULL. */
+/* Stage the `count` rows from `first` on unless they are staged. `tokens`: which rows of x they are, or NULL. */
 void stage(struct staged *staged, const bf16 *x, int64_t stride, const int64_t *tokens, int64_t first, int64_t count,
            int64_t in_features);
 
@@ -82,7 +82,7 @@ int64_t look_ahead(int64_t rows);
 /* Panels, of so many bytes each, that a thread takes at once. */
 int64_t panels_of_task(int64_t rows, int64_t bytes, int64_t panels, int threads);
 
-/* How a product is shared out: blocks of rows, and of the last ones, a block a thread, shares of the panels. */
+/* How a product is split over threads: blocks of rows, and of the last ones, a block a thread, shares of the panels. */
 struct cut {
     int64_t rows, panels, block, whole, share, shares, tasks;
 };

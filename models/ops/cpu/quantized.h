@@ -1,13 +1,13 @@
-/* Weights of 8 or 4 bits, and the rows that meet them. Shared by the quantized_*.c files.
+/* Weights of 8 or 4 bits, and the rows that are multiplied by them. Shared by the quantized_*.c files.
  *
  * A packed weight is made of panels of 32 outputs; a panel of blocks of 128 inputs; a block of its scales and two
  * steps of 64 inputs; a step of two tiles of 16 outputs, each [16 fours of inputs][16 outputs][4] in bytes, which is
  * what AMX multiplies by and what a vector of products of four reads. With 8 bits a block has one scale an output,
  * with 4 bits one a step; then a byte holds an input of one four, plus 8, and of the next, so that a tile is half as
- * large. All sizes are filled up with zeros.
+ * large. All sizes are padded with zeros.
  *
  * Rows are rounded to 8 bits too, 128 inputs by one scale. So the products of a block are sums of integers, exact in
- * any order, and blocks are added up in order: a row's result does not depend on its company. */
+ * any order, and blocks are added up in order: a row's result does not depend on the other rows. */
 
 #ifndef QUANTIZED_H
 #define QUANTIZED_H
@@ -41,7 +41,7 @@ struct quantized_rows {
     int64_t count;         /* up to TWO_TILES */
 };
 
-/* What of a weight is fetched from memory while what came before it is multiplied. */
+/* The part of a weight that is prefetched while the part before it is multiplied. */
 struct lines {
     const char *at;
     int lines; /* with each step */

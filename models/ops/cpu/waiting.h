@@ -1,4 +1,4 @@
-/* How a process waits for another that writes to the same memory. */
+/* Waiting for another process that writes to shared memory: spin, then yield, then sleep. */
 
 #ifndef WAITING_H
 #define WAITING_H
@@ -9,10 +9,10 @@
 #include "operators.h"
 
 #define SPINS 2000  /* about 100 microseconds */
-#define YIELDS 4000 /* a millisecond or more, as long as nobody else wants the core */
+#define YIELDS 4000 /* a millisecond or more, while no other process wants the core */
 #define NAP_NS 50000
 
-/* Between two looks, of which this is the one of that number: ever longer. */
+/* Called between two reads, with their number: waits ever longer. */
 static inline void pause_for(int64_t round) {
     if (round < SPINS) relax();
     else if (round < SPINS + YIELDS) sched_yield();
