@@ -6,17 +6,9 @@ import pytest
 import torch
 
 from models.layers.routing import grouped_top_k, softmax_top_k
-from models.ops.triton import elementwise as gated
-from models.ops.triton import elementwise as rms_norm
-from models.ops.triton import expert_products as moe_gemm
-from models.ops.triton import expert_routing as moe_combine
-from models.ops.triton import expert_routing as moe_route
-from models.ops.triton import expert_routing as moe_sort
-from models.ops.triton.cases import elementwise as gated_reference
-from models.ops.triton.cases import elementwise as rms_norm_reference
-from models.ops.triton.cases import experts as moe_gemm_reference
-from models.ops.triton.cases import experts as moe_route_reference
-from models.ops.triton.cases import experts as moe_sort_reference
+from models.ops.triton import elementwise, expert_products, expert_routing
+from models.ops.triton.cases import elementwise as elementwise_reference
+from models.ops.triton.cases import experts as experts_reference
 from tests.parity.triton_interpreter import DEVICE
 
 # A rounding to bfloat16 or float16 may fall to either side, twice where two numbers were rounded.
@@ -36,14 +28,14 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 64), (5, 96), (3, 7), (2, 3, 130)])
-@pytest.mark.parametrize("mode", [rms_norm.PLAIN, rms_norm.ADD_NORM, rms_norm.NORM_ADD])
+@pytest.mark.parametrize("mode", [elementwise.PLAIN, elementwise.ADD_NORM, elementwise.NORM_ADD])
 def test_rms_norm(shape: tuple[int, ...], mode: int, dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     residual, of_reference = (
-        None if mode == rms_norm.PLAIN else random(*shape, dtype=dtype, seed=2) for _ in range(2)
+        None if mode == elementwise.PLAIN else random(*shape, dtype=dtype, seed=2) for _ in range(2)
     )
-    found = rms_norm.rms_norm(x, weight, 1e-5, offset=1.0, residual=residual, mode=mode)
-    expected = rms_norm_reference.reference_rms_norm(x, weight, 1e-5, offset=1.0, residual=of_reference, mode=mode)
+    found = elementwise.rms_norm(x, weight, 1e-5, offset=1.0, residual=residual, mode=mode)
+    expected = elementwise_reference.reference_rms_norm(x, weight, 1e-5, offset=1.0, residual=of_reference, mode=mode)
     assert_close(found, expected)
     if residual is not None and of_reference is not None:
         assert_close(residual, of_reference)
@@ -53,18 +45,18 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
     wide = random(5, 40)
     weight = random(24, seed=1)
     assert_close(
-        rms_norm.rms_norm(wide[:, 8:32], weight, 1e-5),
-        rms_norm_reference.reference_rms_norm(wide[:, 8:32], weight, 1e-5),
+        elementwise.rms_norm(wide[:, 8:32], weight, 1e-5),
+        elementwise_reference.reference_rms_norm(wide[:, 8:32], weight, 1e-5),
     )
 
 
 @DTYPES
 @pytest.mark.parametrize("features", [8, 33, 96])
-@pytest.mark.parametrize("activation", [gated.SILU, gated.GELU_TANH, gated.CLAMPED_SILU])
+@pytest.mark.parametrize("activation", [elementwise.SILU, elementwise.GELU_TANH, elementwise.CLAMPED_SILU])
 def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * features, dtype=dtype) * 4
-    compute = functools.partial(gated_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)
-    assert_close(gated.gated(gate_up, activation, alpha=1.702, limit=7.0), compute())
+    compute = functools.partial(elementwise_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)
+    assert_close(elementwise.gated(gate_up, activation, alpha=1.702, limit=7.0), compute())
 
 
 @pytest.mark.parametrize("experts", [6, 16, 60])
@@ -73,8 +65,8 @@ def test_moe_route(experts: int, sigmoid: bool, renormalize: bool) -> None:
     # Rounded, so that experts are equally good.
     logits = (random(5, experts) * 2).round() / 2
     how = {"sigmoid": sigmoid, "renormalize": renormalize, "scaling_factor": 1.5}
-    weights, ids = moe_route.moe_route(logits, 3, **how)
-    expected_weights, expected_ids = moe_route_reference.reference_moe_route(logits, 3, **how)
+    weights, ids = expert_routing.moe_route(logits, 3, **how)
+    expected_weights, expected_ids = experts_reference.reference_moe_route(logits, 3, **how)
     assert torch.equal(ids, expected_ids)
     assert_close(weights, expected_weights)
 
@@ -84,7 +76,7 @@ def test_moe_route(experts: int, sigmoid: bool, renormalize: bool) -> None:
 def test_moe_route_by_groups_is_that_of_the_layer(groups: int, top_groups: int, corrected: bool) -> None:
     logits = random(7, 24, seed=3)
     correction = random(24, seed=4) if corrected else None
-    weights, ids = moe_route.moe_route(
+    weights, ids = expert_routing.moe_route(
         logits,
         4,
         sigmoid=True,
@@ -110,19 +102,19 @@ def test_moe_route_by_groups_is_that_of_the_layer(groups: int, top_groups: int, 
 def test_moe_route_chooses_experts_whatever_the_logits_are() -> None:
     logits = torch.full((2, 6), torch.nan, device=DEVICE)
     logits[1] = -torch.inf
-    _, ids = moe_route.moe_route(logits, 4, sigmoid=True, renormalize=True)
+    _, ids = expert_routing.moe_route(logits, 4, sigmoid=True, renormalize=True)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_moe_route_of_softmax_is_that_of_the_layer() -> None:
     logits = random(4, 60, dtype=torch.bfloat16)
-    weights, ids = moe_route.moe_route(logits, 5, sigmoid=False, renormalize=True)
+    weights, ids = expert_routing.moe_route(logits, 5, sigmoid=False, renormalize=True)
     expected_weights, expected_ids = softmax_top_k(logits, 5, renormalize=True)
     assert_close(weights, expected_weights)
     assert_close(logits.gather(1, ids).float(), logits.gather(1, expected_ids).float())
 
 
-def blocks_of(found: moe_sort.SortedPairs) -> list[tuple[int, list[int]]]:
+def blocks_of(found: expert_routing.SortedPairs) -> list[tuple[int, list[int]]]:
     of_experts = [
         (int(found.block_experts[nth]), found.pairs[nth * found.block :][: int(found.block_rows[nth])].tolist())
         for nth in range(int(found.num_blocks))
@@ -138,8 +130,8 @@ def test_moe_sort(tokens: int, top_k: int, experts: int, block: int, held: float
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
     ids = scores.topk(top_k).indices.to(DEVICE)
     num_experts = max(1, int(experts * held))
-    found = moe_sort.moe_sort(ids, num_experts, block)
-    assert blocks_of(found) == sorted(moe_sort_reference.reference_moe_sort(ids, num_experts, block))
+    found = expert_routing.moe_sort(ids, num_experts, block)
+    assert blocks_of(found) == sorted(experts_reference.reference_moe_sort(ids, num_experts, block))
     assert int(found.num_blocks) <= found.max_blocks
 
 
@@ -148,47 +140,49 @@ def test_moe_sort(tokens: int, top_k: int, experts: int, block: int, held: float
     ("tokens", "top_k", "experts", "hidden", "inner"), [(1, 2, 4, 32, 16), (5, 3, 7, 24, 20), (30, 2, 3, 16, 17)]
 )
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("gating", [moe_gemm.Gating(gated.SILU), moe_gemm.Gating(gated.CLAMPED_SILU, 1.702, 7.0)])
+@pytest.mark.parametrize(
+    "gating", [expert_products.Gating(elementwise.SILU), expert_products.Gating(elementwise.CLAMPED_SILU, 1.702, 7.0)]
+)
 def test_moe_gemm_both_ways_and_combine(
     tokens: int,
     top_k: int,
     experts: int,
     hidden: int,
     inner: int,
-    gating: moe_gemm.Gating,
+    gating: expert_products.Gating,
     block: int,
     dtype: torch.dtype,
 ) -> None:
     x = random(tokens, hidden, dtype=dtype)
-    has_bias = gating.activation == gated.CLAMPED_SILU
+    has_bias = gating.activation == elementwise.CLAMPED_SILU
     w13, w2 = random(experts, 2 * inner, hidden, dtype=dtype), random(experts, hidden, inner, dtype=dtype)
     b13, b2 = (
         random(*shape, dtype=dtype) if has_bias else None for shape in ((experts, 2 * inner), (experts, hidden))
     )
     ids = torch.rand(tokens, experts + 2, generator=torch.Generator().manual_seed(1)).topk(top_k).indices.to(DEVICE)
     weights = random(tokens, top_k).abs()
-    pairs = moe_sort.moe_sort(ids, experts, block)
+    pairs = expert_routing.moe_sort(ids, experts, block)
 
-    gates = moe_gemm.moe_gemm(x, w13, b13, pairs, ids.numel(), gating=gating)
+    gates = expert_products.moe_gemm(x, w13, b13, pairs, ids.numel(), gating=gating)
     here = (ids < experts).flatten()
-    expected_gates = moe_gemm_reference.reference_moe_gemm(x, w13, b13, ids, gating=gating)
+    expected_gates = experts_reference.reference_moe_gemm(x, w13, b13, ids, gating=gating)
     assert_close(gates[here], expected_gates[here])
 
-    products = moe_gemm.moe_gemm(expected_gates, w2, b2, pairs, ids.numel())
-    expected_products = moe_gemm_reference.reference_moe_gemm(expected_gates, w2, b2, ids)
+    products = expert_products.moe_gemm(expected_gates, w2, b2, pairs, ids.numel())
+    expected_products = experts_reference.reference_moe_gemm(expected_gates, w2, b2, ids)
     assert_close(products[here], expected_products[here])
 
     products[~here] = torch.nan
     beside, gate = random(tokens, hidden, dtype=dtype), random(tokens, 1)
     for also in ((), (beside,), (beside, gate)):
-        found = moe_combine.moe_combine(products, weights, ids, experts, *also)
-        assert_close(found, moe_gemm_reference.reference_moe_combine(products, weights, ids, experts, *also))
+        found = expert_routing.moe_combine(products, weights, ids, experts, *also)
+        assert_close(found, experts_reference.reference_moe_combine(products, weights, ids, experts, *also))
 
 
 def test_pairs_of_a_block_do_not_change_each_other() -> None:
     x, w = random(20, 32, dtype=torch.bfloat16), random(2, 24, 32, dtype=torch.bfloat16)
     ids = torch.zeros(20, 1, dtype=torch.int64, device=DEVICE)
-    whole = moe_gemm.moe_gemm(x, w, None, moe_sort.moe_sort(ids, 2, 16), 20)
+    whole = expert_products.moe_gemm(x, w, None, expert_routing.moe_sort(ids, 2, 16), 20)
     for token in (0, 7, 19):
-        alone = moe_gemm.moe_gemm(x[token : token + 1], w, None, moe_sort.moe_sort(ids[:1], 2, 16), 1)
+        alone = expert_products.moe_gemm(x[token : token + 1], w, None, expert_routing.moe_sort(ids[:1], 2, 16), 1)
         assert torch.equal(alone[0], whole[token])
