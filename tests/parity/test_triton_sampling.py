@@ -6,7 +6,7 @@ import torch
 
 from engine.sampling.parameters import Adjustments, RandomRows, SamplingColumns, SamplingRows
 from engine.sampling.sampler import SampledTokens, Sampler
-from engine.sampling.triton_ops import columns_of
+from engine.sampling.triton_ops import TritonOps
 from engine.sampling_params import SamplingParams
 from engine.text.structured.matcher import MaskedRow, packed
 from models.ops import triton as kernels
@@ -205,7 +205,7 @@ def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, floa
     logits = torch.cat((logits_of(1, 200, step=1.0), torch.zeros(1, 200)))
     numbers = [0.99, 0.75]
     random = random_rows(2, 200, [key_of(number) for number in numbers], **filters)
-    columns = torch.from_numpy(columns_of(random)).to(DEVICE)
+    columns = torch.from_numpy(TritonOps().draw_arrays(random, 200)[0]).to(DEVICE)
     found = sampling.argmax(logits.to(DEVICE))
     has_filtered = bool(random.filtered[0])
     draw.draw(logits.to(DEVICE), found.peaks, found.tokens, columns, has_filtered=has_filtered)
