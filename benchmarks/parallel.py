@@ -23,7 +23,7 @@ from engine.client.core_manager import CoreManager
 from engine.client.llm_engine import LLMEngine
 from engine.client.placement import Placement
 from engine.config.config import Config, ParallelConfig, ServerConfig
-from engine.distributed.curve import Doorkeeper
+from engine.distributed.curve import CurveAuthenticator
 from engine.distributed.rank_link import SharedMemory, StepAddress
 from engine.distributed.rank_steps import decode_step, encode_step, rank_batch
 from engine.distributed.step_transport import SharedMemorySteps, StepSource, StepTransport, TcpSteps, open_steps
@@ -129,17 +129,17 @@ def _by_ring(num_rows: int) -> Iterator[StepTransport]:
 def _by_socket(num_rows: int) -> Iterator[StepTransport]:
     """The second rank, which receives steps as one on another host does, over the loopback interface."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    doorkeeper = Doorkeeper(context)
+    authenticator = CurveAuthenticator(context)
     steps = TcpSteps(context, "127.0.0.1", PORT, 2)
     address = steps.address
-    doorkeeper.admit(address.public)
+    authenticator.allow(address.public)
     keys = [key.decode() for key in (address.core_public, address.public, address.secret)]
     with second_process(_MODULE, "follow", "tcp", address.address, *keys, num_rows):
         if steps.missing_rank(60.0) is not None:
             raise RuntimeError("the second rank did not connect")
         yield steps
     steps.close()
-    doorkeeper.close()
+    authenticator.close()
     context.term()
 
 

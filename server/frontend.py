@@ -17,7 +17,7 @@ from engine.client.core_manager import CoreManager, EngineDeadError
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.config.release import release
-from engine.distributed.processes import keep_off
+from engine.distributed.processes import avoid_cpus
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
@@ -97,7 +97,7 @@ class Frontend:
             self.failure = f"the tokenizer could not be loaded: {type(error).__name__}: {error}"
             return
         try:
-            keep_off(ready.model.own_cpus)
+            avoid_cpus(ready.model.own_cpus)
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
         self.admission.open(ready.model, self._num_replicas)

@@ -23,7 +23,7 @@ from typing import NoReturn
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from engine.config.release import release
-from engine.distributed.processes import log_lines, name_process
+from engine.distributed.processes import configure_logging, name_process
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 
@@ -108,7 +108,7 @@ def _set_up_logging(config: ServerConfig) -> None:
         record.request = "" if request_id is None else f" [{request_id}]"
         return True
 
-    log_lines("kaon-api", config.log_level, "%(request)s").addFilter(name_request)
+    configure_logging("kaon-api", config.log_level, "%(request)s").addFilter(name_request)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
@@ -120,7 +120,7 @@ def _run_node(config: Config) -> int:
     parallel = config.parallel_config
     name = f"kaon-node-{parallel.node_rank}"
     name_process(name)
-    log_lines(name, config.server_config.log_level)
+    configure_logging(name, config.server_config.log_level)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Imported here because the first host's server does not need it.
     from engine.config.paths import resolve_checkpoint

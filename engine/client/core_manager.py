@@ -22,7 +22,7 @@ from engine.client.supervisor import CoreLink
 from engine.config.config import Config
 from engine.distributed.cluster import place_evenly
 from engine.distributed.host_resources import HostShare, available_host_memory
-from engine.distributed.lockstep import Seats
+from engine.distributed.lockstep import LockstepRendezvous
 from engine.messages import AddRequest, Failed, Ready, StepOutputs
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CoreManager:
         self._hosts = _other_hosts(config)
         placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
         available = available_host_memory() // placements[0].num_local if size > 1 else None
-        self._seats = _seats(config)
+        self._rendezvous = _rendezvous(config)
         self._replicas: list[Replica] = []
         events = ReplicaEvents(
             self._deliver, self._on_step, self._on_core_ready, self._on_unavailable, self._on_replica_end
@@ -83,7 +83,7 @@ class CoreManager:
                 _, local_index, num_local = placements[number]
                 share = HostShare(number, local_index, num_local, available)
                 self._replicas.append(
-                    Replica(config, share, events, lockstep=lockstep, seats=self._seats, hosts=self._hosts)
+                    Replica(config, share, events, lockstep=lockstep, rendezvous=self._rendezvous, hosts=self._hosts)
                 )
         except BaseException:
             self._end(Failed("not all engine cores could be started"))
@@ -318,10 +318,10 @@ class CoreManager:
 
     def _close_places(self, why: str) -> None:
         """Free what starts further cores; `why` is "" at an orderly end."""
-        if self._seats is not None:
-            self._seats.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         if self._hosts is not None:
-            self._hosts.part(why)
+            self._hosts.announce_shutdown(why)
             self._hosts.close()
 
     def _place_among(self, ready: Sequence[Ready]) -> Placement:
@@ -345,10 +345,14 @@ def _other_hosts(config: Config) -> "CoreHosts | None":
     return CoreHosts.of(config)
 
 
-def _seats(config: Config) -> Seats | None:
+def _rendezvous(config: Config) -> LockstepRendezvous | None:
     """The rendezvous of replicas that compute in lockstep; None where they do not."""
     parallel = config.parallel_config
-    return Seats(parallel.data_parallel_size, parallel.tensor_parallel_size) if parallel.in_lockstep else None
+    return (
+        LockstepRendezvous(parallel.data_parallel_size, parallel.tensor_parallel_size)
+        if parallel.in_lockstep
+        else None
+    )
 
 
 def _merged(ready: Sequence[Ready]) -> Ready:

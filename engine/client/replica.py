@@ -18,7 +18,7 @@ from engine.client.supervisor import CoreLink, Supervisor, core_name
 from engine.config.config import Config
 from engine.distributed.core_process import CoreHandle, CoreProcess
 from engine.distributed.host_resources import HostShare
-from engine.distributed.lockstep import Seats
+from engine.distributed.lockstep import LockstepRendezvous
 from engine.messages import (
     AbortRequests,
     AddRequest,
@@ -327,13 +327,13 @@ class Replica:
         events: "ReplicaEvents",
         *,
         lockstep: "Sequence[Replica] | None",
-        seats: Seats | None,
+        rendezvous: LockstepRendezvous | None,
         hosts: "CoreHosts | None",
     ) -> None:
         """Start its core and return at once; see `Supervisor`.
 
         The memory of its `share` is for the first core, which loads at the same time as the others'. `lockstep`: all
-        replicas that compute in lockstep, and `seats`, their rendezvous; `hosts`: those that may run it.
+        replicas that compute in lockstep, and `rendezvous`, their rendezvous; `hosts`: those that may run it.
         """
         self.number = share.replica
         self.ready: Ready | None = None
@@ -345,7 +345,7 @@ class Replica:
         self._share = share
         # This process avoids the CPUs that the core reserves; the next core must be able to use them again.
         self._cpus = os.sched_getaffinity(0)
-        self._seats = seats
+        self._rendezvous = rendezvous
         self._hosts = hosts if hosts is not None and hosts.runs(self.number) else None
         self.supervisor = Supervisor(config, self, core_name(config, self.number))
 
@@ -413,8 +413,8 @@ class Replica:
             core = self._hosts.core(self.number, name, config.num_kvcache_blocks)
         else:
             share, self._share = self._share, self._share._replace(available_bytes=None)
-            seat = None if self._seats is None else self._seats.give(self.number)
-            core = CoreProcess(config, share, cpus=self._cpus, seat=seat)
+            lockstep_member = None if self._rendezvous is None else self._rendezvous.new_member(self.number)
+            core = CoreProcess(config, share, cpus=self._cpus, lockstep_member=lockstep_member)
         return CoreLink(core, context, name)
 
     @property
@@ -430,7 +430,7 @@ class Replica:
     @property
     def waits_for_peers(self) -> bool:
         """Whether the core waits for those of other replicas, and none of them for it."""
-        return self._seats is not None and self._seats.is_held_up(self.number)
+        return self._rendezvous is not None and self._rendezvous.waits_for_peers(self.number)
 
     def on_step(self, step: StepOutputs) -> None:
         """Record and deliver a step's outputs."""

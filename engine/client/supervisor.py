@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from engine.config.config import Config
-from engine.distributed.core_process import CoreHandle, CoreWire
+from engine.distributed.core_process import CoreHandle, CoreTransport
 from engine.messages import Failed, Inbound, Outbound, Ready, StepOutputs, Stopped
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class CoreLink:
         """
         self._core = core
         self._name = name
-        self._wire: CoreWire | None = None
+        self._wire: CoreTransport | None = None
         self.is_connected = False
         """Whether the core has been ready."""
         self.completed_steps = False
@@ -61,7 +61,7 @@ class CoreLink:
         self.reported_failure: Failed | None = None
         """Why it ends, if it has reported that."""
         try:
-            self._wire = core.open_wire(context)
+            self._wire = core.open_transport(context)
             core.start()
         except BaseException:
             self.close()
@@ -73,7 +73,7 @@ class CoreLink:
         return self._core.pid
 
     @property
-    def wire(self) -> CoreWire:
+    def wire(self) -> CoreTransport:
         """The sockets to the core."""
         assert self._wire is not None
         return self._wire
@@ -81,7 +81,7 @@ class CoreLink:
     @property
     def waits_for_host(self) -> bool:
         """Whether the core starts only when its host joins."""
-        return self._core.is_awaited
+        return self._core.waits_for_host
 
     @property
     def descriptors(self) -> tuple[int, int]:

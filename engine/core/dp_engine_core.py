@@ -18,7 +18,7 @@ from engine.core.isolation import FailedStep
 from engine.core.sockets import Incoming, InputQueue, OutputQueue, Wake
 from engine.core.step_pipeline import ModelRunnerInterface, OnRead
 from engine.distributed.flight_record import FlightRecord
-from engine.distributed.lockstep import PEER_END_SECONDS, PeerGoneError, ReplicaLinks
+from engine.distributed.lockstep import PEER_END_SECONDS, PeerLostError, ReplicaLinks
 from engine.messages import RequestOutput
 from engine.sequence import Sequence
 from models.errors import ReplicaLeft
@@ -68,7 +68,7 @@ class Lockstep:
         self.is_asleep = not any(announced)
         if _SHUTS_DOWN in announced:
             self._has_shut_down = True
-            self.peers.part()
+            self.peers.announce_shutdown()
             raise ReplicasShutdown
         return announced
 
@@ -80,16 +80,16 @@ class Lockstep:
                 self.meet(_SHUTS_DOWN, is_woken=is_woken)
 
     def abandon(self, error: BaseException) -> None:
-        """End the other replicas, since this one fails. Raises `PeerGoneError` where another one caused the error."""
+        """End the other replicas, since this one fails. Raises `PeerLostError` where another one caused the error."""
         if isinstance(error, ReplicaLeft):
-            raise PeerGoneError(error.replica) from error
+            raise PeerLostError(error.replica) from error
         if self._world.leave():
             # They end because of this one, which must not report that they ended first.
-            self.peers.part()
+            self.peers.announce_shutdown()
             return
         gone = self.peers.wait_gone(PEER_END_SECONDS)
         if gone is not None:
-            raise PeerGoneError(gone) from error
+            raise PeerLostError(gone) from error
 
 
 class DPEngineCoreProc(EngineCore):
@@ -208,6 +208,6 @@ class DPEngineCoreProc(EngineCore):
         return tokens
 
     def _raise_broken(self, error: BaseException) -> NoReturn:
-        """Leave the lockstep for good. Raises `PeerGoneError` where another replica caused the error."""
+        """Leave the lockstep for good. Raises `PeerLostError` where another replica caused the error."""
         self._lockstep.abandon(error)
         raise RuntimeError(f"a step failed that all replicas compute together: {error}") from error

@@ -23,8 +23,8 @@ from engine.core.startup import LoadedModel, PhaseClock, load_model
 from engine.distributed.core_process import LOST_FRONT_END, Launch
 from engine.distributed.flight_record import FlightRecord
 from engine.distributed.host_resources import HostShare
-from engine.distributed.lockstep import PEER_END_SECONDS, MeetingError, PeerGoneError, ReplicaLinks, Seat
-from engine.distributed.processes import begin_child, end_with_parent, log_lines, name_process
+from engine.distributed.lockstep import PEER_END_SECONDS, LockstepMember, PeerLostError, RendezvousError, ReplicaLinks
+from engine.distributed.processes import begin_child, configure_logging, end_with_parent, name_process
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
 from engine.messages import Failed, Ready
@@ -43,14 +43,14 @@ def main() -> NoReturn:
     threading.excepthook = _end_process
     ranks: list[AsyncIOProcManager] = []
 
-    def part(why: str) -> None:
+    def announce_shutdown(why: str) -> None:
         for each in ranks:
-            each.part(why)
+            each.announce_shutdown(why)
 
-    meeting_place = [] if launch.seat is None else [launch.seat.directory]
-    end_with_parent(lifeline, launch.directory, *meeting_place, on_ended=part)
+    rendezvous = [] if launch.lockstep_member is None else [launch.lockstep_member.directory]
+    end_with_parent(lifeline, launch.directory, *rendezvous, on_ended=announce_shutdown)
     config = Config.model_validate_json(launch.config)
-    log_lines(launch.name, config.server_config.log_level)
+    configure_logging(launch.name, config.server_config.log_level)
     sockets = _open_sockets(config, launch)
     failure = _run(config, launch, sockets, ranks)
     if failure is not None:
@@ -107,21 +107,23 @@ def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: list[Async
 
         def start_ranks(path: Path) -> AsyncIOProcManager:
             fail = partial(_fail, sockets)
-            manager = AsyncIOProcManager(config, launch.directory, fail, path, seat=launch.seat, share=launch.share)
+            manager = AsyncIOProcManager(
+                config, launch.directory, fail, path, lockstep_member=launch.lockstep_member, share=launch.share
+            )
             ends.callback(manager.close)
             ranks.append(manager)
             return manager
 
-        failure = _load_and_serve(config, launch.seat, launch.share, sockets, phases, record, start_ranks)
+        failure = _load_and_serve(config, launch.lockstep_member, launch.share, sockets, phases, record, start_ranks)
         if failure is None or failure.usage:
             for each in ranks:
-                each.part("" if failure is None else failure.error)
+                each.announce_shutdown("" if failure is None else failure.error)
         return failure
 
 
 def _load_and_serve(
     config: Config,
-    seat: Seat | None,
+    lockstep_member: LockstepMember | None,
     share: HostShare,
     sockets: CoreSockets,
     phases: PhaseClock,
@@ -129,26 +131,26 @@ def _load_and_serve(
     start_ranks: Callable[[Path], AsyncIOProcManager],
 ) -> Failed | None:
     """See `_run`."""
-    links = None if seat is None else _links(seat, sockets)
+    links = None if lockstep_member is None else _links(lockstep_member, sockets)
     try:
         has_ranks = config.parallel_config.tensor_parallel_size > 1
         loaded = load_model(config, phases, start_ranks if has_ranks else None, links, share)
         core = _core(loaded, sockets, record, links)
         core.produce_token()
         if links is not None:
-            links.forget_place()
-    except MeetingError as error:
+            links.remove_directory()
+    except RendezvousError as error:
         return Failed(str(error), usage=not error.is_over, collateral=error.is_over)
     except (ValueError, MemoryError, RankError) as error:
         logger.debug("start-up failed", exc_info=True)
         return Failed(str(error) or "memory ran out while the model was loaded; use a smaller one", usage=True)
-    except PeerGoneError as error:
+    except PeerLostError as error:
         return Failed(str(error), collateral=True)
     except Exception as error:
         logger.exception("start-up failed")
         gone = None if links is None else links.wait_gone(PEER_END_SECONDS)
         if gone is not None:
-            return Failed(str(PeerGoneError(gone)), collateral=True)
+            return Failed(str(PeerLostError(gone)), collateral=True)
         return Failed(f"the engine core could not start: {type(error).__name__}: {error}")
     # A full garbage collection would visit all of torch's objects, delay a step, and find nothing.
     gc.freeze()
@@ -157,7 +159,7 @@ def _load_and_serve(
     sockets.output_queue.put(Ready(loaded.info, phases.seconds))
     try:
         core.busy_loop()
-    except PeerGoneError as error:
+    except PeerLostError as error:
         return Failed(str(error), collateral=True)
     except BaseException as error:
         logger.exception("the busy loop ended")
@@ -165,13 +167,13 @@ def _load_and_serve(
     return None
 
 
-def _links(seat: Seat, sockets: CoreSockets) -> ReplicaLinks:
+def _links(lockstep_member: LockstepMember, sockets: CoreSockets) -> ReplicaLinks:
     """The links to the cores of the other replicas in lockstep."""
 
     def end(replica: int) -> None:
-        _fail(sockets, str(PeerGoneError(replica)), collateral=True)
+        _fail(sockets, str(PeerLostError(replica)), collateral=True)
 
-    return ReplicaLinks(seat, lambda number: sockets.input_queue.put(Wake(number)), end)
+    return ReplicaLinks(lockstep_member, lambda number: sockets.input_queue.put(Wake(number)), end)
 
 
 def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links: ReplicaLinks | None) -> EngineCore:

@@ -20,7 +20,7 @@ from engine.text.structured.spec import InvalidGrammar
 
 if TYPE_CHECKING:
     from engine.distributed.host_messages import CoreAddress
-    from engine.distributed.remote_core import CoreCall
+    from engine.distributed.remote_core import FrontEndConnection
 
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class CoreSockets:
         self._block_size = block_size
         self._grammars: GrammarQueue | None = None
         self._context = zmq.Context()
-        self._call: CoreCall | None = None
+        self._call: FrontEndConnection | None = None
         if front_end is None:
             self._input = self._context.socket(zmq.DEALER)
             output = self._context.socket(zmq.PUSH)
@@ -96,7 +96,7 @@ class CoreSockets:
             # Imported here, because cores on the front end's host do not need it.
             from engine.distributed import remote_core as core_call
 
-            self._call = core_call.CoreCall(self._context, front_end, timeout)
+            self._call = core_call.FrontEndConnection(self._context, front_end, timeout)
             self._input, output = self._call.input, self._call.output
         for socket in (self._input, output):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)

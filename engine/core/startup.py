@@ -68,8 +68,8 @@ def load_model(
     """Load what `config` names and warm it up. Raises `ValueError`, a sentence, for what cannot be served.
 
     `start_ranks` starts the processes that hold the other shards of the checkpoint at that path; None: there are none.
-    `links`: with the cores of other replicas, where they compute in lockstep; raises `MeetingError` where they do not
-    meet. `share`: what of the host is this replica's.
+    `links`: with the cores of other replicas, where they compute in lockstep; raises `RendezvousError` where not all
+    connect. `share`: what of the host is this replica's.
     """
     _refuse_unsupported(config)
     path = resolve_checkpoint(config.model)
@@ -78,8 +78,8 @@ def load_model(
     from engine.runner.start import start_runner
 
     phases.end("import")
-    shard, seat = None if ranks is None else ranks.shard, None if links is None else links.seat
-    loaded, own_cpus, group, world = load_rank(config, path, shard, seat, share)
+    shard, lockstep_member = None if ranks is None else ranks.shard, None if links is None else links.member
+    loaded, own_cpus, group, world = load_rank(config, path, shard, lockstep_member, share)
     _check_token_ids(config, loaded.model_config.vocab_size)
     config = loaded.config
     others_cpus, others_parameters = frozenset[int](), 0
@@ -89,7 +89,7 @@ def load_model(
         if ranks is not None:
             others_cpus, others_parameters = ranks.wait_loaded()
         if links is not None:
-            links.meet(config.parallel_config.rank_start_timeout)
+            links.connect(config.parallel_config.rank_start_timeout)
         if ranks is not None:
             assert group is not None
             ranks.join(group, None if world is None else world.join)

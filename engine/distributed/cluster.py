@@ -1,7 +1,7 @@
 """The hosts of one server: the key they share, the settings they must agree on, and what runs on which of them.
 
 The cluster key, from which both ends of a connection derive their CURVE keys, comes from the environment or a file.
-There is no flag for it: a process list shows flags. When a host joins, its `CommonGround` (Kaon's version, the
+There is no flag for it: a process list shows flags. When a host joins, its `HostAgreement` (Kaon's version, the
 settings that ranks compute by, the checkpoint) is compared with the first host's. `Cluster` says which rank or replica
 runs on which host, and starts the hosts.
 """
@@ -114,7 +114,7 @@ _OF_ONE_HOST = {
 The checkpoint may lie elsewhere on each; `num_kvcache_blocks` is agreed on later."""
 
 
-class CommonGround(msgspec.Struct, frozen=True):
+class HostAgreement(msgspec.Struct, frozen=True):
     """One host's version of it."""
 
     version: str
@@ -123,12 +123,12 @@ class CommonGround(msgspec.Struct, frozen=True):
     """Digest of the checkpoint's config.json."""
 
     @classmethod
-    def of(cls, config: Config, path: Path) -> "CommonGround":
+    def of(cls, config: Config, path: Path) -> "HostAgreement":
         """That of this host, whose checkpoint is at `path`. Raises `OSError` where it cannot be read."""
         digest = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
         return cls(release(), _leaves(config.model_dump(mode="json")), digest)
 
-    def difference(self, other: "CommonGround") -> str | None:
+    def difference(self, other: "HostAgreement") -> str | None:
         """What first differs on `other`, as the end of a sentence about that host; None where nothing does."""
         if other.version != self.version:
             return f"runs Kaon {other.version}, and the first host {self.version}; install the same on both"

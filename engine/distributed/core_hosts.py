@@ -17,12 +17,12 @@ import zmq
 
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
-from engine.distributed.cluster import Cluster, CommonGround, CurvePair
-from engine.distributed.curve import Doorkeeper, endpoint, listen, resolve
+from engine.distributed.cluster import Cluster, CurvePair, HostAgreement
+from engine.distributed.curve import CurveAuthenticator, bind_curve, endpoint, resolve
 from engine.distributed.host_messages import CoreAddress, LaunchCore
 from engine.distributed.host_resources import HostShare
 from engine.distributed.host_router import HostRouter
-from engine.distributed.remote_core import CorePlace, RemoteCore
+from engine.distributed.remote_core import RemoteCore, ReplicaEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -47,29 +47,29 @@ class CoreHosts:
         self._keys: dict[int, bytes] = {}
         """By replica the public key of its last core."""
         self._begun: set[int] = set()
-        self._cores: dict[int, CorePlace] = {}
+        self._cores: dict[int, ReplicaEndpoint] = {}
         with ExitStack() as undo:
             undo.callback(cluster.close)
             host, port = resolve(cluster.address), config.parallel_config.master_port
             self.joining = endpoint(host, port)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.destroy)
-            self._doorkeeper = Doorkeeper(context)
-            undo.callback(self._doorkeeper.close)
-            self._doorkeeper.admit(cluster.keys.host.public)
+            self._authenticator = CurveAuthenticator(context)
+            undo.callback(self._authenticator.close)
+            self._authenticator.allow(cluster.keys.host.public)
             try:
                 for replica, place in enumerate(cluster.placements):
                     if place.node:
                         calling = endpoint(host, port + replica)
                         # Prompts and log probabilities may be of any length.
-                        socket = listen(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
-                        self._cores[replica] = CorePlace(place.node, self.joining, calling, socket)
+                        socket = bind_curve(context, zmq.ROUTER, calling, self._pair, longest=_LARGEST_BYTES)
+                        self._cores[replica] = ReplicaEndpoint(place.node, self.joining, calling, socket)
                 nodes = sorted({core.node for core in self._cores.values()})
                 self._router = HostRouter(
                     context,
                     self.joining,
                     cluster.keys.core,
-                    ground=None,
+                    agreement=None,
                     nodes={node: [] for node in nodes},
                     timeout=config.parallel_config.rank_start_timeout,
                 )
@@ -79,7 +79,7 @@ class CoreHosts:
             cluster.start(self.joining, self._router.turn_away)
             self._end = weakref.finalize(self, undo.pop_all().close)
         # The checkpoint may have to be downloaded.
-        Thread(target=_find_ground, args=(config, self._router), name="ground", daemon=True).start()
+        Thread(target=_find_agreement, args=(config, self._router), name="agreement", daemon=True).start()
 
     @classmethod
     def of(cls, config: Config) -> "CoreHosts":
@@ -104,8 +104,8 @@ class CoreHosts:
         """A new core of a replica that is another host's, to be started. `name` is for sentences."""
         place = self._cores[replica]
         pair = CurvePair.new()
-        self._doorkeeper.dismiss(self._keys.pop(replica, b""))
-        self._doorkeeper.admit(pair.public)
+        self._authenticator.revoke(self._keys.pop(replica, b""))
+        self._authenticator.allow(pair.public)
         self._keys[replica] = pair.public
         is_first = replica not in self._begun
         self._begun.add(replica)
@@ -121,19 +121,19 @@ class CoreHosts:
         self._router.add(core)
         return core
 
-    def part(self, why: str) -> None:
+    def announce_shutdown(self, why: str) -> None:
         """There will be no other core: have the hosts end as well. `why` is "" at an orderly end."""
-        self._router.part(why)
+        self._router.announce_shutdown(why)
 
     def close(self) -> None:
         """End all connections; the second time, nothing."""
         self._end()
 
 
-def _find_ground(config: Config, router: HostRouter) -> None:
+def _find_agreement(config: Config, router: HostRouter) -> None:
     """Tell the router what hosts must have in common with this one."""
     try:
-        router.compare_with(CommonGround.of(config, resolve_checkpoint(config.model)))
+        router.compare_with(HostAgreement.of(config, resolve_checkpoint(config.model)))
     except (OSError, ValueError) as error:
         # The cores of this host end for the same reason, and all with them.
         _log.debug("no host can join: %s", error)

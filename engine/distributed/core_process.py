@@ -1,6 +1,7 @@
-"""What `CoreLink` needs of an engine core: `CoreHandle`, its process, and `CoreWire`, the way to it and back.
+"""An engine core as the front end sees it: `CoreHandle`, its process, and `CoreTransport`, the way of its messages.
 
-`CoreProcess` and `LocalWire`: a process of this host. `RemoteCore` and `RemoteWire`: one that another host runs.
+`CoreProcess` and `LocalTransport` are those of a core on this host. Of a core on another host they are `RemoteCore`
+and `RemoteTransport`; that host's agent starts it as a `CoreProcess` too.
 """
 
 import contextlib
@@ -25,14 +26,14 @@ from engine.config.config import Config
 from engine.distributed.flight_record import FlightRecord
 from engine.distributed.host_messages import CoreAddress
 from engine.distributed.host_resources import HostShare
-from engine.distributed.lockstep import Seat
+from engine.distributed.lockstep import LockstepMember
 from engine.distributed.processes import ENDED, REMOVED, family, stopped_process, wait_or_kill
 from engine.messages import Failed
 from models.child_environment import code_environment
 
 
-class CoreWire(Protocol):
-    """The front end's end of what it and a core say to each other. All calls come from one thread."""
+class CoreTransport(Protocol):
+    """The front end's side of the messages to and from one core. All calls come from one thread."""
 
     @property
     def descriptor(self) -> int:
@@ -40,7 +41,7 @@ class CoreWire(Protocol):
 
     @property
     def is_one_socket(self) -> bool:
-        """Whether `send` may take the news from the descriptor that there are messages: who waits for it must look."""
+        """Whether `send` may consume the descriptor's signal that there are messages, so that a waiter must poll."""
 
     def register(self, poller: zmq.Poller) -> None:
         """Have `poller` wake when there is a message."""
@@ -52,71 +53,67 @@ class CoreWire(Protocol):
         """The next message that has arrived; None if there is none."""
 
     def connected(self) -> None:
-        """The core was ready, and can be sent something from now on."""
+        """The core is ready: messages can be sent to it from now on."""
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """One multipart message. To a core that just died it goes nowhere. Never blocks."""
+        """Send one multipart message. One to a core that has just ended is lost. Never blocks."""
 
     def close(self) -> None:
-        """No more is sent or received."""
+        """Stop sending and receiving."""
 
 
 class CoreHandle(Protocol):
     """One core's process, from its start to its end."""
 
     lifeline: socket.socket
-    """Readable when the core is gone."""
+    """Readable when the core has ended."""
     pid: int
-    """The process id on its own host; -1 as long as it is not known."""
+    """The process id on its own host; -1 until it is known."""
 
     @property
-    def is_awaited(self) -> bool:
+    def waits_for_host(self) -> bool:
         """Whether its host has yet to join."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Whether it has ended, or is about to end."""
 
-    def open_wire(self, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreWire:
-        """The way to it, before it is started; sockets of its own are of `context`."""
+    def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> CoreTransport:
+        """The transport to it, to be opened before it starts; sockets are made of `context`."""
 
     def start(self) -> None:
-        """Run it, and return at once. Raises `OSError` when it cannot be started."""
+        """Start it, and return at once. Raises `OSError` when it cannot be started."""
 
     def connected(self) -> None:
         """It is ready, and has connected all its sockets."""
 
     def wait(self) -> int:
-        """Block until it, which is gone, has been ended by the system; its exit code, or minus a signal."""
+        """Block until the process has exited; its exit code, or minus the number of a signal."""
 
     def why_gone(self) -> Failed | None:
-        """What is known of its end besides the exit code."""
+        """Why it has ended, where more is known than the exit code."""
 
     def running_step(self) -> Sequence[int] | None:
-        """Ids of the requests in the step that it died in; None where that is not known, or nobody's fault."""
+        """Ids of the requests in the step in which it ended; None if that is not known, or no request is at fault."""
 
     def stopped_process(self) -> int | None:
-        """A process of its family that a signal has stopped, where that can be seen."""
+        """One of its processes that a signal has stopped, where that can be seen."""
 
     def dump_stacks(self) -> None:
-        """Have it and its ranks write what each of their threads does to the log, even stuck or stopped ones."""
+        """Have it and its ranks write the stacks of all threads to the log, even of stuck or stopped ones."""
 
     def kill(self) -> None:
-        """End it now. Nothing happens if it is gone."""
+        """Kill it. Nothing happens if it has ended."""
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """End it, after `timeout` seconds by force, and leave nothing of it behind.
+        """End it, after `timeout` seconds by force, and remove its files.
 
-        `why` is for hosts that have ranks of it: a sentence, or "" at an orderly end.
+        `why` is for hosts that run ranks of it: a sentence, or "" at an orderly end.
         """
 
 
-# [core_wires] `LocalWire` and `RemoteWire`: the front end's sockets to an engine core, here or on another host. See
-# `CoreWire`.
-
-
-class LocalWire:
-    """Two sockets of this core's own, with a name each in a private directory."""
+class LocalTransport:
+    """See `CoreTransport`: two sockets for each core, named in a private directory."""
 
     is_one_socket = False
 
@@ -132,34 +129,34 @@ class LocalWire:
 
     @property
     def descriptor(self) -> int:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         return self._output.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         poller.register(self._output, zmq.POLLIN)
 
     def poll(self, milliseconds: int) -> bool:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         return bool(self._output.poll(milliseconds))
 
     def receive(self) -> bytes | None:
-        """See `CoreWire`."""
-        # Not `poll`, which makes a poller at each call.
+        """See `CoreTransport`."""
+        # `poll` would make a poller at each call.
         if not cast(int, self._output.get(zmq.EVENTS)) & zmq.POLLIN:
             return None
         return self._output.recv(zmq.NOBLOCK)
 
     def connected(self) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         self._identity = self._input.recv_multipart()[0]
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         self._input.send_multipart([self._identity, *frames])
 
     def close(self) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         for each in self._sockets:
             each.close(linger=0)
 
@@ -172,44 +169,44 @@ class LocalWire:
         return socket
 
 
-class RemoteWire:
-    """One socket for all cores of a replica, one after the other: a port cannot be had again at once.
+class RemoteTransport:
+    """See `CoreTransport`: one socket for all cores of a replica in turn, since a port cannot be reused at once.
 
-    A core calls by two connections, since it hears by one thread and speaks by others. Their names, of this core
-    alone, part what it says from what its predecessor left.
+    A core makes two connections, since it receives by one thread and sends by others. Their names are this core's
+    alone, so that messages left by its predecessor are told apart.
     """
 
     is_one_socket = True
 
     def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
-        """`socket` is a ROUTER; `name` is what the core was given for its connections."""
+        """`socket` is a ROUTER; `name` is the core's; see `connection_names`."""
         self._socket = socket
         self._input, self._output = (own.encode() for own in connection_names(name))
         self._is_heard = False
-        """Whether it has called by the connection that it hears by."""
+        """Whether the connection by which the core receives is there."""
         self._frames: deque[bytes] = deque()
-        """That came before that."""
+        """Messages that have arrived before."""
 
     @property
     def has_called(self) -> bool:
-        """Whether anything has come from it."""
+        """Whether anything has arrived from it."""
         return self._is_heard or bool(self._frames)
 
     @property
     def descriptor(self) -> int:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         return self._socket.fileno()
 
     def register(self, poller: zmq.Poller) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         poller.register(self._socket, zmq.POLLIN)
 
     def poll(self, milliseconds: int) -> bool:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         return bool(self._socket.poll(milliseconds))
 
     def receive(self) -> bytes | None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         while cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if sender == self._input:
@@ -221,41 +218,36 @@ class RemoteWire:
         return self._frames.popleft() if self._is_heard and self._frames else None
 
     def connected(self) -> None:
-        """See `CoreWire`: nothing was received before."""
+        """See `CoreTransport`: nothing is received before that."""
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """See `CoreWire`."""
+        """See `CoreTransport`."""
         self._socket.send_multipart([self._input, *frames])
 
     def close(self) -> None:
-        """See `CoreWire`; the socket is the next core's."""
+        """See `CoreTransport`; the socket stays open for the next core."""
 
 
 def connection_names(name: str) -> tuple[str, str]:
-    """Of the connections by which a core of that name hears, and speaks."""
+    """Names of the connections by which a core receives, and sends."""
     return f"{name}.in", f"{name}.out"
 
-
-# [core_process] `CoreProcess`: one engine-core process as its parent sees it, and `Launch`, what it is started with.
-#
-# Made by `Replica`, and on other hosts by `HostedCores`; the core reads its `Launch` and answers over the sockets
-# named there.
 
 CORE_MODULE = "engine.core.main"
 """What the process runs."""
 
 LOST_FRONT_END = 69
-"""Exit code of a core that did not reach its front end, or lost it; sysexits.h has it for a missing service."""
+"""Exit code of a core that did not reach its front end, or lost it (`EX_UNAVAILABLE` of sysexits.h)."""
 
-_FAREWELL_SECONDS = 3.0
-"""For a core to part from hosts that have ranks of it, also while what it imports keeps Python from running."""
+_SHUTDOWN_MESSAGE_SECONDS = 3.0
+"""For a core to send a shutdown message to the hosts of its ranks, also while an import keeps Python from running."""
 
 _MAX_SOCKET_PATH = 107
-"""Bytes that a unix socket's address holds."""
+"""Largest length of a unix socket's address, in bytes."""
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """First line on the lifeline, as JSON. `config` is `Config.model_dump_json()`."""
+    """What a core is started with: the first line on the lifeline, as JSON. `config` is `Config.model_dump_json()`."""
 
     name: str
     config: str
@@ -265,13 +257,13 @@ class Launch(msgspec.Struct, frozen=True):
     flight_record: int
     """Descriptor of its `FlightRecord`."""
     cpus: list[int]
-    """Those that the process may use. Its parent keeps off the ones that the first core took."""
+    """CPUs that the process may use; its parent avoids those that the first core computes on."""
     share: HostShare = HostShare()
-    """Its replica's."""
-    seat: Seat | None = None
-    """Among replicas that compute in lockstep."""
+    """Share of the host that its replica has."""
+    lockstep_member: LockstepMember | None = None
+    """Its replica among those that compute in lockstep."""
     front_end: CoreAddress | None = None
-    """Where the core calls; None: at the two addresses below, on this host."""
+    """Where the core connects; None: at the two addresses below, on this host."""
 
     @property
     def input_address(self) -> str:
@@ -287,8 +279,8 @@ class Launch(msgspec.Struct, frozen=True):
 class CoreProcess:
     """A core's process, its socket directory (0700, of a unique name) and its lifeline.
 
-    The lifeline is a socket pair. The launch goes over it; after that, its end of file tells either side that the
-    other process is gone, however it ended.
+    Made by `Replica`, and on other hosts by `HostedCores`. The lifeline is a socket pair. It carries the launch; after
+    that, its end of file tells either side that the other process has ended, for whatever reason.
     """
 
     def __init__(
@@ -297,17 +289,17 @@ class CoreProcess:
         share: HostShare = HostShare(),  # noqa: B008, immutable
         *,
         cpus: Collection[int] | None = None,
-        seat: Seat | None = None,
+        lockstep_member: LockstepMember | None = None,
         front_end: CoreAddress | None = None,
     ) -> None:
         """Make the directory; nothing runs before `start`. Raises `ValueError` when TMPDIR is too long a path.
 
-        See `Launch` for the arguments; it may use the `cpus` of its parent if there are none.
+        See `Launch` for the arguments; without `cpus` it may use those of its parent.
         """
         self._record_descriptor = FlightRecord.create(config.max_num_seqs)
         self._has_remote_ranks = config.parallel_config.has_remote_ranks
         self.flight_record = FlightRecord(self._record_descriptor)
-        """Stays readable when the process is gone."""
+        """Readable also when the process has ended."""
         self.launch = Launch(
             name=f"kaon-engine-{share.replica}",
             config=config.model_dump_json(),
@@ -316,7 +308,7 @@ class CoreProcess:
             flight_record=self._record_descriptor,
             cpus=sorted(os.sched_getaffinity(0) if cpus is None else cpus),
             share=share,
-            seat=seat,
+            lockstep_member=lockstep_member,
             front_end=front_end,
         )
         longest = self.launch.output_address.removeprefix("ipc://")
@@ -330,25 +322,25 @@ class CoreProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = -1
 
-    def open_wire(self, context: "zmq.Context[zmq.Socket[bytes]]") -> LocalWire:
+    def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> LocalTransport:
         """See `CoreHandle`."""
-        return LocalWire(context, self.launch.input_address, self.launch.output_address)
+        return LocalTransport(context, self.launch.input_address, self.launch.output_address)
 
     def start(self) -> None:
-        """See `CoreHandle`. A process group of its own keeps the terminal's Ctrl-C from it."""
-        # The kernel takes the starting thread's end for its process'.
+        """See `CoreHandle`. It gets a process group of its own, so that the terminal's Ctrl-C does not reach it."""
+        # The kernel takes the end of the thread that starts a process for the end of its parent.
         self._starter_lives_on = threading.current_thread() is threading.main_thread()
-        # The name is for people who read `ps`.
-        seat = self.launch.seat
+        # The name is shown by `ps`.
+        lockstep_member = self.launch.lockstep_member
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", CORE_MODULE, self.launch.name],
             stdin=self._theirs.fileno(),
-            pass_fds=(self._record_descriptor, *(() if seat is None else seat.memory)),
+            pass_fds=(self._record_descriptor, *(() if lockstep_member is None else lockstep_member.memory)),
             env=code_environment(),
             process_group=0,
         )
         self._close_theirs()
-        # One that is dead already is told of by the lifeline's end.
+        # The end of the lifeline reports a process that has ended already.
         with contextlib.suppress(BrokenPipeError):
             self.lifeline.sendall(msgspec.json.encode(self.launch) + b"\n")
         self.pid = self._process.pid
@@ -358,7 +350,7 @@ class CoreProcess:
         return 0 if self._process is None else self._process.wait()
 
     def connected(self) -> None:
-        """Both sockets are connected, and stay so without their names: from now on not even SIGKILL leaves a trace."""
+        """See `CoreHandle`. Connected sockets need no names: without the directory not even SIGKILL leaves files."""
         self._remove_directory()
         if self._starter_lives_on:
             with contextlib.suppress(BrokenPipeError):
@@ -366,11 +358,11 @@ class CoreProcess:
 
     @property
     def is_gone(self) -> bool:
-        """See `CoreHandle`: whether the process has let go of the lifeline."""
+        """See `CoreHandle`: whether the process has closed the lifeline."""
         return bool(self._lifeline_poll.poll(0))
 
     @property
-    def is_awaited(self) -> bool:
+    def waits_for_host(self) -> bool:
         """See `CoreHandle`."""
         return False
 
@@ -379,7 +371,7 @@ class CoreProcess:
         return None
 
     def running_step(self) -> list[int]:
-        """See `CoreHandle`; of one that lives, in the step that it computes."""
+        """See `CoreHandle`; while it runs, those of the current step."""
         return self.flight_record.read()
 
     def stopped_process(self) -> int | None:
@@ -392,7 +384,7 @@ class CoreProcess:
         for number in (signal.SIGUSR2, signal.SIGCONT):
             self._signal(number)
             for rank in ranks:
-                # They end with the core.
+                # A rank may have ended with the core.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, number)
 
@@ -405,13 +397,13 @@ class CoreProcess:
             self._process.send_signal(number)
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and leave nothing of it behind.
+        """End the process, by its lifeline and after `timeout` seconds by SIGKILL, and remove its files.
 
-        One that has ranks on other hosts is given the time to tell them, `why` too.
+        One that has ranks on other hosts is given the time to send them a shutdown message, with `why`.
         """
         self._close_theirs()
         if self._has_remote_ranks:
-            timeout = max(timeout, _FAREWELL_SECONDS)
+            timeout = max(timeout, _SHUTDOWN_MESSAGE_SECONDS)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.lifeline.sendall(ENDED + why.encode())
         self.lifeline.close()

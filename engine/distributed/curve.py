@@ -27,7 +27,7 @@ _MAX_HEARD_BYTES = 64 << 20
 """Of a message to who listens: strangers may claim any length."""
 
 
-class Doorkeeper:
+class CurveAuthenticator:
     """Lets in whoever shows one of the keys that it was told of. For every socket of a context that listens."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -36,11 +36,11 @@ class Doorkeeper:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 
-    def admit(self, public: bytes) -> None:
+    def allow(self, public: bytes) -> None:
         """From now on, let in who has the secret key of that public one."""
         self._keys.add(public)
 
-    def dismiss(self, public: bytes) -> None:
+    def revoke(self, public: bytes) -> None:
         """From now on, let in who has that key no more; nothing where it was not let in."""
         self._keys.discard(public)
 
@@ -53,7 +53,7 @@ class Doorkeeper:
         self._authenticator.stop()
 
 
-def listen(
+def bind_curve(
     context: "zmq.Context[zmq.Socket[bytes]]",
     kind: int,
     address: str,
@@ -142,7 +142,7 @@ def why_not(address: str, number: int, words: str) -> str:
     return f"port {port} on {host} cannot be opened: {words}"
 
 
-def dial(
+def curve_client(
     context: "zmq.Context[zmq.Socket[bytes]]", own: CurvePair, server_public: bytes, name: bytes
 ) -> "zmq.Socket[bytes]":
     """A socket that, once it is to connect to one that listens, does so again whenever the connection breaks.

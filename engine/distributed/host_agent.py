@@ -1,4 +1,4 @@
-"""`RankHost`: runs the ranks or the engine cores of a host that is not the first, for one server after the other.
+"""`HostAgent`: runs the ranks or the engine cores of a host that is not the first, for one server after the other.
 
 Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: what it runs are processes. It is
 joined to an engine core, which has ranks here, or to the front end, which has cores here.
@@ -18,35 +18,30 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.config.config import Config
-from engine.distributed.cluster import ClusterKeys, CommonGround, read_cluster_key
+from engine.distributed.cluster import ClusterKeys, HostAgreement, read_cluster_key
 from engine.distributed.core_process import CoreProcess
-from engine.distributed.curve import AGAIN_SECONDS, CONNECT_SECONDS, dial, endpoint, warn_no_address
+from engine.distributed.curve import AGAIN_SECONDS, CONNECT_SECONDS, curve_client, endpoint, warn_no_address
 from engine.distributed.host_messages import (
+    CoreCommand,
     CoreEnded,
     CoreServes,
     CoreStarted,
     DumpStacks,
-    Farewell,
     FromHost,
     Hello,
     KillCore,
     LaunchCore,
+    RankCommand,
     RankGone,
-    RankSaid,
+    RankReport,
     Refused,
+    ShutdownMessage,
     StopCore,
-    TellCore,
-    TellRank,
     ToHost,
 )
 from engine.distributed.host_resources import available_host_memory
 from engine.distributed.rank_link import RankFailed, RankLaunch, RankProc, RankServes, ToRank
 
-# [hosted_cores] `HostedCores`: the engine cores that a host runs for the front end of another. Owned by `RankHost`.
-#
-# Each is the process that it would be on the first host; only its sockets lead elsewhere.
-
-"""For a core to end by itself; one that never served has nothing to end."""
 _FAILED = 1
 
 
@@ -64,7 +59,7 @@ class HostedCores:
         """Descriptors, one of which is readable when a core is gone."""
         return [core.lifeline.fileno() for core in self._cores.values()]
 
-    def do(self, message: TellCore) -> CoreStarted | CoreEnded | None:
+    def do(self, message: CoreCommand) -> CoreStarted | CoreEnded | None:
         """What the front end says; an answer, if there is one. Of a core that is gone nothing is done."""
         if isinstance(message, LaunchCore):
             return self._start(message)
@@ -106,7 +101,7 @@ class HostedCores:
         config = self._config.model_copy(update={"num_kvcache_blocks": launch.num_kvcache_blocks})
         share = launch.share
         if launch.is_first:
-            share = share._replace(available_bytes=available_host_memory() // share.places)
+            share = share._replace(available_bytes=available_host_memory() // share.num_local)
         try:
             core = CoreProcess(config, share, front_end=launch.front_end)
             self._cores[launch.core] = core
@@ -133,24 +128,25 @@ _EVENTS = sum(_HANDSHAKE_FAILED) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DIS
 _REFUSALS = 5
 """Handshakes that fail in a row before the key is blamed: a core that ends breaks one off, too."""
 _END_SECONDS = 2.0
+"""For a rank or a core to end by itself; a core that never served is killed at once."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToHost)
 
 
-def host_of(config: Config, path: Path) -> "RankHost":
+def host_of(config: Config, path: Path) -> "HostAgent":
     """This host, as `config` numbers it. Raises `ValueError`, a sentence, where it cannot join; `OSError`."""
     parallel = config.parallel_config
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
     address = endpoint(parallel.master_addr, parallel.master_port)
-    return RankHost(config, path, node=parallel.node_rank, address=address, keys=keys)
+    return HostAgent(config, path, node=parallel.node_rank, address=address, keys=keys)
 
 
 class HostError(RuntimeError):
     """This host cannot join, or must not; one sentence for the user."""
 
 
-class RankHost:
+class HostAgent:
     """The ranks or cores of one host. All calls come from one thread, with which these end."""
 
     def __init__(self, config: Config, path: Path, *, node: int, address: str, keys: ClusterKeys) -> None:
@@ -161,13 +157,13 @@ class RankHost:
         self.address = address
         self._config, self._path = config, path
         self._node, self._keys = node, keys
-        self._ground = CommonGround.of(config, path)
+        self._agreement = HostAgreement.of(config, path)
         self._timeout = config.parallel_config.rank_start_timeout
         self._has_served = False
         """Whether a core was ready once, here or with these ranks."""
 
     def serve(self, *, rejoins: bool) -> None:
-        """Serve one core, or one after the other, until one says farewell.
+        """Serve one core, or one after the other, until one says shutdown.
 
         Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
         """
@@ -175,19 +171,19 @@ class RankHost:
             deadline = time.monotonic() + self._timeout
             address = _reach(self.address, self._timeout, deadline)
             with _Joined(self._node, address, self._keys, HostedCores(self._config)) as core:
-                core.join(self._timeout, deadline, self._ground)
+                core.join(self._timeout, deadline, self._agreement)
                 _log.info("joined the engine core at %s", self.address)
-                farewell = self._follow(core)
-            if farewell is not None and not (farewell.why and self._has_served):
-                if farewell.why:
-                    raise HostError(farewell.why)
+                shutdown = self._follow(core)
+            if shutdown is not None and not (shutdown.why and self._has_served):
+                if shutdown.why:
+                    raise HostError(shutdown.why)
                 return
             if not rejoins:
                 return
             _log.warning("the engine core at %s is gone; this host waits for the next", self.address)
 
-    def _follow(self, core: "_Joined") -> Farewell | None:
-        """Do as the core says until it is gone, or says farewell."""
+    def _follow(self, core: "_Joined") -> ShutdownMessage | None:
+        """Do as the core says until it is gone, or says shutdown."""
         failure: RankFailed | None = None
         while True:
             lost, frames, procs = core.wait()
@@ -200,7 +196,7 @@ class RankHost:
                     self._has_served = True
                 elif isinstance(message, RankFailed) and message.usage:
                     failure = message
-                core.send(RankSaid(proc.rank, message))
+                core.send(RankReport(proc.rank, message))
             for frame in frames:
                 try:
                     told = _decoder.decode(frame)
@@ -209,17 +205,17 @@ class RankHost:
                         f"the first host says what this version of Kaon cannot read ({error}); install the same on all"
                     ) from error
                 match told:
-                    case TellRank():
+                    case RankCommand():
                         self._tell(core, told.rank, told.message)
                     case Refused():
                         raise HostError(told.why)
-                    case Farewell():
+                    case ShutdownMessage():
                         return told
                     case _:
                         self._has_served |= isinstance(told, CoreServes)
                         core.tell_cores(told)
             if lost:
-                return None if failure is None else Farewell(failure.error)
+                return None if failure is None else ShutdownMessage(failure.error)
 
     def _tell(self, core: "_Joined", rank: int, message: ToRank) -> None:
         if isinstance(message, RankLaunch):
@@ -261,7 +257,9 @@ class _Joined:
     def __init__(self, node: int, address: str, keys: ClusterKeys, cores: HostedCores) -> None:
         self._node, self._address = node, address
         # Another name each time: a core that lost this host must not take the next connection for the same.
-        self._socket = dial(zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode())
+        self._socket = curve_client(
+            zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode()
+        )
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(address)
         self.procs: dict[int, RankProc] = {}
@@ -271,7 +269,7 @@ class _Joined:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # First, as its end tells that a farewell was heard.
+        # First, as its end tells that a shutdown was heard.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -279,7 +277,7 @@ class _Joined:
             proc.close(_END_SECONDS)
         self._cores.close()
 
-    def join(self, timeout: float, deadline: float, ground: CommonGround) -> None:
+    def join(self, timeout: float, deadline: float, agreement: HostAgreement) -> None:
         """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
         refusals = 0
         while True:
@@ -295,7 +293,7 @@ class _Joined:
                     f"{self._address} turns this host away; the cluster key must be the same on all hosts, and "
                     "master_port the first host's"
                 )
-        self.send(Hello(self._node, socket.gethostname(), ground))
+        self.send(Hello(self._node, socket.gethostname(), agreement))
 
     def wait(self) -> tuple[bool, list[bytes], list[RankProc]]:
         """Block until something happens: whether the core is gone, its messages, processes to be heard."""
@@ -324,7 +322,7 @@ class _Joined:
         """Tell the core something."""
         self._socket.send(_encoder.encode(message))
 
-    def tell_cores(self, message: TellCore) -> None:
+    def tell_cores(self, message: CoreCommand) -> None:
         """Do as the front end says with a core."""
         answer = self._cores.do(message)
         if answer is not None:
@@ -336,7 +334,7 @@ class _Joined:
 
     def forget(self, proc: RankProc) -> None:
         """A process is gone: tell the core how."""
-        how, killed = proc.how_gone()
+        how, killed = proc.exit_reason()
         self.procs.pop(proc.rank).close(_END_SECONDS)
         _log.error("tensor-parallel rank %d %s", proc.rank, how)
         self.send(RankGone(proc.rank, how, killed))

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.distributed.cluster import CommonGround
+from engine.distributed.cluster import HostAgreement
 from engine.distributed.host_resources import HostShare
 from engine.distributed.rank_link import FromRank, ToRank
 
@@ -31,10 +31,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     node: int
     host: str
     """Its own name."""
-    ground: CommonGround
+    agreement: HostAgreement
 
 
-class RankSaid(msgspec.Struct, tag="said", frozen=True):
+class RankReport(msgspec.Struct, tag="said", frozen=True):
     """What one of its ranks says."""
 
     rank: int
@@ -49,7 +49,7 @@ class RankGone(msgspec.Struct, tag="gone", frozen=True):
     killed: bool
 
 
-class TellRank(msgspec.Struct, tag="tell", frozen=True):
+class RankCommand(msgspec.Struct, tag="tell", frozen=True):
     """What one of its ranks is told; the first is the launch, which starts the process."""
 
     rank: int
@@ -119,12 +119,12 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     why: str
 
 
-class Farewell(msgspec.Struct, tag="farewell", frozen=True):
+class ShutdownMessage(msgspec.Struct, tag="shutdown", frozen=True):
     """There will be no other core; `why` is a sentence where that is not as it should be."""
 
     why: str = ""
 
 
-TellCore: TypeAlias = LaunchCore | CoreServes | DumpStacks | KillCore | StopCore
-FromHost: TypeAlias = Hello | RankSaid | RankGone | CoreStarted | CoreEnded
-ToHost: TypeAlias = TellRank | TellCore | Refused | Farewell
+CoreCommand: TypeAlias = LaunchCore | CoreServes | DumpStacks | KillCore | StopCore
+FromHost: TypeAlias = Hello | RankReport | RankGone | CoreStarted | CoreEnded
+ToHost: TypeAlias = RankCommand | CoreCommand | Refused | ShutdownMessage

@@ -197,9 +197,9 @@ class HostShare(NamedTuple):
 
     replica: int = 0
     """Its number among those of all hosts."""
-    place: int = 0
+    local_index: int = 0
     """Its number among those of this host, which share out its GPUs or its cores."""
-    places: int = 1
+    num_local: int = 1
     """How many those are."""
     available_bytes: int | None = None
     """Of the memory, for its weights; None: what is available when they are loaded."""

@@ -1,4 +1,10 @@
-"""`Member`: what `HostRouter` needs of a rank or a core on another host. `RemoteRank` and `RemoteCore` are such."""
+"""`HostRouter`: the thread that other hosts join at, and that carries messages of their ranks or cores.
+
+Made by `RankNetwork` in an engine core, whose ranks the hosts run, and by `CoreHosts` in the front end, whose cores
+they run. `RemoteMember` is one rank or core (`RemoteRank`, `RemoteCore`). `HostSocket` is the port and notices hosts
+that are gone: at once where their system closes the connection, else by their silence. `PendingHosts` have sent a
+hello and cannot join yet.
+"""
 
 import logging
 import math
@@ -14,22 +20,22 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.config.release import release
-from engine.distributed.cluster import CommonGround, CurvePair
-from engine.distributed.curve import listen
+from engine.distributed.cluster import CurvePair, HostAgreement
+from engine.distributed.curve import bind_curve
 from engine.distributed.host_messages import (
     CoreEnded,
     CoreStarted,
-    Farewell,
     FromHost,
     Hello,
     RankGone,
-    RankSaid,
+    RankReport,
     Refused,
+    ShutdownMessage,
     ToHost,
 )
 
 
-class Member(Protocol):
+class RemoteMember(Protocol):
     """Its methods are the router's thread's."""
 
     @property
@@ -48,64 +54,56 @@ class Member(Protocol):
     def far_descriptor(self) -> int:
         """Readable when there is something to pass on, or who made it has closed it; -1 once it is lost."""
 
-    def joined(self, host: str) -> None:
+    def on_joined(self, host: str) -> None:
         """Its host, of that name, is there."""
 
-    def take(self) -> ToHost | None:
+    def next_message(self) -> ToHost | None:
         """What is to be passed on next; None when it is closed."""
 
-    def hear(self, message: FromHost) -> None:
+    def on_message(self, message: FromHost) -> None:
         """What its host says of it."""
 
-    def differ(self, host: str, difference: str) -> None:
+    def on_mismatch(self, host: str, difference: str) -> None:
         """Its host, of that name, has come, and cannot join."""
 
-    def be_late(self, timeout: float) -> None:
+    def on_timeout(self, timeout: float) -> None:
         """Its host has not come in so many seconds."""
 
-    def lose(self, how: str, killed: bool) -> None:
+    def on_lost(self, how: str, killed: bool) -> None:
         """It is gone, `how` as the end of a sentence; `killed` by something outside."""
 
 
-# [waiting_hosts] `WaitingHosts`: hosts that have said hello and cannot join yet. Owned by `HostRouter`.
-
-
-class WaitingHosts:
+class PendingHosts:
     """What they said, by the names of their connections. They may have gone meanwhile."""
 
     def __init__(self) -> None:
-        self._for_ground: dict[bytes, Hello] = {}
-        self._for_place: dict[bytes, Hello] = {}
+        self._for_agreement: dict[bytes, Hello] = {}
+        self._for_node: dict[bytes, Hello] = {}
 
     def __iter__(self) -> Iterator[bytes]:
         """All names."""
-        return iter([*self._for_ground, *self._for_place])
+        return iter([*self._for_agreement, *self._for_node])
 
-    def wait_for_ground(self, name: bytes, hello: Hello) -> None:
+    def wait_for_agreement(self, name: bytes, hello: Hello) -> None:
         """Until the first host knows what others must have in common with it."""
-        self._for_ground[name] = hello
+        self._for_agreement[name] = hello
 
-    def wait_for_place(self, name: bytes, hello: Hello) -> None:
+    def wait_for_node(self, name: bytes, hello: Hello) -> None:
         """Until it is known whether the host that has joined under that number is there."""
-        self._for_place[name] = hello
+        self._for_node[name] = hello
 
-    def take_for_ground(self) -> Mapping[bytes, Hello]:
-        """Those that wait for the ground; they wait no more."""
-        taken, self._for_ground = self._for_ground, {}
+    def take_for_agreement(self) -> Mapping[bytes, Hello]:
+        """Those that wait for the agreement; they wait no more."""
+        taken, self._for_agreement = self._for_agreement, {}
         return taken
 
-    def take_for_place(self, node: int | None) -> Mapping[bytes, Hello]:
+    def take_for_node(self, node: int | None) -> Mapping[bytes, Hello]:
         """Those that wait for the place of that number; they wait no more."""
-        taken = {name: hello for name, hello in self._for_place.items() if hello.node == node}
+        taken = {name: hello for name, hello in self._for_node.items() if hello.node == node}
         for name in taken:
-            del self._for_place[name]
+            del self._for_node[name]
         return taken
 
-
-# [host_socket] `HostSocket`: where other hosts call, and who of them is gone. Made by `HostRouter`, whose thread
-# makes all calls.
-#
-# Hosts go by the names of their connections, another one each time that they call.
 
 _log = logging.getLogger(__name__)
 
@@ -114,8 +112,8 @@ _ASK_SECONDS = (0.0, 0.02, 1.0)
 """After the end of some connection: the socket does not say whose, and knows it a moment later itself."""
 _LINGER_MS = 2000
 """For a last message to leave."""
-_FAREWELL_SECONDS = 2.0
-"""For a farewell to be heard."""
+_SHUTDOWN_MESSAGE_SECONDS = 2.0
+"""For a shutdown to be heard."""
 _ASK_AGAIN_SECONDS = 0.02
 ALIVE = b""
 """Whether a host is there, and its answer."""
@@ -128,7 +126,7 @@ class HostSocket:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: CurvePair) -> None:
         """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had."""
-        self._socket = listen(context, zmq.ROUTER, address, keys)
+        self._socket = bind_curve(context, zmq.ROUTER, address, keys)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._asks: list[float] = []
@@ -176,10 +174,10 @@ class HostSocket:
         """Ask a host whether it is there; False where its connection has ended. One that is there answers `ALIVE`."""
         return self._send(name, ALIVE)
 
-    def part(self, farewell: Farewell, names: Collection[bytes]) -> None:
+    def announce_shutdown(self, shutdown: ShutdownMessage, names: Collection[bytes]) -> None:
         """Tell these hosts, wait until they have heard it, which ends their connections, and close."""
-        left = [name for name in names if self.send(name, farewell)]
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        left = [name for name in names if self.send(name, shutdown)]
+        deadline = time.monotonic() + _SHUTDOWN_MESSAGE_SECONDS
         while left and time.monotonic() < deadline:
             time.sleep(_ASK_AGAIN_SECONDS)
             left = [name for name in left if self.ask(name)]
@@ -204,12 +202,6 @@ class HostSocket:
         return True
 
 
-# [host_router] `HostRouter`: the thread that other hosts join at, and that passes on what is said to and by those
-# who run there.
-#
-# Made by the engine core's `RemoteRanks`, and by the front end's `CoreHosts`. A host that is gone is noticed at once
-# where its system closes the connection, else by its silence.
-
 _decoder = msgspec.msgpack.Decoder(FromHost)
 
 
@@ -227,45 +219,45 @@ class HostRouter:
         address: str,
         keys: CurvePair,
         *,
-        ground: CommonGround | None,
-        nodes: Mapping[int, Sequence[Member]],
+        agreement: HostAgreement | None,
+        nodes: Mapping[int, Sequence[RemoteMember]],
         timeout: float,
     ) -> None:
         """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had.
 
-        Without a `ground` hosts wait for `compare_with`. `timeout`: seconds that `Member.join_by` allows, and from
-        `compare_with` on.
+        Without an `agreement` hosts wait for `compare_with`. `timeout`: seconds that `RemoteMember.join_by` allows,
+        which begin anew with `compare_with`.
         """
         self._socket = HostSocket(context, address, keys)
-        self._ground = ground
+        self._agreement = agreement
         self._timeout = timeout
-        self._compares_since = math.inf if ground is None else -math.inf
-        """When the ground was known, on the monotonic clock: no host is late before the first has its checkpoint."""
+        self._compares_since = math.inf if agreement is None else -math.inf
+        """When the agreement became known, on the monotonic clock: no host is late before."""
         self._nodes = {node: list(members) for node, members in nodes.items()}
-        self._waiting = WaitingHosts()
-        self._new: SimpleQueue[Member | CommonGround | _TurnedAway] = SimpleQueue()
+        self._waiting = PendingHosts()
+        self._new: SimpleQueue[RemoteMember | HostAgreement | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
         """Node by the name of its connection."""
         self._hosts: dict[int, str] = {}
         """Name of the host by node, of those that have joined."""
-        self._farewell: Farewell | None = None
+        self._shutdown: ShutdownMessage | None = None
         self._closing, self._wake = os.pipe()
         self._wake_lock = Lock()
         self._is_closed = False
         self._thread = Thread(target=self._run, name="hosts", daemon=True)
         self._thread.start()
 
-    def add(self, member: Member) -> None:
+    def add(self, member: RemoteMember) -> None:
         """From now on, talk of another one too."""
         self._tell_thread(member)
 
-    def compare_with(self, ground: CommonGround) -> None:
+    def compare_with(self, agreement: HostAgreement) -> None:
         """What hosts must have in common with the first. Called by any thread."""
-        self._tell_thread(ground)
+        self._tell_thread(agreement)
 
-    def part(self, why: str) -> None:
-        """As `close`, once the hosts have heard that no other core will come; `why` as in `Farewell`."""
-        self._farewell = Farewell(why)
+    def announce_shutdown(self, why: str) -> None:
+        """As `close`, once the hosts have heard that no other core will come; `why` as in `ShutdownMessage`."""
+        self._shutdown = ShutdownMessage(why)
         self.close()
 
     def close(self) -> None:
@@ -280,7 +272,7 @@ class HostRouter:
         """A host will not come, for that reason; nothing where it has joined. Called by any thread."""
         self._tell_thread(_TurnedAway(node, why))
 
-    def _tell_thread(self, news: "Member | CommonGround | _TurnedAway") -> None:
+    def _tell_thread(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
         with self._wake_lock:
             if not self._is_closed:
                 self._new.put(news)
@@ -305,7 +297,7 @@ class HostRouter:
                 self._hear_news(self._new.get())
             for member in self._awaited():
                 if time.monotonic() >= self._late_at(member):
-                    member.be_late(self._timeout)
+                    member.on_timeout(self._timeout)
             if self._socket.is_time_to_ask():
                 self._ask(list(self._joined))
             if (heard := self._socket.receive()) is not None:
@@ -315,7 +307,7 @@ class HostRouter:
                 if descriptor in readable and link.far_descriptor == descriptor:
                     self._pass_on(link)
 
-    def _reachable(self) -> list[Member]:
+    def _reachable(self) -> list[RemoteMember]:
         """Those that can be told something."""
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
@@ -334,32 +326,32 @@ class HostRouter:
         else:
             self._take_in(name, message)
 
-    def _awaited(self) -> Iterator[Member]:
+    def _awaited(self) -> Iterator[RemoteMember]:
         """Those whose hosts have yet to come."""
         absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
         return (link for link in absent if link.far_descriptor >= 0)
 
-    def _late_at(self, member: Member) -> float:
+    def _late_at(self, member: RemoteMember) -> float:
         return max(member.join_by, self._compares_since + self._timeout)
 
-    def _hear_news(self, news: "Member | CommonGround | _TurnedAway") -> None:
-        if isinstance(news, CommonGround):
-            self._ground, self._compares_since = news, time.monotonic()
-            self._welcome_again(self._waiting.take_for_ground())
+    def _hear_news(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
+        if isinstance(news, HostAgreement):
+            self._agreement, self._compares_since = news, time.monotonic()
+            self._welcome_again(self._waiting.take_for_agreement())
         elif isinstance(news, _TurnedAway):
             for member in list(self._awaited()):
                 if member.node == news.node:
-                    member.differ("", f"cannot join: {news.why}")
+                    member.on_mismatch("", f"cannot join: {news.why}")
         else:
             self._admit(news)
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, member: RemoteMember) -> None:
         there = self._nodes[member.node]
         # Those that were lost before are of no more use.
         there[:] = [other for other in there if other.far_descriptor >= 0]
         there.append(member)
         if member.node in self._joined.values():
-            member.joined(self._hosts[member.node])
+            member.on_joined(self._hosts[member.node])
         elif member.join_by == math.inf:
             _log.warning("node %d has to join again before it runs what it did", member.node)
 
@@ -367,7 +359,7 @@ class HostRouter:
         match message:
             case Hello():
                 self._welcome(name, message)
-            case RankSaid() | RankGone():
+            case RankReport() | RankGone():
                 self._pass_back(name, message.rank, message)
             case CoreStarted() | CoreEnded():
                 self._pass_back(name, message.core, message)
@@ -376,28 +368,28 @@ class HostRouter:
         """What a host says of one of its members, which may be lost by now, as the host may be."""
         for member in self._nodes.get(self._joined.get(name, -1), ()):
             if member.number == number and member.far_descriptor >= 0:
-                member.hear(message)
+                member.on_message(message)
 
     def _welcome(self, name: bytes, hello: Hello) -> None:
-        if self._ground is None:
-            self._waiting.wait_for_ground(name, hello)
+        if self._agreement is None:
+            self._waiting.wait_for_agreement(name, hello)
         elif hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
             # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
             # as gone in a while, and this one takes its place.
-            self._waiting.wait_for_place(name, hello)
+            self._waiting.wait_for_node(name, hello)
             self._ask([each for each, node in self._joined.items() if node == hello.node])
-        elif (difference := self._ground.difference(hello.ground)) is not None:
+        elif (difference := self._agreement.difference(hello.agreement)) is not None:
             _log.warning("node %d (%s) was turned away: it %s", hello.node, hello.host, difference)
             self._send(name, Refused(f"this host {difference}"))
             for link in self._nodes[hello.node]:
-                link.differ(hello.host, difference)
+                link.on_mismatch(hello.host, difference)
         else:
             self._joined[name], self._hosts[hello.node] = hello.node, hello.host
             _log.info("node %d has joined: %s", hello.node, hello.host)
             for link in self._nodes[hello.node]:
-                link.joined(hello.host)
+                link.on_joined(hello.host)
 
     def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
         """Those that had to wait, and may have gone since."""
@@ -408,13 +400,13 @@ class HostRouter:
     def _refuse_doubles(self, name: bytes) -> None:
         """A host that has joined is still there: no other can be of its number."""
         node = self._joined.get(name)
-        for double in self._waiting.take_for_place(node):
+        for double in self._waiting.take_for_node(node):
             self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
 
-    def _pass_on(self, link: Member) -> None:
-        message = link.take()
+    def _pass_on(self, link: RemoteMember) -> None:
+        message = link.next_message()
         if message is None:
-            link.lose("was closed", False)
+            link.on_lost("was closed", False)
             return
         self._send(next(name for name, node in self._joined.items() if node == link.node), message)
 
@@ -436,12 +428,12 @@ class HostRouter:
         node = self._joined.pop(name, None)
         if node is not None:
             for link in self._nodes[node]:
-                link.lose(how, killed)
-            self._welcome_again(self._waiting.take_for_place(node))
+                link.on_lost(how, killed)
+            self._welcome_again(self._waiting.take_for_node(node))
 
     def _end(self) -> None:
         os.close(self._closing)
-        if self._farewell is None:
+        if self._shutdown is None:
             self._socket.close()
         else:
-            self._socket.part(self._farewell, [*self._joined, *self._waiting])
+            self._socket.announce_shutdown(self._shutdown, [*self._joined, *self._waiting])

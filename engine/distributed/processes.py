@@ -1,4 +1,8 @@
-"""How a child process is named, outlives Ctrl-C, and ends with its parent, or by it; which ones there are."""
+"""What Kaon's processes have in common: how children start and end, CPU affinity, logging, and anonymous memory.
+
+A child holds one end of a socket pair, its lifeline, as standard input. It ignores Ctrl-C, and ends when its parent
+does, for whatever reason. No torch here.
+"""
 
 import contextlib
 import ctypes
@@ -120,8 +124,6 @@ def _prctl(option: int, argument: bytes | int) -> None:
         raise OSError(number, f"prctl({option}) failed: {os.strerror(number)}")
 
 
-# [affinity] Which CPUs the threads of this process run on. Used by the engine core and the API process.
-
 _THREADS = "/proc/self/task"
 
 
@@ -139,18 +141,14 @@ def keep_threads_on(cpus: Collection[int], *, but: Collection[int] = ()) -> None
             continue  # It has ended since.
 
 
-def keep_off(cpus: Collection[int]) -> None:
+def avoid_cpus(cpus: Collection[int]) -> None:
     """Leave these CPUs to others, as far as there are more. Raises `OSError` where the system refuses."""
     rest = os.sched_getaffinity(0).difference(cpus)
     if cpus and rest:
         keep_threads_on(rest)
 
 
-# [log_lines] `log_lines`: how all of Kaon's processes log: a line each, with the time, the process, the level and
-# the module.
-
-
-def log_lines(process: str, level: str, more: str = "") -> logging.Handler:
+def configure_logging(process: str, level: str, more: str = "") -> logging.Handler:
     """Have this process log to standard error from `level` on, and name itself so; what writes the lines.
 
     `more`: of the record, for the end of each line.
@@ -161,9 +159,6 @@ def log_lines(process: str, level: str, more: str = "") -> logging.Handler:
     handler.setFormatter(form)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     return handler
-
-
-# [anonymous_file] `anonymous_file`: memory that processes share by inheriting its descriptor. No torch here.
 
 
 def anonymous_file(name: str, num_bytes: int) -> int:

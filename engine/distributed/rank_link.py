@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from engine.distributed.host_resources import HostShare, Shard
-from engine.distributed.lockstep import Seat
+from engine.distributed.lockstep import LockstepMember
 from engine.distributed.processes import wait_or_kill
 from models.child_environment import code_environment
 
@@ -43,7 +43,7 @@ class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
     steps: SharedMemory | StepAddress
     share: HostShare = HostShare()
     """Its replica's."""
-    seat: Seat | None = None
+    lockstep_member: LockstepMember | None = None
     """Of its replica, where several compute in lockstep."""
 
 
@@ -101,13 +101,13 @@ _to_rank = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
-def tell_rank(connection: socket.socket, message: ToRank) -> None:
+def send_to_rank(connection: socket.socket, message: ToRank) -> None:
     """Send a rank something. One that is gone is told of by the socket's end."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send(_to_rank.encode(message))
 
 
-def hear_rank(connection: socket.socket) -> FromRank | None:
+def receive_from_rank(connection: socket.socket) -> FromRank | None:
     """What a rank says next; None when it is gone."""
     try:
         packet = connection.recv(MAX_BYTES)
@@ -126,7 +126,7 @@ class RankLink(Protocol):
         """As sentences call it."""
 
     @property
-    def absence(self) -> str | None:
+    def missing_step(self) -> str | None:
         """What the rank still has to do before it can be told anything, as `did not` goes on; None for nothing."""
 
     @property
@@ -139,7 +139,7 @@ class RankLink(Protocol):
     def receive(self) -> FromRank | None:
         """What it says next; None when it is gone."""
 
-    def how_gone(self) -> tuple[str, bool]:
+    def exit_reason(self) -> tuple[str, bool]:
         """How the rank, which is gone, ended, as the end of a sentence; whether something outside ended it."""
 
     def close(self, timeout: float) -> None:
@@ -179,7 +179,7 @@ class RankProc:
         return f"tensor-parallel rank {self.rank}"
 
     @property
-    def absence(self) -> str | None:
+    def missing_step(self) -> str | None:
         """Nothing: the process was started here."""
         return None
 
@@ -190,13 +190,13 @@ class RankProc:
 
     def send(self, message: ToRank) -> None:
         """Tell the process something. One that is gone is told of by the socket's end."""
-        tell_rank(self._socket, message)
+        send_to_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
         """What it says next; None when it is gone."""
-        return hear_rank(self._socket)
+        return receive_from_rank(self._socket)
 
-    def how_gone(self) -> tuple[str, bool]:
+    def exit_reason(self) -> tuple[str, bool]:
         """How the process, which is gone, ended, as the end of a sentence; whether another process killed it."""
         code = self._process.wait()
         if code < 0:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from engine.config.config import Config
 from engine.distributed.cluster import Cluster, place_evenly
 from engine.distributed.host_resources import HostShare, Shard, available_host_memory
-from engine.distributed.lockstep import Seat
+from engine.distributed.lockstep import LockstepMember
 from engine.distributed.rank_link import (
     Allocate,
     FromRank,
@@ -52,15 +52,15 @@ class AsyncIOProcManager:
         directory: str,
         fail: Callable[..., object],
         path: Path,
-        seat: Seat | None = None,
+        lockstep_member: LockstepMember | None = None,
         share: HostShare = HostShare(),  # noqa: B008, immutable
     ) -> None:
         """Start the processes and return at once: they load the checkpoint `path` while rank 0 does.
 
-        `directory` is the caller's own, private to its user; `seat`, if any, the caller's among replicas in lockstep;
-        `share` its part of the host. `fail` ends this process with a sentence, and whether a rank was killed or the
-        user is at fault, from any thread. Raises `ValueError`, a sentence, for what the user can mend, and `OSError`
-        where a process cannot be started.
+        `directory` is the caller's own, private to its user; `lockstep_member` is its replica among those that
+        compute in lockstep, `share` its share of the host. `fail` ends this process with a sentence, and whether a
+        rank was killed or the user is at fault, from any thread. Raises `ValueError`, a sentence, for what the user
+        can mend, and `OSError` where a process cannot be started.
         """
         self._timeout = config.parallel_config.rank_start_timeout
         self._fail = fail
@@ -99,7 +99,7 @@ class AsyncIOProcManager:
             inherited = (
                 *self._transport.descriptors,
                 *(() if memory is None else (memory,)),
-                *(() if seat is None else seat.memory),
+                *(() if lockstep_member is None else lockstep_member.memory),
             )
             for rank, (node, local_rank, local_size) in list(enumerate(cluster.placements))[1:]:
                 launch = RankLaunch(
@@ -109,7 +109,7 @@ class AsyncIOProcManager:
                     path=str(path),
                     steps=self._transport.address,
                     share=share,
-                    seat=seat,
+                    lockstep_member=lockstep_member,
                 )
                 if self._network is not None and node:
                     self._links.append(self._network.links[rank])
@@ -170,13 +170,13 @@ class AsyncIOProcManager:
         self._steps = RankSteps(self._transport, self.shard.size, group, self._fail)
         return self._steps
 
-    def part(self, why: str = "") -> None:
+    def announce_shutdown(self, why: str = "") -> None:
         """No other engine core will come: hosts that would wait for one end as well.
 
         `why` is a sentence, or "" at an orderly end. Called by any thread.
         """
         if self._network is not None:
-            self._network.router.part(why)
+            self._network.router.announce_shutdown(why)
 
     def close(self) -> None:
         """End the processes, within seconds."""
@@ -201,8 +201,8 @@ class AsyncIOProcManager:
             message = self._said[link.rank].get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             raise RankError(
-                f"{link.title} did not {link.absence or what} within rank_start_timeout {self._timeout:g} s of the "
-                "first"
+                f"{link.title} did not {link.missing_step or what} within rank_start_timeout {self._timeout:g} s of "
+                "the first"
             ) from None
         if isinstance(message, RankFailed):
             raise RankError(f"{link.title}: {message.error}")
@@ -231,7 +231,7 @@ class AsyncIOProcManager:
     def _take_in(self, link: RankLink, message: FromRank | None) -> "_Due | None":
         """What a rank says, None where it is gone; when the core is to end for it, and why."""
         if message is None:
-            how, killed = link.how_gone()
+            how, killed = link.exit_reason()
             self._fail(f"{link.title} {how}", killed)
         elif isinstance(message, RankRaised):
             sentence = f"{link.title} failed alone in a step: {message.error}"

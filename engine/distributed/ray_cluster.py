@@ -1,7 +1,7 @@
 """`RayCluster`: the hosts of a server as actors of a Ray cluster that runs already.
 
 Used by the engine core for its ranks, and by the front end for its replicas. Ray chooses the machines, reserves
-devices, and ends actors with this process. An actor is a `RankHost`, which joins as any other host does: requests,
+devices, and ends actors with this process. An actor is a `HostAgent`, which joins as any other host does: requests,
 steps and tensors do not go through Ray.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.distributed.cluster import Cluster, ClusterKeys, Placement, is_loopback
-from engine.distributed.host_agent import RankHost
+from engine.distributed.host_agent import HostAgent
 from models.errors import first_line
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class _HostActor:
         """Run that host's part until the engine core, or the front end, is gone."""
         config = Config.model_validate_json(config_json)
         path = resolve_checkpoint(config.model)
-        RankHost(config, path, node=node, address=address, keys=ClusterKeys.of(key)).serve(rejoins=False)
+        HostAgent(config, path, node=node, address=address, keys=ClusterKeys.of(key)).serve(rejoins=False)
 
 
 class _DeviceHolder:

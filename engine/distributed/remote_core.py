@@ -1,6 +1,8 @@
-"""`RemoteCore`: an engine core on another host as `CoreLink` sees it. Made by `CoreHosts`, served by `HostRouter`.
+"""An engine core on another host, from both sides: `RemoteCore` for the front end, `FrontEndConnection` for the core.
 
-A pair of sockets: the one end is the front end's, the other the thread's that talks to hosts.
+Commands (start, stop) go through `HostRouter` to the core's host. Requests and their outputs go over two connections
+of the core's own. A connection that breaks is not made again, since messages on their way would be lost unnoticed:
+the core ends, and another continues its requests.
 """
 
 import contextlib
@@ -18,10 +20,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.distributed.cluster import CurvePair
-from engine.distributed.core_process import LOST_FRONT_END, RemoteWire, connection_names
-from engine.distributed.curve import dial
+from engine.distributed.core_process import LOST_FRONT_END, RemoteTransport, connection_names
+from engine.distributed.curve import curve_client
 from engine.distributed.host_messages import (
     CoreAddress,
+    CoreCommand,
     CoreEnded,
     CoreServes,
     CoreStarted,
@@ -30,7 +33,6 @@ from engine.distributed.host_messages import (
     KillCore,
     LaunchCore,
     StopCore,
-    TellCore,
     ToHost,
 )
 from engine.messages import Failed
@@ -40,10 +42,10 @@ _MAX_BYTES = 1 << 20
 _KILLED = -signal.SIGKILL
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(TellCore)
+_decoder = msgspec.msgpack.Decoder(CoreCommand)
 
 
-class CorePlace(NamedTuple):
+class ReplicaEndpoint(NamedTuple):
     """Where the cores of a replica run, one after the other."""
 
     node: int
@@ -56,9 +58,12 @@ class CorePlace(NamedTuple):
 
 
 class RemoteCore:
-    """See `CoreHandle` and `Member`."""
+    """See `CoreHandle` and `RemoteMember`. Made by `CoreHosts`.
 
-    def __init__(self, launch: LaunchCore, place: CorePlace, name: str, join_by: float) -> None:
+    A pair of sockets: one end is the front end's, the other the thread's that talks to hosts.
+    """
+
+    def __init__(self, launch: LaunchCore, place: ReplicaEndpoint, name: str, join_by: float) -> None:
         """`name` is what sentences call it. `join_by`: until when its host must have joined, on the monotonic clock;
         infinite for a core that takes another's place.
         """
@@ -67,7 +72,7 @@ class RemoteCore:
         self.join_by = join_by
         self.pid = -1
         self._launch, self._place, self._name = launch, place, name
-        self._wire = RemoteWire(place.socket, launch.front_end.name)
+        self._wire = RemoteTransport(place.socket, launch.front_end.name)
         self._host: str | None = None
         self._end: CoreEnded | None = None
         self._failure: Failed | None = None
@@ -84,7 +89,7 @@ class RemoteCore:
     # -- for the front end --------------------------------------------------------------------------------------
 
     @property
-    def is_awaited(self) -> bool:
+    def waits_for_host(self) -> bool:
         """See `CoreHandle`."""
         return self._host is None
 
@@ -93,7 +98,7 @@ class RemoteCore:
         """See `CoreHandle`."""
         return bool(self._lifeline_poll.poll(0))
 
-    def open_wire(self, context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteWire:
+    def open_transport(self, context: "zmq.Context[zmq.Socket[bytes]]") -> RemoteTransport:
         """See `CoreHandle`."""
         return self._wire
 
@@ -144,7 +149,7 @@ class RemoteCore:
         """See `CoreHandle`: its host ends it, in its own time, and hears `why` when there will be no other."""
         self.lifeline.close()
 
-    def _tell(self, message: TellCore) -> None:
+    def _tell(self, message: CoreCommand) -> None:
         # One that is gone is told of by the lifeline; who was about to kill it may have stopped it since.
         if self.lifeline.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -154,44 +159,44 @@ class RemoteCore:
 
     @property
     def far_descriptor(self) -> int:
-        """See `Member`."""
+        """See `RemoteMember`."""
         return self._far_end.fileno()
 
-    def joined(self, host: str) -> None:
-        """See `Member`."""
+    def on_joined(self, host: str) -> None:
+        """See `RemoteMember`."""
         self._host = host
         self.join_by = math.inf
 
-    def take(self) -> ToHost | None:
-        """See `Member`."""
+    def next_message(self) -> ToHost | None:
+        """See `RemoteMember`."""
         packet = self._far_end.recv(_MAX_BYTES)
         if packet:
-            message: TellCore = _decoder.decode(packet)
+            message: CoreCommand = _decoder.decode(packet)
             return message
         self._far_end.close()
         return StopCore(self.number)
 
-    def hear(self, message: FromHost) -> None:
-        """See `Member`."""
+    def on_message(self, message: FromHost) -> None:
+        """See `RemoteMember`."""
         if isinstance(message, CoreStarted):
             self.pid = message.pid
         elif isinstance(message, CoreEnded):
             self._end = message
             self._far_end.close()
 
-    def differ(self, host: str, difference: str) -> None:
-        """See `Member`; one that takes another's place goes on waiting for the right host."""
+    def on_mismatch(self, host: str, difference: str) -> None:
+        """See `RemoteMember`; one that takes another's place goes on waiting for the right host."""
         if self.join_by < math.inf:
             self._host = host or None
             self._fail(Failed(f"{self.title}: its host {difference}", usage=True))
 
-    def be_late(self, timeout: float) -> None:
-        """See `Member`."""
+    def on_timeout(self, timeout: float) -> None:
+        """See `RemoteMember`."""
         sentence = f"did not join at {self._place.joining} within rank_start_timeout {timeout:g} s"
         self._fail(Failed(f"{self.title} {sentence}", usage=True))
 
-    def lose(self, how: str, killed: bool) -> None:
-        """See `Member`."""
+    def on_lost(self, how: str, killed: bool) -> None:
+        """See `RemoteMember`."""
         self._fail(Failed(f"{self.title} {how}", killed=killed))
 
     def _fail(self, failure: Failed) -> None:
@@ -200,12 +205,6 @@ class RemoteCore:
             self._far_end.close()
 
 
-# [core_call] `CoreCall`: an engine core's connections to a front end on another host, and the thread that watches
-# them.
-#
-# A connection that breaks is not made again: what was on its way would be lost, and nobody would know. The core
-# ends, and another goes on with its requests.
-
 _NEVER_AGAIN_MS = -1
 _TRY_SECONDS = 3.0
 """For one attempt to be answered."""
@@ -213,7 +212,7 @@ _BETWEEN_SECONDS = 0.25
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-class CoreCall:
+class FrontEndConnection:
     """Two connections: one that the core hears by, one that it speaks by."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", to: CoreAddress, timeout: float) -> None:
@@ -253,7 +252,7 @@ class CoreCall:
         """A connection, and the socket that tells of its end."""
         pair = CurvePair(self._to.public, self._to.secret)
         while True:
-            socket = dial(self._context, pair, self._to.front_end_public, name.encode())
+            socket = curve_client(self._context, pair, self._to.front_end_public, name.encode())
             socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_AGAIN_MS)
             monitor = socket.get_monitor_socket(_EVENTS)
             socket.connect(self._to.address)

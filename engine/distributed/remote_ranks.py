@@ -16,9 +16,9 @@ import msgspec
 import zmq
 
 from engine.config.config import Config
-from engine.distributed.cluster import Cluster, CommonGround
-from engine.distributed.curve import Doorkeeper, endpoint, resolve, why_not
-from engine.distributed.host_messages import FromHost, RankGone, RankSaid, TellRank
+from engine.distributed.cluster import Cluster, HostAgreement
+from engine.distributed.curve import CurveAuthenticator, endpoint, resolve, why_not
+from engine.distributed.host_messages import FromHost, RankCommand, RankGone, RankReport
 from engine.distributed.host_router import HostRouter
 from engine.distributed.rank_link import (
     MAX_BYTES,
@@ -26,8 +26,8 @@ from engine.distributed.rank_link import (
     RankFailed,
     RankLoaded,
     ToRank,
-    hear_rank,
-    tell_rank,
+    receive_from_rank,
+    send_to_rank,
 )
 from engine.distributed.step_transport import TcpSteps
 
@@ -36,7 +36,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RemoteRank:
-    """See `RankLink` and `Member`.
+    """See `RankLink` and `RemoteMember`.
 
     A pair of sockets: one end is the rank manager's, the other the thread's that talks to hosts.
     """
@@ -51,7 +51,7 @@ class RemoteRank:
         self._address = address
         self._host: str | None = None
         self._socket, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._how_gone = ("is gone", True)
+        self._exit_reason = ("is gone", True)
 
     # -- for the manager ----------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class RemoteRank:
         return f"tensor-parallel rank {self.rank}{where}"
 
     @property
-    def absence(self) -> str | None:
+    def missing_step(self) -> str | None:
         """See `RankLink`."""
         return f"join at {self._address}" if self._host is None else None
 
@@ -73,17 +73,17 @@ class RemoteRank:
 
     def send(self, message: ToRank) -> None:
         """See `RankLink`; kept until the host has joined."""
-        tell_rank(self._socket, message)
+        send_to_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
         """See `RankLink`."""
-        message = hear_rank(self._socket)
+        message = receive_from_rank(self._socket)
         # Another host's CPUs are none that processes of this one could keep off.
         return msgspec.structs.replace(message, own_cpus=[]) if isinstance(message, RankLoaded) else message
 
-    def how_gone(self) -> tuple[str, bool]:
+    def exit_reason(self) -> tuple[str, bool]:
         """See `RankLink`."""
-        return self._how_gone
+        return self._exit_reason
 
     def close(self, timeout: float) -> None:
         """See `RankLink`: the rank ends with the connection of its host."""
@@ -93,52 +93,52 @@ class RemoteRank:
 
     @property
     def number(self) -> int:
-        """See `Member`."""
+        """See `RemoteMember`."""
         return self.rank
 
     @property
     def far_descriptor(self) -> int:
-        """See `Member`."""
+        """See `RemoteMember`."""
         return self._far_end.fileno()
 
-    def joined(self, host: str) -> None:
-        """See `Member`."""
+    def on_joined(self, host: str) -> None:
+        """See `RemoteMember`."""
         self._host = host
 
-    def take(self) -> TellRank | None:
-        """See `Member`."""
+    def next_message(self) -> RankCommand | None:
+        """See `RemoteMember`."""
         try:
             packet = self._far_end.recv(MAX_BYTES)
         except ConnectionResetError:
             # It has closed with something unheard, which is what the system calls this.
             return None
-        return TellRank(self.rank, _to_rank.decode(packet)) if packet else None
+        return RankCommand(self.rank, _to_rank.decode(packet)) if packet else None
 
-    def hear(self, message: FromHost) -> None:
-        """See `Member`."""
-        if isinstance(message, RankSaid):
-            self.give(message.message)
+    def on_message(self, message: FromHost) -> None:
+        """See `RemoteMember`."""
+        if isinstance(message, RankReport):
+            self.deliver(message.message)
         elif isinstance(message, RankGone):
-            self.lose(message.how, message.killed)
+            self.on_lost(message.how, message.killed)
 
-    def differ(self, host: str, difference: str) -> None:
-        """See `Member`."""
+    def on_mismatch(self, host: str, difference: str) -> None:
+        """See `RemoteMember`."""
         self._host = host or None
-        self.give(RankFailed(f"its host {difference}", usage=True))
+        self.deliver(RankFailed(f"its host {difference}", usage=True))
 
-    def be_late(self, timeout: float) -> None:
-        """See `Member`: its manager says so."""
+    def on_timeout(self, timeout: float) -> None:
+        """See `RemoteMember`: its manager says so."""
 
-    def give(self, message: FromRank) -> None:
+    def deliver(self, message: FromRank) -> None:
         """What the rank says; a manager that has closed hears no more."""
         if self._far_end.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._far_end.send(_encoder.encode(message))
 
-    def lose(self, how: str, killed: bool) -> None:
-        """See `Member`."""
+    def on_lost(self, how: str, killed: bool) -> None:
+        """See `RemoteMember`."""
         if self._far_end.fileno() >= 0:
-            self._how_gone = how, killed
+            self._exit_reason = how, killed
             self._far_end.close()
 
 
@@ -164,25 +164,25 @@ class RankNetwork:
         nodes: dict[int, list[RemoteRank]] = {}
         for link in self.links.values():
             nodes.setdefault(link.node, []).append(link)
-        ground = CommonGround.of(config, path)
+        agreement = HostAgreement.of(config, path)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as undo:
             undo.callback(context.destroy, linger=0)
-            doorkeeper = Doorkeeper(context)
-            undo.callback(doorkeeper.close)
+            authenticator = CurveAuthenticator(context)
+            undo.callback(authenticator.close)
             try:
                 self.transport = TcpSteps(context, host, port + STEPS_PORT, len(cluster.placements))
                 undo.callback(self.transport.close)
                 self.listener = listening_socket(host, port + STORE_PORT)
                 """At `store`; whoever detaches it closes it."""
                 undo.callback(self.listener.close)
-                doorkeeper.admit(cluster.keys.host.public)
-                doorkeeper.admit(self.transport.address.public)
+                authenticator.allow(cluster.keys.host.public)
+                authenticator.allow(self.transport.address.public)
                 self.router = HostRouter(
                     context,
                     self.joining,
                     cluster.keys.core,
-                    ground=ground,
+                    agreement=agreement,
                     nodes=nodes,
                     timeout=config.parallel_config.rank_start_timeout,
                 )

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 import zmq
 
 from engine.distributed.cluster import CurvePair
-from engine.distributed.curve import dial, endpoint, listen
+from engine.distributed.curve import bind_curve, curve_client, endpoint
 from engine.distributed.processes import anonymous_file
 from engine.distributed.rank_link import SharedMemory, StepAddress
 
@@ -300,7 +300,7 @@ class TcpSteps:
         own, theirs = CurvePair.new(), CurvePair.new()
         self.address = StepAddress(endpoint(host, port), own.public, theirs.public, theirs.secret)
         self.where = f"port {port} on {host}"
-        self._socket = listen(context, zmq.ROUTER, self.address.address, own)
+        self._socket = bind_curve(context, zmq.ROUTER, self.address.address, own)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._names = {rank: _connection_name(rank) for rank in range(1, size)}
         self._missing = set(self._names.values())
@@ -353,7 +353,7 @@ class TcpStepSource:
 
     def __init__(self, steps: StepAddress, rank: int) -> None:
         own = CurvePair(steps.public, steps.secret)
-        self._socket = dial(zmq.Context.instance(), own, steps.core_public, _connection_name(rank))
+        self._socket = curve_client(zmq.Context.instance(), own, steps.core_public, _connection_name(rank))
         self._socket.connect(steps.address)
         self._socket.send(_HELLO)
 

@@ -20,7 +20,7 @@ import torch
 
 from engine.config.config import Config
 from engine.distributed.host_resources import CorePlan, HostShare, Shard, own_cpus, plan_cores
-from engine.distributed.lockstep import Arrivals, Seat
+from engine.distributed.lockstep import BarrierCounters, LockstepMember
 from engine.distributed.processes import keep_threads_on
 from engine.distributed.rank_steps import RankGroup
 from engine.runner.loaded_model import LoadedModel, load_model, start_operators
@@ -153,12 +153,12 @@ def load_rank(
     config: Config,
     path: Path,
     shard: Shard | None = None,
-    seat: Seat | None = None,
+    lockstep_member: LockstepMember | None = None,
     share: HostShare = HostShare(),  # noqa: B008, immutable
 ) -> LoadedRank:
     """Load the checkpoint, or a rank's shard of it. Raises `ValueError`, a sentence, for what cannot be served.
 
-    `seat`: of this replica among those that compute in lockstep; `share`: what of the host is this replica's.
+    `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
     """
     _require_quantization(config.quantization_config.quantization, path)
     model_config = read_checkpoint_config(path, config.model_impl)
@@ -176,11 +176,15 @@ def load_rank(
         plan = choose_threads(config, None if ranks == 1 else own_cpus(rank, ranks), ranks=ranks)
         settle(plan, is_rank=ranks > 1)
         if plan.node is not None:
-            _bind_memory(plan.node, path, config, share.places)
-    world = None if seat is None else _world(config, seat, shard, device)
+            _bind_memory(plan.node, path, config, share.num_local)
+    world = None if lockstep_member is None else _world(config, lockstep_member, shard, device)
     experts = None
     if config.parallel_config.enable_expert_parallel:
-        experts = ExpertParallel() if seat is None else ExpertParallel(seat.replica, seat.num_replicas, world)
+        experts = (
+            ExpertParallel()
+            if lockstep_member is None
+            else ExpertParallel(lockstep_member.replica, lockstep_member.num_replicas, world)
+        )
     group = None if shard is None else _collectives(config, shard, device, world)
     parallel = TensorParallel(experts=experts)
     if shard is not None:
@@ -200,7 +204,7 @@ def load_rank(
         operators=operators,
         parallel=parallel,
         available_bytes=share.available_bytes if shard is None else shard.available_bytes,
-        num_local_replicas=share.places,
+        num_local_replicas=share.num_local,
         progress=sys.stderr.isatty() and (shard is None or shard.rank == 0),
     )
     if config.enable_prefix_caching and not loaded.config.enable_prefix_caching:
@@ -213,30 +217,34 @@ def load_rank(
 def _place(shard: Shard | None, share: HostShare) -> tuple[int, int]:
     """The index of this rank among those of this host, and their number: each has a device or a part of the cores."""
     rank, size = (0, 1) if shard is None else (shard.local_rank, shard.local_size)
-    return share.place * size + rank, share.places * size
+    return share.local_index * size + rank, share.num_local * size
 
 
-def _world(config: Config, seat: Seat, shard: Shard | None, device: torch.device) -> World:
+def _world(config: Config, lockstep_member: LockstepMember, shard: Shard | None, device: torch.device) -> World:
     """How replicas in lockstep exchange tokens: by shared memory, or by torch.distributed."""
     rank, size = (0, 1) if shard is None else (shard.rank, shard.size)
     operators = library.load_library()
-    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and bool(seat.memory)
+    shares_memory = config.parallel_config.cpu_collectives == "shared_memory" and bool(lockstep_member.memory)
     if device.type == "cpu" and operators is not None and shares_memory:
         most_tokens = config.max_num_batched_tokens
-        return SharedMemoryExchange(operators, seat.replica, seat.num_replicas, seat.memory[rank], most_tokens)
+        return SharedMemoryExchange(
+            operators, lockstep_member.replica, lockstep_member.num_replicas, lockstep_member.memory[rank], most_tokens
+        )
     # A replica that hangs is detected by its supervisor, not by the replicas that wait for it.
     timeout = max(config.parallel_config.rank_start_timeout, 2 * config.stall_timeout)
-    arrivals = Arrivals(seat.memory[rank], seat.num_replicas) if seat.memory else None
-    note_arrival = partial(arrivals.note, seat.replica) if arrivals is not None else None
+    counters = (
+        BarrierCounters(lockstep_member.memory[rank], lockstep_member.num_replicas) if lockstep_member.memory else None
+    )
+    count_arrival = partial(counters.count, lockstep_member.replica) if counters is not None else None
     return ReplicaWorld(
-        replica=seat.replica,
-        num_replicas=seat.num_replicas,
+        replica=lockstep_member.replica,
+        num_replicas=lockstep_member.num_replicas,
         rank=rank,
         size=size,
         device=device,
-        store=Path(seat.directory) / "ranks",
+        store=Path(lockstep_member.directory) / "ranks",
         timeout=timeout,
-        on_collective=note_arrival,
+        on_collective=count_arrival,
     )
 
 
@@ -312,7 +320,7 @@ def _resolve_device(config: Config, shard: Shard | None, share: HostShare) -> to
             "tensor_parallel_size": parallel.tensor_parallel_size,
         }
         given = [f"{field} is {size}" for field, size in sizes.items() if size > 1]
-        hosts = parallel.data_parallel_size // share.places
+        hosts = parallel.data_parallel_size // share.num_local
         if shard is not None:
             hosts *= shard.size // shard.local_size
         raise ValueError(

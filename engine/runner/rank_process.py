@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.config.config import Config
-from engine.distributed.processes import begin_child, end_with_parent_even_if_stuck, log_lines, name_process
+from engine.distributed.processes import begin_child, configure_logging, end_with_parent_even_if_stuck, name_process
 from engine.distributed.rank_link import (
     MAX_BYTES,
     Allocate,
@@ -50,7 +50,7 @@ def main() -> int:
     assert isinstance(launch, RankLaunch)
     name_process(launch.name)
     config = Config.model_validate_json(launch.config)
-    log_lines(launch.name, config.server_config.log_level)
+    configure_logging(launch.name, config.server_config.log_level)
     try:
         _serve(config, launch, core)
     except (ValueError, MemoryError) as error:
@@ -69,7 +69,9 @@ def _serve(config: Config, launch: RankLaunch, core: socket.socket) -> None:
     from engine.runner.start import start_runner
     from models.errors import CollectiveAborted
 
-    loaded, own_cpus, group, world = load_rank(config, Path(launch.path), launch.shard, launch.seat, launch.share)
+    loaded, own_cpus, group, world = load_rank(
+        config, Path(launch.path), launch.shard, launch.lockstep_member, launch.share
+    )
     assert group is not None
 
     def meet() -> None:

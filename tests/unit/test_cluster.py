@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from engine.config.config import CLUSTER_KEY_ENV, Config, ParallelConfig, ServerConfig
-from engine.distributed.cluster import ClusterKeys, CommonGround, CurvePair, place_evenly, read_cluster_key
-from engine.distributed.curve import Doorkeeper, dial, endpoint, listen, resolve
+from engine.distributed.cluster import ClusterKeys, CurvePair, HostAgreement, place_evenly, read_cluster_key
+from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint, resolve
 from engine.distributed.rank_link import RankLoaded, RankServes
 from engine.distributed.remote_ranks import RemoteRank
 from engine.distributed.step_transport import StepsLost, TcpSteps, TcpStepSource
@@ -82,26 +82,26 @@ def test_a_key_that_can_be_guessed_or_read_by_nobody_is_refused_and_not_shown(
 # -- settings ---------------------------------------------------------------------------------------------------
 
 
-def ground(**fields: object) -> CommonGround:
-    return CommonGround.of(Config.model_validate(fields), CHECKPOINT_DIR)
+def agreement(**fields: object) -> HostAgreement:
+    return HostAgreement.of(Config.model_validate(fields), CHECKPOINT_DIR)
 
 
 def test_hosts_may_differ_in_what_is_their_own() -> None:
-    first = ground(num_kvcache_blocks=64, server_config=ServerConfig(port=1))
+    first = agreement(num_kvcache_blocks=64, server_config=ServerConfig(port=1))
     parallel = ParallelConfig(nnodes=2, node_rank=1, tensor_parallel_size=2)
     first_parallel = ParallelConfig(nnodes=2, tensor_parallel_size=2)
-    assert first.difference(ground(model="elsewhere", cpu_threads=3)) is None
-    assert ground(parallel_config=first_parallel).difference(ground(parallel_config=parallel)) is None
+    assert first.difference(agreement(model="elsewhere", cpu_threads=3)) is None
+    assert agreement(parallel_config=first_parallel).difference(agreement(parallel_config=parallel)) is None
 
 
 def test_the_first_difference_is_named_with_both_values() -> None:
-    first = ground(dtype="float32")
-    assert "has dtype bfloat16, and the first host float32" in str(first.difference(ground(dtype="bfloat16")))
-    other = CommonGround("0.0.1", first.settings, first.checkpoint)
+    first = agreement(dtype="float32")
+    assert "has dtype bfloat16, and the first host float32" in str(first.difference(agreement(dtype="bfloat16")))
+    other = HostAgreement("0.0.1", first.settings, first.checkpoint)
     assert "runs Kaon 0.0.1, and the first host" in str(first.difference(other))
-    other = CommonGround(first.version, first.settings, "another")
+    other = HostAgreement(first.version, first.settings, "another")
     assert "another model" in str(first.difference(other))
-    newer = CommonGround(first.version, {**first.settings, "new": "1"}, first.checkpoint)
+    newer = HostAgreement(first.version, {**first.settings, "new": "1"}, first.checkpoint)
     assert "has new 1, and the first host missing" in str(first.difference(newer))
 
 
@@ -146,16 +146,16 @@ def free_address() -> str:
 
 def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     server, friend, stranger = CurvePair.new(), CurvePair.new(), CurvePair.new()
-    doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(friend.public)
+    authenticator = CurveAuthenticator(context)
+    authenticator.allow(friend.public)
     address = free_address()
-    with listen(context, zmq.ROUTER, address, server) as listener:
+    with bind_curve(context, zmq.ROUTER, address, server) as listener:
         for pair, server_public, heard in (
             (stranger, server.public, False),
             (friend, CurvePair.new().public, False),
             (friend, server.public, True),
         ):
-            with dial(context, pair, server_public, b"x") as caller:
+            with curve_client(context, pair, server_public, b"x") as caller:
                 caller.connect(address)
                 caller.send(b"hello")
                 assert bool(listener.poll(1e3 * WAIT_SECONDS if heard else 300)) == heard
@@ -165,13 +165,16 @@ def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Con
             plain.connect(address)
             plain.send(b"hello")
             assert not listener.poll(300)
-    doorkeeper.close()
+    authenticator.close()
 
 
 def test_an_address_that_cannot_be_had_is_told_in_a_sentence(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     address = free_address()
-    with listen(context, zmq.ROUTER, address, CurvePair.new()), pytest.raises(OSError, match="is taken; stop what"):
-        listen(context, zmq.ROUTER, address, CurvePair.new())
+    with (
+        bind_curve(context, zmq.ROUTER, address, CurvePair.new()),
+        pytest.raises(OSError, match="is taken; stop what"),
+    ):
+        bind_curve(context, zmq.ROUTER, address, CurvePair.new())
     with pytest.raises(ValueError, match=r"master_addr is nowhere\.invalid, which has no address"):
         resolve("nowhere.invalid")
 
@@ -213,12 +216,12 @@ def test_a_name_that_leads_nowhere_but_home_is_refused(monkeypatch: pytest.Monke
 
 def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     server, friend = CurvePair.new(), CurvePair.new()
-    doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(friend.public)
+    authenticator = CurveAuthenticator(context)
+    authenticator.allow(friend.public)
     address = free_address()
     with (
-        listen(context, zmq.ROUTER, address, server, longest=1000) as listener,
-        dial(context, friend, server.public, b"x") as caller,
+        bind_curve(context, zmq.ROUTER, address, server, longest=1000) as listener,
+        curve_client(context, friend, server.public, b"x") as caller,
     ):
         caller.connect(address)
         ends = caller.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -230,20 +233,20 @@ def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.S
         caller.disable_monitor()
         ends.close(linger=0)
         assert listener.recv_multipart() == [b"x", b"short"]
-    doorkeeper.close()
+    authenticator.close()
 
 
-def steps_over_tcp(context: "zmq.Context[zmq.Socket[bytes]]", size: int) -> tuple[TcpSteps, Doorkeeper]:
+def steps_over_tcp(context: "zmq.Context[zmq.Socket[bytes]]", size: int) -> tuple[TcpSteps, CurveAuthenticator]:
     """Rank 0's side of `size` ranks, which its address lets in."""
-    doorkeeper = Doorkeeper(context)
+    authenticator = CurveAuthenticator(context)
     host, _, port = free_address().removeprefix("tcp://").rpartition(":")
     steps = TcpSteps(context, host, int(port), size)
-    doorkeeper.admit(steps.address.public)
-    return steps, doorkeeper
+    authenticator.allow(steps.address.public)
+    return steps, authenticator
 
 
 def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    steps, doorkeeper = steps_over_tcp(context, 2)
+    steps, authenticator = steps_over_tcp(context, 2)
     source = TcpStepSource(steps.address, 1)
     assert steps.missing_rank(WAIT_SECONDS) is None
     source.report("it broke\n" + "x" * (3 << 20) + "\nthe last line")
@@ -253,11 +256,11 @@ def test_a_failure_of_any_length_arrives_by_its_ends(context: "zmq.Context[zmq.S
     assert failure.endswith("\nthe last line")
     assert len(failure) < 1 << 20
     steps.close()
-    doorkeeper.close()
+    authenticator.close()
 
 
 def test_steps_reach_every_rank_and_their_reports_come_back(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    steps, doorkeeper = steps_over_tcp(context, 3)
+    steps, authenticator = steps_over_tcp(context, 3)
     first = TcpStepSource(steps.address, 1)
     while (missing := steps.missing_rank(0.1)) == 1:
         pass
@@ -276,29 +279,29 @@ def test_steps_reach_every_rank_and_their_reports_come_back(context: "zmq.Contex
     assert steps.take_within(2, WAIT_SECONDS) == "it broke\nTraceback"
     assert steps.take_within(1, 0.05) is None
     steps.close()
-    doorkeeper.close()
+    authenticator.close()
 
 
 def test_a_rank_elsewhere_is_named_by_its_host_and_keeps_no_processor_of_this_one() -> None:
     link = RemoteRank(3, 1, "tcp://10.0.0.1:29500")
     assert link.title == "tensor-parallel rank 3 on node 1"
-    assert link.absence == "join at tcp://10.0.0.1:29500"
-    link.joined("worker-7")
+    assert link.missing_step == "join at tcp://10.0.0.1:29500"
+    link.on_joined("worker-7")
     assert link.title == "tensor-parallel rank 3 on node 1 (worker-7)"
-    assert link.absence is None
-    link.give(RankLoaded([4, 5], 10))
+    assert link.missing_step is None
+    link.deliver(RankLoaded([4, 5], 10))
     assert link.receive() == RankLoaded([], 10)
-    link.lose("was killed by SIGKILL", True)
+    link.on_lost("was killed by SIGKILL", True)
     assert link.receive() is None
-    assert link.how_gone() == ("was killed by SIGKILL", True)
+    assert link.exit_reason() == ("was killed by SIGKILL", True)
     link.close(0.0)
 
 
 def test_a_rank_elsewhere_may_speak_and_be_silent_after_the_manager_has_closed() -> None:
     """The thread that carries it lives on for a moment, and would end the engine if it raised."""
     link = RemoteRank(1, 1, "tcp://10.0.0.1:29500")
-    link.give(RankServes())
+    link.deliver(RankServes())
     link.close(0.0)
-    assert link.take() is None
-    link.give(RankServes())
-    link.lose("is gone", True)
+    assert link.next_message() is None
+    link.deliver(RankServes())
+    link.on_lost("is gone", True)

@@ -152,15 +152,15 @@ def test_without_a_quota_there_is_none(tmp_path: Path):
 def test_the_api_keeps_off_the_engines_cpus_and_keeps_one_where_it_has_no_other():
     script = """
 import os, threading
-from engine.distributed.processes import keep_off
+from engine.distributed.processes import avoid_cpus
 allowed = os.sched_getaffinity(0)
 blocked = threading.Event()
 thread = threading.Thread(target=blocked.wait)
 thread.start()
-keep_off(allowed)
+avoid_cpus(allowed)
 assert os.sched_getaffinity(0) == allowed
 rest = {min(allowed)}
-keep_off(allowed - rest)
+avoid_cpus(allowed - rest)
 assert os.sched_getaffinity(0) == rest == os.sched_getaffinity(thread.native_id)
 blocked.set()
 """

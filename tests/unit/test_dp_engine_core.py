@@ -13,7 +13,7 @@ from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.dp_engine_core import DPEngineCoreProc, Lockstep
 from engine.core.sockets import Wake
-from engine.distributed.lockstep import PeerGoneError
+from engine.distributed.lockstep import PeerLostError
 from engine.messages import AbortRequests, Shutdown, StepOutputs, Stopped
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
@@ -106,7 +106,7 @@ class Replicas:
             self._replicas.rings.append((self._own, number))
             self._replicas.cores[1 - self._own].input_queue.put(Wake(number))
 
-        def part(self) -> None:
+        def announce_shutdown(self) -> None:
             self._replicas.parted.append(self._own)
 
         def wait_gone(self, timeout: float) -> int | None:
@@ -302,7 +302,7 @@ def test_one_that_hears_that_another_has_left_follows_it(replicas: Replicas) -> 
     replicas.wait_asleep()
     replicas.locksteps[0]._world.left_by = 1  # type: ignore[attr-defined]
     replicas.add(0, 1)
-    with pytest.raises(PeerGoneError, match="replica 1 is gone, with which this one computes in lockstep"):
+    with pytest.raises(PeerLostError, match="replica 1 is gone, with which this one computes in lockstep"):
         replicas.loops[0].result(WAIT_SECONDS)
     assert replicas.left == []
 
@@ -313,5 +313,5 @@ def test_one_that_cannot_meet_another_that_is_gone_says_so(replicas: Replicas) -
     replicas.locksteps[0].peers.gone = 1  # type: ignore[attr-defined]
     replicas._barrier.abort()
     replicas.add(0, 1)
-    with pytest.raises(PeerGoneError, match="replica 1 is gone, with which this one computes in lockstep"):
+    with pytest.raises(PeerLostError, match="replica 1 is gone, with which this one computes in lockstep"):
         replicas.loops[0].result(WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""`HostRouter` and `RankHost`: what either makes of another side that is silent, gone, strange, or of another version.
+"""`HostRouter` and `HostAgent`: how either treats a peer that is silent, gone, strange, or of another version.
 
 The other side is a bare socket here, which says what no host and no core would.
 """
@@ -18,10 +18,10 @@ import zmq
 
 from engine.config.config import Config, ParallelConfig
 from engine.distributed import host_router as host_socket
-from engine.distributed.cluster import ClusterKeys, CommonGround
-from engine.distributed.curve import Doorkeeper, dial, endpoint, listen
-from engine.distributed.host_agent import HostError, RankHost
-from engine.distributed.host_messages import Farewell, Hello, RankGone, RankSaid, Refused, TellRank, ToHost
+from engine.distributed.cluster import ClusterKeys, HostAgreement
+from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint
+from engine.distributed.host_agent import HostAgent, HostError
+from engine.distributed.host_messages import Hello, RankCommand, RankGone, RankReport, Refused, ShutdownMessage, ToHost
 from engine.distributed.host_resources import Shard
 from engine.distributed.host_router import HostRouter
 from engine.distributed.rank_link import Join, RankLaunch, RankProc, RankServes, StepAddress
@@ -32,7 +32,7 @@ from tests.ports import free_ports
 WAIT_MS = 60_000
 SILENCE_MS = 200
 KEYS = ClusterKeys.of("correct-horse-battery-staple")
-GROUND = CommonGround.of(Config(), CHECKPOINT_DIR)
+GROUND = HostAgreement.of(Config(), CHECKPOINT_DIR)
 
 Caller = Callable[[str], "zmq.Socket[bytes]"]
 
@@ -52,13 +52,13 @@ def router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, ranks: list[
     """For two other hosts with a rank each. Its thread must not raise."""
     raised: list[object] = []
     before, threading.excepthook = threading.excepthook, lambda end: raised.append(end.exc_value)
-    doorkeeper = Doorkeeper(context)
-    doorkeeper.admit(KEYS.host.public)
+    authenticator = CurveAuthenticator(context)
+    authenticator.allow(KEYS.host.public)
     nodes = {link.node: [link] for link in ranks}
-    made = HostRouter(context, address, KEYS.core, ground=GROUND, nodes=nodes, timeout=WAIT_MS / 1e3)
+    made = HostRouter(context, address, KEYS.core, agreement=GROUND, nodes=nodes, timeout=WAIT_MS / 1e3)
     yield made
     made.close()
-    doorkeeper.close()
+    authenticator.close()
     threading.excepthook = before
     assert raised == []
 
@@ -68,7 +68,7 @@ def call(context: "zmq.Context[zmq.Socket[bytes]]", address: str, router: HostRo
     with ExitStack() as stack:
 
         def made(name: str) -> "zmq.Socket[bytes]":
-            caller = stack.enter_context(dial(context, KEYS.host, KEYS.core.public, name.encode()))
+            caller = stack.enter_context(curve_client(context, KEYS.host, KEYS.core.public, name.encode()))
             caller.connect(address)
             return caller
 
@@ -119,7 +119,7 @@ def test_who_knows_the_key_but_not_the_words_is_refused_and_disturbs_nobody(
     assert isinstance(told, Refused)
     assert f"the first host runs Kaon {GROUND.version}" in told.why
     ranks[0].send(Join())
-    assert heard(host) == TellRank(1, Join())
+    assert heard(host) == RankCommand(1, Join())
 
 
 def test_a_host_that_goes_on_in_words_of_another_version_loses_its_ranks(
@@ -129,7 +129,7 @@ def test_a_host_that_goes_on_in_words_of_another_version_loses_its_ranks(
     say(host, Hello(1, "worker-1", GROUND))
     host.send(b"\xff")
     wait_for(lambda: ranks[0].receive() is None)
-    assert ranks[0].how_gone() == ("is gone: its host says what this version of Kaon cannot read", False)
+    assert ranks[0].exit_reason() == ("is gone: its host says what this version of Kaon cannot read", False)
 
 
 def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRank]) -> None:
@@ -137,8 +137,8 @@ def test_a_host_speaks_for_its_own_ranks_only(call: Caller, ranks: list[RemoteRa
     say(host, Hello(1, "worker-1", GROUND))
     for rank in (0, 2, 77):
         say(host, RankGone(rank, "was killed by SIGKILL", True))
-        say(host, RankSaid(rank, RankServes()))
-    say(host, RankSaid(1, RankServes()))
+        say(host, RankReport(rank, RankServes()))
+    say(host, RankReport(1, RankServes()))
     assert ranks[0].receive() == RankServes()
     assert ranks[1].far_descriptor >= 0
 
@@ -150,7 +150,7 @@ def test_a_second_host_of_a_number_is_refused_once_the_first_has_answered(
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
-    assert heard(first) == TellRank(1, Join())
+    assert heard(first) == RankCommand(1, Join())
     say(second, Hello(1, "worker-1", GROUND))
     wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
@@ -167,7 +167,7 @@ def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_wo
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
-    assert heard(first) == TellRank(1, Join())
+    assert heard(first) == RankCommand(1, Join())
     say(second, Hello(1, "worker-1", GROUND))
     wait_for_question(first)
     assert heard(second, SILENCE_MS) is None
@@ -176,7 +176,7 @@ def test_a_second_host_of_a_number_takes_the_place_of_one_that_went_without_a_wo
     later = RemoteRank(1, 1, "")
     router.add(later)
     later.send(Join())
-    assert heard(second) == TellRank(1, Join())
+    assert heard(second) == RankCommand(1, Join())
 
 
 def test_a_host_too_many_is_refused(call: Caller) -> None:
@@ -198,23 +198,23 @@ def test_who_connects_and_is_silent_or_talks_nonsense_holds_nobody_up(
         host = call("host")
         say(host, Hello(1, "worker-1", GROUND))
         ranks[0].send(Join())
-        assert heard(host) == TellRank(1, Join())
+        assert heard(host) == RankCommand(1, Join())
 
 
 def test_who_parts_waits_until_those_who_joined_and_those_who_wait_have_heard(
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that ends at once takes with it what has not left."""
-    monkeypatch.setattr(host_socket, "_FAREWELL_SECONDS", 600.0)
+    monkeypatch.setattr(host_socket, "_SHUTDOWN_MESSAGE_SECONDS", 600.0)
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
-    assert heard(first) == TellRank(1, Join())
+    assert heard(first) == RankCommand(1, Join())
     say(second, Hello(1, "worker-1", GROUND))
     wait_for(lambda: set(router._waiting) == {b"second"})
-    parting = threading.Thread(target=router.part, args=("the model is damaged",))
+    parting = threading.Thread(target=router.announce_shutdown, args=("the model is damaged",))
     parting.start()
-    assert heard(first) == heard(second) == Farewell("the model is damaged")
+    assert heard(first) == heard(second) == ShutdownMessage("the model is damaged")
     first.close(linger=0)
     assert parting.is_alive()
     second.close(linger=0)
@@ -225,13 +225,13 @@ def test_who_parts_waits_until_those_who_joined_and_those_who_wait_have_heard(
 def test_a_host_that_is_silent_holds_up_who_parts_for_a_while_only(
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_socket, "_FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr(host_socket, "_SHUTDOWN_MESSAGE_SECONDS", 0.1)
     silent = call("silent")
     say(silent, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
-    assert heard(silent) == TellRank(1, Join())
-    router.part("")
-    assert heard(silent) == Farewell()
+    assert heard(silent) == RankCommand(1, Join())
+    router.announce_shutdown("")
+    assert heard(silent) == ShutdownMessage()
 
 
 # -- the host ---------------------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ class Core:
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._doorkeeper = Doorkeeper(self._context)
-        self._doorkeeper.admit(KEYS.host.public)
-        self._socket = listen(self._context, zmq.ROUTER, address, KEYS.core)
+        self._authenticator = CurveAuthenticator(self._context)
+        self._authenticator.allow(KEYS.host.public)
+        self._socket = bind_curve(self._context, zmq.ROUTER, address, KEYS.core)
         self.name = b""
 
     def hear(self) -> bytes:
@@ -257,7 +257,7 @@ class Core:
 
     def close(self) -> None:
         self._socket.close(linger=0)
-        self._doorkeeper.close()
+        self._authenticator.close()
         self._context.destroy(linger=0)
 
 
@@ -268,13 +268,13 @@ def core(address: str) -> Iterator[Core]:
     made.close()
 
 
-def host_at(address: str, timeout: float = WAIT_MS / 1e3, cpu_threads: int | None = None) -> RankHost:
+def host_at(address: str, timeout: float = WAIT_MS / 1e3, cpu_threads: int | None = None) -> HostAgent:
     parallel = ParallelConfig(rank_start_timeout=timeout)
     config = Config(cpu_threads=cpu_threads, parallel_config=parallel)
-    return RankHost(config, CHECKPOINT_DIR, node=1, address=address, keys=KEYS)
+    return HostAgent(config, CHECKPOINT_DIR, node=1, address=address, keys=KEYS)
 
 
-def served(host: RankHost) -> tuple[threading.Thread, list[BaseException]]:
+def served(host: HostAgent) -> tuple[threading.Thread, list[BaseException]]:
     raised: list[BaseException] = []
 
     def serve() -> None:
@@ -317,7 +317,7 @@ def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
     config = Config(cpu_threads=64, max_num_seqs=7).model_dump_json()
     shard = Shard(rank=1, size=2, local_rank=0, local_size=1, store="tcp://a:1", memory=None, available_bytes=1)
     told = RankLaunch(name="kaon-worker-0.1", shard=shard, config=config, path="/elsewhere", steps=steps)
-    core.say(msgspec.msgpack.encode(TellRank(1, told)))
+    core.say(msgspec.msgpack.encode(RankCommand(1, told)))
     thread.join(WAIT_MS / 1e3)
     assert [str(error) for error in raised] == ["seen"]
     [got] = launched

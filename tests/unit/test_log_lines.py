@@ -6,8 +6,8 @@ import sys
 
 def test_a_line_has_the_time_the_process_the_level_and_the_module() -> None:
     program = (
-        "import logging; from engine.distributed.processes import log_lines; "
-        "log_lines('kaon-x', 'info', ' [%(name)s]'); "
+        "import logging; from engine.distributed.processes import configure_logging; "
+        "configure_logging('kaon-x', 'info', ' [%(name)s]'); "
         "logging.getLogger('a.b').info('told %d', 3); logging.getLogger('a').debug('not told')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

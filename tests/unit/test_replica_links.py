@@ -13,7 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from engine.distributed import lockstep as replica_links
-from engine.distributed.lockstep import Arrivals, MeetingError, ReplicaLinks, Seat, Seats
+from engine.distributed.lockstep import (
+    BarrierCounters,
+    LockstepMember,
+    LockstepRendezvous,
+    RendezvousError,
+    ReplicaLinks,
+)
 
 WAIT_SECONDS = 60.0
 
@@ -21,10 +27,10 @@ WAIT_SECONDS = 60.0
 class Core:
     """One end, and what it hears."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, lockstep_member: LockstepMember) -> None:
         self.rings: SimpleQueue[int] = SimpleQueue()
         self.gone: SimpleQueue[int] = SimpleQueue()
-        self.links = ReplicaLinks(seat, self.rings.put, self.gone.put)
+        self.links = ReplicaLinks(lockstep_member, self.rings.put, self.gone.put)
 
     def end(self) -> None:
         """As the kernel does for a process that ends."""
@@ -33,16 +39,16 @@ class Core:
 
 
 @pytest.fixture
-def seats() -> Iterator[Seats]:
-    made = Seats(3)
+def rendezvous() -> Iterator[LockstepRendezvous]:
+    made = LockstepRendezvous(3)
     yield made
     made.close()
 
 
-def met(seats: list[Seat]) -> list[Core]:
-    cores = [Core(seat) for seat in seats]
+def met(rendezvous: list[LockstepMember]) -> list[Core]:
+    cores = [Core(lockstep_member) for lockstep_member in rendezvous]
     with ThreadPoolExecutor(len(cores)) as threads:
-        list(threads.map(lambda core: core.links.meet(WAIT_SECONDS), cores))
+        list(threads.map(lambda core: core.links.connect(WAIT_SECONDS), cores))
     return cores
 
 
@@ -53,8 +59,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_each_core_meets_all_others_and_wakes_them(seats: Seats) -> None:
-    cores = met([seats.give(replica) for replica in range(3)])
+def test_each_core_meets_all_others_and_wakes_them(rendezvous: LockstepRendezvous) -> None:
+    cores = met([rendezvous.new_member(replica) for replica in range(3)])
     for number, core in enumerate(cores):
         core.links.ring(number)
         for other in cores:
@@ -63,8 +69,8 @@ def test_each_core_meets_all_others_and_wakes_them(seats: Seats) -> None:
     assert all(core.rings.empty() for core in cores)
 
 
-def test_the_end_of_one_is_told_to_all_others(seats: Seats) -> None:
-    cores = met([seats.give(replica) for replica in range(3)])
+def test_the_end_of_one_is_told_to_all_others(rendezvous: LockstepRendezvous) -> None:
+    cores = met([rendezvous.new_member(replica) for replica in range(3)])
     cores[1].end()
     for other in (cores[0], cores[2]):
         assert other.gone.get(timeout=WAIT_SECONDS) == 1
@@ -73,18 +79,18 @@ def test_the_end_of_one_is_told_to_all_others(seats: Seats) -> None:
     assert cores[2].rings.get(timeout=WAIT_SECONDS) == 5
 
 
-def test_ends_that_are_expected_are_no_news(seats: Seats) -> None:
-    cores = met([seats.give(replica) for replica in range(3)])
+def test_ends_that_are_expected_are_no_news(rendezvous: LockstepRendezvous) -> None:
+    cores = met([rendezvous.new_member(replica) for replica in range(3)])
     for core in cores:
-        core.links.part()
+        core.links.announce_shutdown()
     cores[1].end()
     assert cores[0].links.wait_gone(0.5) is None
     with pytest.raises(Empty):
         cores[0].gone.get_nowait()
 
 
-def test_one_that_does_not_come_is_named(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = [Core(seats.give(replica)) for replica in range(2)]
+def test_one_that_does_not_come_is_named(rendezvous: LockstepRendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [Core(rendezvous.new_member(replica)) for replica in range(2)]
 
     def now() -> float:
         """No time passes before the two that have come have met."""
@@ -92,26 +98,28 @@ def test_one_that_does_not_come_is_named(seats: Seats, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(replica_links, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     with ThreadPoolExecutor(2) as threads:
-        tries = [threads.submit(core.links.meet, 0.3) for core in cores]
+        tries = [threads.submit(core.links.connect, 0.3) for core in cores]
         errors = [each.exception(WAIT_SECONDS) for each in tries]
     for replica, error in enumerate(errors):
         assert str(error) == f"replica 2 did not meet replica {replica} within rank_start_timeout 0.3 s"
-        assert isinstance(error, MeetingError)
+        assert isinstance(error, RendezvousError)
         assert not error.is_over
 
 
 @pytest.mark.parametrize("said", [None, b"", b"\x01", struct.pack("=q", 0), struct.pack("=q", 7)])
-def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(seats: Seats, said: bytes | None) -> None:
+def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(
+    rendezvous: LockstepRendezvous, said: bytes | None
+) -> None:
     """It says nothing, ends, or says what no other replica would."""
-    first = Core(seats.give(0))
+    first = Core(rendezvous.new_member(0))
     with ThreadPoolExecutor(3) as threads, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        meets = [threads.submit(first.links.meet, WAIT_SECONDS)]
-        wait_until((Path(first.links.seat.directory) / "0").exists)
-        stranger.connect(f"{first.links.seat.directory}/0")
+        meets = [threads.submit(first.links.connect, WAIT_SECONDS)]
+        wait_until((Path(first.links.member.directory) / "0").exists)
+        stranger.connect(f"{first.links.member.directory}/0")
         if said is not None:
             stranger.send(said) if said else stranger.shutdown(socket.SHUT_RDWR)
-        others = [Core(seats.give(replica)) for replica in (1, 2)]
-        meets += [threads.submit(core.links.meet, WAIT_SECONDS) for core in others]
+        others = [Core(rendezvous.new_member(replica)) for replica in (1, 2)]
+        meets += [threads.submit(core.links.connect, WAIT_SECONDS) for core in others]
         for each in meets:
             each.result(WAIT_SECONDS)
     others[1].links.ring(3)
@@ -120,55 +128,55 @@ def test_one_that_calls_and_does_not_say_who_it_is_holds_nobody_up(seats: Seats,
 
 def test_a_replica_is_held_up_while_another_has_come_to_fewer_meetings() -> None:
     """At any of its ranks. One that is itself waited for is not, nor is any while all are at the same one."""
-    ranks = Seats(3, 2)
-    seats = [ranks.give(replica) for replica in range(3)]
-    columns = [Arrivals(descriptor, 3) for descriptor in seats[0].memory]
+    ranks = LockstepRendezvous(3, 2)
+    rendezvous = [ranks.new_member(replica) for replica in range(3)]
+    columns = [BarrierCounters(descriptor, 3) for descriptor in rendezvous[0].memory]
     assert len(columns) == 2
-    assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
+    assert [ranks.waits_for_peers(replica) for replica in range(3)] == [False] * 3
     for replica in (0, 2):
-        columns[1].note(replica)
-    assert [ranks.is_held_up(replica) for replica in range(3)] == [True, False, True]
-    columns[0].note(1)
-    columns[0].note(2)
-    assert [ranks.is_held_up(replica) for replica in range(3)] == [False, False, True]
-    columns[0].note(0)
-    columns[1].note(1)
-    assert [ranks.is_held_up(replica) for replica in range(3)] == [False] * 3
-    ranks.give(1)  # Its core has ended, and those of the others will.
-    assert [ranks.is_held_up(replica) for replica in range(3)] == [True, False, True]
+        columns[1].count(replica)
+    assert [ranks.waits_for_peers(replica) for replica in range(3)] == [True, False, True]
+    columns[0].count(1)
+    columns[0].count(2)
+    assert [ranks.waits_for_peers(replica) for replica in range(3)] == [False, False, True]
+    columns[0].count(0)
+    columns[1].count(1)
+    assert [ranks.waits_for_peers(replica) for replica in range(3)] == [False] * 3
+    ranks.new_member(1)  # Its core has ended, and those of the others will.
+    assert [ranks.waits_for_peers(replica) for replica in range(3)] == [True, False, True]
     ranks.close()
 
 
-def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(seats: Seats) -> None:
-    waiting = Core(seats.give(0))
-    seats.give(1)
+def test_who_waits_for_one_that_has_ended_learns_that_it_will_not_come(rendezvous: LockstepRendezvous) -> None:
+    waiting = Core(rendezvous.new_member(0))
+    rendezvous.new_member(1)
     with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(waiting.links.meet, WAIT_SECONDS)
-        seats.give(1)  # Another takes its place.
+        future = threads.submit(waiting.links.connect, WAIT_SECONDS)
+        rendezvous.new_member(1)  # Another takes its place.
         error = future.exception(WAIT_SECONDS)
-    assert isinstance(error, MeetingError)
+    assert isinstance(error, RendezvousError)
     assert error.is_over
 
 
-def test_each_seat_is_given_once_and_a_replacement_begins_a_new_round(seats: Seats) -> None:
-    first = [seats.give(replica) for replica in range(3)]
-    assert len({seat.directory for seat in first}) == 1
-    again = seats.give(1)
+def test_each_seat_is_given_once_and_a_replacement_begins_a_new_round(rendezvous: LockstepRendezvous) -> None:
+    first = [rendezvous.new_member(replica) for replica in range(3)]
+    assert len({lockstep_member.directory for lockstep_member in first}) == 1
+    again = rendezvous.new_member(1)
     assert again.directory != first[1].directory
-    assert [seats.give(0).directory, seats.give(2).directory] == [again.directory] * 2
-    assert seats.give(2).directory != again.directory
+    assert [rendezvous.new_member(0).directory, rendezvous.new_member(2).directory] == [again.directory] * 2
+    assert rendezvous.new_member(2).directory != again.directory
 
 
-def test_directories_are_private_and_are_gone_in_the_end(seats: Seats) -> None:
-    directories = [Path(seats.give(0).directory) for _ in range(2)]
+def test_directories_are_private_and_are_gone_in_the_end(rendezvous: LockstepRendezvous) -> None:
+    directories = [Path(rendezvous.new_member(0).directory) for _ in range(2)]
     assert not directories[0].exists()
     assert os.stat(directories[1]).st_mode & 0o777 == 0o700
-    seats.close()
+    rendezvous.close()
     assert not directories[1].exists()
 
 
-def test_who_has_met_leaves_no_names_behind(seats: Seats) -> None:
-    cores = met([seats.give(replica) for replica in range(3)])
-    assert os.listdir(cores[0].links.seat.directory) == []
-    cores[0].links.forget_place()
-    assert not Path(cores[0].links.seat.directory).exists()
+def test_who_has_met_leaves_no_names_behind(rendezvous: LockstepRendezvous) -> None:
+    cores = met([rendezvous.new_member(replica) for replica in range(3)])
+    assert os.listdir(cores[0].links.member.directory) == []
+    cores[0].links.remove_directory()
+    assert not Path(cores[0].links.member.directory).exists()
