@@ -1,7 +1,7 @@
 """`CoreHosts`: the other hosts that run engine cores, as the front end sees them. Owned by `CoreManager`.
 
-Hosts join at `master_port`, and the core of replica r calls at the r-th port behind it, so that what it hears and says
-does not pass through its host's agent.
+Hosts join at `master_port`. The core of replica r connects to port `master_port` + r, so that its requests and outputs
+do not pass through its host's agent.
 """
 
 import itertools
@@ -27,11 +27,11 @@ from engine.distributed.remote_core import RemoteCore, ReplicaEndpoint
 _log = logging.getLogger(__name__)
 
 _LARGEST_BYTES = 1 << 30
-"""Of a message of a core: any that there is, but a stranger's claim of more makes nobody wait for it."""
+"""Largest message of a core: above any real one, but bounded, since a stranger may claim any length."""
 
 
 class CoreHosts:
-    """The hosts of those replicas that are not on node 0. All calls come from one thread; one of its own talks."""
+    """The hosts of the replicas that are not on node 0. All calls come from one thread; the router has another."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
         """Listen for the hosts of `cluster`, of which it takes ownership, start them, and return at once.
@@ -45,7 +45,7 @@ class CoreHosts:
         self._numbers = itertools.count()
         self._pair = CurvePair.new()
         self._keys: dict[int, bytes] = {}
-        """By replica the public key of its last core."""
+        """Public key of the last core of each replica."""
         self._begun: set[int] = set()
         self._cores: dict[int, ReplicaEndpoint] = {}
         with ExitStack() as undo:
@@ -97,11 +97,11 @@ class CoreHosts:
         return cls(config, Cluster.of_hosts(parallel, size))
 
     def runs(self, replica: int) -> bool:
-        """Whether that replica is another host's."""
+        """Whether another host runs that replica."""
         return replica in self._cores
 
     def core(self, replica: int, name: str, num_kvcache_blocks: int | None) -> RemoteCore:
-        """A new core of a replica that is another host's, to be started. `name` is for sentences."""
+        """A new core of a replica that another host runs, not yet started. `name` is its name in messages."""
         place = self._cores[replica]
         pair = CurvePair.new()
         self._authenticator.revoke(self._keys.pop(replica, b""))
@@ -122,7 +122,7 @@ class CoreHosts:
         return core
 
     def announce_shutdown(self, why: str) -> None:
-        """There will be no other core: have the hosts end as well. `why` is "" at an orderly end."""
+        """Notify the hosts that no other core will come, so that they end. `why` is "" at an orderly end."""
         self._router.announce_shutdown(why)
 
     def close(self) -> None:
@@ -131,9 +131,9 @@ class CoreHosts:
 
 
 def _find_agreement(config: Config, router: HostRouter) -> None:
-    """Tell the router what hosts must have in common with this one."""
+    """Give the router the agreement that other hosts are compared with."""
     try:
         router.compare_with(HostAgreement.of(config, resolve_checkpoint(config.model)))
     except (OSError, ValueError) as error:
-        # The cores of this host end for the same reason, and all with them.
+        # The cores of this host fail for the same reason, and end the server.
         _log.debug("no host can join: %s", error)

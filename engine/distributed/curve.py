@@ -1,4 +1,4 @@
-"""TCP sockets whose ends know each other by CURVE keys. Used wherever ranks are on several hosts."""
+"""TCP sockets between hosts, whose ends authenticate each other by CURVE keys, and the addresses that they need."""
 
 import errno
 import functools
@@ -20,15 +20,15 @@ _SILENCE_SECONDS = 10.0
 """After which a peer that answers no heartbeat counts as gone: its host has lost power, or the network between."""
 _RECONNECT_SECONDS = (0.1, 1.0)
 AGAIN_SECONDS = 0.25
-"""Between two looks whether a name has an address, or somebody listens there."""
+"""Between two attempts to resolve a name, or to reach a port."""
 CONNECT_SECONDS = 3.0
-"""For a connection to be answered: the system itself would ask a machine that is off at ever longer intervals."""
+"""For a connection to be accepted: the system itself would retry at ever longer intervals."""
 _MAX_HEARD_BYTES = 64 << 20
-"""Of a message to who listens: strangers may claim any length."""
+"""Largest message that a listening socket accepts: a stranger may claim any length."""
 
 
 class CurveAuthenticator:
-    """Lets in whoever shows one of the keys that it was told of. For every socket of a context that listens."""
+    """Admits clients by their public keys, on every listening socket of a context."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._keys: set[bytes] = set()
@@ -37,15 +37,15 @@ class CurveAuthenticator:
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 
     def allow(self, public: bytes) -> None:
-        """From now on, let in who has the secret key of that public one."""
+        """Admit clients of that public key from now on."""
         self._keys.add(public)
 
     def revoke(self, public: bytes) -> None:
-        """From now on, let in who has that key no more; nothing where it was not let in."""
+        """Admit clients of that key no longer; nothing happens if they were not admitted."""
         self._keys.discard(public)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client of that public key may come in; called by the authenticator's thread."""
+        """Whether clients of that public key are admitted; called by the authenticator's thread."""
         return key in self._keys
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def bind_curve(
     *,
     longest: int = _MAX_HEARD_BYTES,
 ) -> "zmq.Socket[bytes]":
-    """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when the address cannot be had.
+    """A socket that listens at `tcp://` an address. Raises `OSError`, a sentence, when it cannot listen there.
 
     Who sends it more than `longest` bytes in one message is cut off; -1 for any number.
     """
@@ -97,7 +97,7 @@ def resolve(host: str, patience: float = 0.0) -> str:
             time.sleep(AGAIN_SECONDS)
     addresses = [str(address[0]) for *_, address in found]
     if not is_loopback(host):
-        # Systems like to call themselves 127.0.1.1.
+        # Many systems map their own name to 127.0.1.1.
         looped = addresses[0]
         addresses = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
         if not addresses:
@@ -114,7 +114,7 @@ def _warn(sentence: str) -> None:
 
 
 def warn_no_address(host: str, error: sockets.gaierror) -> None:
-    """Say once that a name is waited for."""
+    """Log once that a name has no address yet."""
     _warn(f"master_addr is {host}, which has no address yet: {error.strerror}")
 
 
@@ -128,12 +128,12 @@ def _is_own(address: str) -> bool:
 
 
 def endpoint(host: str, port: int) -> str:
-    """As ZMQ and torch write it."""
+    """A host and a port as ZMQ and torch write them."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def why_not(address: str, number: int, words: str) -> str:
-    """A sentence for an address that cannot be listened at."""
+    """Why nothing can listen at an address, as a sentence."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if number == errno.EADDRINUSE:
         return f"port {port} on {host} is taken; stop what listens there or choose another master_port"
@@ -145,7 +145,7 @@ def why_not(address: str, number: int, words: str) -> str:
 def curve_client(
     context: "zmq.Context[zmq.Socket[bytes]]", own: CurvePair, server_public: bytes, name: bytes
 ) -> "zmq.Socket[bytes]":
-    """A socket that, once it is to connect to one that listens, does so again whenever the connection breaks.
+    """A socket to be connected to a listening one. It connects again whenever the connection breaks.
 
     `name` is how the other side addresses it.
     """
@@ -164,7 +164,7 @@ def curve_client(
 
 def _keep_alive(socket: "zmq.Socket[bytes]") -> None:
     socket.set_hwm(0)
-    # What cannot be sent any more must not hold up who ends.
+    # Messages that cannot be sent any more must not delay the end of the process.
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(1e3 * _HEARTBEAT_SECONDS))

@@ -1,7 +1,7 @@
-"""`FlightRecord`: which sequences the running step computes, in memory that outlives the core.
+"""`FlightRecord`: the sequences of the running step, in memory that outlives the core.
 
-Written by the engine core around each step, and around taking a sequence in; read by `Supervisor` when the core has
-died: who was in the step, or was taken in, may be why.
+The engine core writes it around each step, and around accepting a sequence. When the core has died, `Supervisor` reads
+it: the sequences of that step, or the accepted one, may be the cause.
 """
 
 import mmap
@@ -24,7 +24,7 @@ class FlightRecord:
 
     @staticmethod
     def create(max_sequences: int) -> int:
-        """A descriptor of a new record for steps of at most so many sequences. No name of it is in any directory."""
+        """A descriptor of a new record, an anonymous file, for steps of at most `max_sequences`."""
         return anonymous_file("kaon-flight-record", (1 + max_sequences) * _WORD)
 
     @classmethod
@@ -37,14 +37,14 @@ class FlightRecord:
             os.close(descriptor)
 
     def begin(self, seq_ids: Sequence[int]) -> None:
-        """A step of these sequences starts, or one is taken in."""
+        """A step of these sequences begins, or one is accepted."""
         self._words[1 : 1 + len(seq_ids)] = memoryview(array("q", seq_ids))
         self._words[0] = len(seq_ids)
 
     def end(self) -> None:
-        """That has come to its end."""
+        """The step has ended."""
         self._words[0] = 0
 
     def read(self) -> list[int]:
-        """The sequences of the step that runs, or that never ended; none between steps."""
+        """The sequences of the step that runs, or in which the core ended; none between steps."""
         return self._words[1 : 1 + self._words[0]].tolist()

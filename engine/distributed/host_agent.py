@@ -1,7 +1,8 @@
-"""`HostAgent`: runs the ranks or the engine cores of a host that is not the first, for one server after the other.
+"""`HostAgent`: runs the ranks or the engine cores of a host other than the first, for one server after the other.
 
-Used by `kaon serve` with a `node_rank`, and by the actors of Ray. Knows no torch: what it runs are processes. It is
-joined to an engine core, which has ranks here, or to the front end, which has cores here.
+Used by `kaon serve` with a `node_rank`, and by the actors of Ray. It joins the engine core whose ranks it runs, or the
+front end whose cores it runs (`HostedCores`), and executes the commands that arrive by that connection. It does not
+import torch: what it runs are processes.
 """
 
 import logging
@@ -46,21 +47,25 @@ _FAILED = 1
 
 
 class HostedCores:
-    """By the numbers that the front end gives them. All calls come from one thread, with which the cores end."""
+    """The engine cores that a host runs for the front end of another, by the numbers that the front end gives them.
+
+    Each is the process that it would be on the first host; only its sockets connect to another host. All calls come
+    from one thread, with which the cores end.
+    """
 
     def __init__(self, config: Config) -> None:
-        """`config`: this host's."""
+        """`config` is that of this host."""
         self._config = config
         self._cores: dict[int, CoreProcess] = {}
         self._serving: set[int] = set()
 
     @property
     def lifelines(self) -> Collection[int]:
-        """Descriptors, one of which is readable when a core is gone."""
+        """Descriptors, one of which is readable when a core has ended."""
         return [core.lifeline.fileno() for core in self._cores.values()]
 
-    def do(self, message: CoreCommand) -> CoreStarted | CoreEnded | None:
-        """What the front end says; an answer, if there is one. Of a core that is gone nothing is done."""
+    def execute(self, message: CoreCommand) -> CoreStarted | CoreEnded | None:
+        """Execute a command of the front end; its answer, if there is one. A core that has ended is ignored."""
         if isinstance(message, LaunchCore):
             return self._start(message)
         core = self._cores.get(message.core)
@@ -79,7 +84,7 @@ class HostedCores:
         return None
 
     def reap(self, readable: Collection[object]) -> Iterable[CoreEnded]:
-        """How those ended whose lifelines are among the readable descriptors."""
+        """Remove the cores whose lifelines are among the readable descriptors, and report how they ended."""
         for number, core in list(self._cores.items()):
             if core.lifeline.fileno() in readable:
                 code = core.wait()
@@ -90,14 +95,14 @@ class HostedCores:
                 yield ended
 
     def close(self) -> None:
-        """End all, at the same time."""
+        """End all cores, at the same time."""
         for core in self._cores.values():
             core.lifeline.close()
         for number in list(self._cores):
             self._stop(number)
 
     def _start(self, launch: LaunchCore) -> CoreStarted | CoreEnded:
-        # What requests are checked against holds on every host; the rest is as this one has it.
+        # Requests are checked against the same number of blocks on every host; the rest is this host's configuration.
         config = self._config.model_copy(update={"num_kvcache_blocks": launch.num_kvcache_blocks})
         share = launch.share
         if launch.is_first:
@@ -126,7 +131,7 @@ _HANDSHAKE_FAILED = (
 )
 _EVENTS = sum(_HANDSHAKE_FAILED) | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _REFUSALS = 5
-"""Handshakes that fail in a row before the key is blamed: a core that ends breaks one off, too."""
+"""Handshakes that fail in a row before the key is blamed: a core that ends also breaks one off."""
 _END_SECONDS = 2.0
 """For a rank or a core to end by itself; a core that never served is killed at once."""
 
@@ -135,7 +140,7 @@ _decoder = msgspec.msgpack.Decoder(ToHost)
 
 
 def host_of(config: Config, path: Path) -> "HostAgent":
-    """This host, as `config` numbers it. Raises `ValueError`, a sentence, where it cannot join; `OSError`."""
+    """The agent of this host. Raises `ValueError`, a sentence, where it cannot join, and `OSError`."""
     parallel = config.parallel_config
     keys = ClusterKeys.of(read_cluster_key(parallel.cluster_key_file, parallel.master_addr))
     address = endpoint(parallel.master_addr, parallel.master_port)
@@ -160,10 +165,10 @@ class HostAgent:
         self._agreement = HostAgreement.of(config, path)
         self._timeout = config.parallel_config.rank_start_timeout
         self._has_served = False
-        """Whether a core was ready once, here or with these ranks."""
+        """Whether a core, or a core with ranks here, has been ready once."""
 
     def serve(self, *, rejoins: bool) -> None:
-        """Serve one core, or one after the other, until one says shutdown.
+        """Serve one core, or one after the other, until a shutdown message comes.
 
         Raises `HostError` when no core is there in time, and for whatever keeps this host from joining.
         """
@@ -183,14 +188,14 @@ class HostAgent:
             _log.warning("the engine core at %s is gone; this host waits for the next", self.address)
 
     def _follow(self, core: "_Joined") -> ShutdownMessage | None:
-        """Do as the core says until it is gone, or says shutdown."""
+        """Execute the commands of the core until it is gone, or sends a shutdown message."""
         failure: RankFailed | None = None
         while True:
             lost, frames, procs = core.wait()
             for proc in procs:
                 message = proc.receive()
                 if message is None:
-                    core.forget(proc)
+                    core.report_end(proc)
                     continue
                 if isinstance(message, RankServes):
                     self._has_served = True
@@ -199,27 +204,27 @@ class HostAgent:
                 core.send(RankReport(proc.rank, message))
             for frame in frames:
                 try:
-                    told = _decoder.decode(frame)
+                    command = _decoder.decode(frame)
                 except msgspec.DecodeError as error:
                     raise HostError(
                         f"the first host says what this version of Kaon cannot read ({error}); install the same on all"
                     ) from error
-                match told:
+                match command:
                     case RankCommand():
-                        self._tell(core, told.rank, told.message)
+                        self._to_rank(core, command.rank, command.message)
                     case Refused():
-                        raise HostError(told.why)
+                        raise HostError(command.why)
                     case ShutdownMessage():
-                        return told
+                        return command
                     case _:
-                        self._has_served |= isinstance(told, CoreServes)
-                        core.tell_cores(told)
+                        self._has_served |= isinstance(command, CoreServes)
+                        core.execute(command)
             if lost:
                 return None if failure is None else ShutdownMessage(failure.error)
 
-    def _tell(self, core: "_Joined", rank: int, message: ToRank) -> None:
+    def _to_rank(self, core: "_Joined", rank: int, message: ToRank) -> None:
         if isinstance(message, RankLaunch):
-            # As this host has it.
+            # The memory, threads and checkpoint are those of this host.
             shard = message.shard._replace(available_bytes=available_host_memory() // message.shard.local_size)
             threads = {"cpu_threads": self._config.cpu_threads}
             config = Config.model_validate_json(message.config).model_copy(update=threads).model_dump_json()
@@ -245,7 +250,7 @@ def _reach(address: str, timeout: float, deadline: float) -> str:
             missing = f": {where.hostname} has no address ({error.strerror})"
             warn_no_address(where.hostname, error)
         except OSError:
-            pass  # Nobody listens there yet, or nothing leads there.
+            pass  # Nothing listens there yet, or there is no route.
         if time.monotonic() + AGAIN_SECONDS >= deadline:
             raise HostError(f"no engine core came to {address} within rank_start_timeout {timeout:g} s{missing}")
         time.sleep(AGAIN_SECONDS)
@@ -256,7 +261,7 @@ class _Joined:
 
     def __init__(self, node: int, address: str, keys: ClusterKeys, cores: HostedCores) -> None:
         self._node, self._address = node, address
-        # Another name each time: a core that lost this host must not take the next connection for the same.
+        # A new name each time: a core that lost this host must not take the next connection for the last one.
         self._socket = curve_client(
             zmq.Context.instance(), keys.host, keys.core.public, uuid.uuid4().bytes.hex().encode()
         )
@@ -269,7 +274,7 @@ class _Joined:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # First, as its end tells that a shutdown was heard.
+        # First, since the end of the connection confirms a shutdown message.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -278,7 +283,7 @@ class _Joined:
         self._cores.close()
 
     def join(self, timeout: float, deadline: float, agreement: HostAgreement) -> None:
-        """Wait for a core, and say who is there. Raises `HostError` when there is none in time, or another key."""
+        """Wait for a core, and send it a hello. Raises `HostError` when none comes in time, or it has another key."""
         refusals = 0
         while True:
             if not self._monitor.poll(max(0, round(1e3 * (deadline - time.monotonic())))):
@@ -296,7 +301,7 @@ class _Joined:
         self.send(Hello(self._node, socket.gethostname(), agreement))
 
     def wait(self) -> tuple[bool, list[bytes], list[RankProc]]:
-        """Block until something happens: whether the core is gone, its messages, processes to be heard."""
+        """Block until something happens: whether the core is gone, its messages, ranks to receive from."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -314,26 +319,26 @@ class _Joined:
         while lost and self._socket.poll(0):
             frames.append(self._socket.recv())
         if b"" in frames:
-            # Which only asks whether this host is still there.
+            # The question whether this host is still there.
             self._socket.send(b"")
         return lost, [frame for frame in frames if frame], [p for p in self.procs.values() if p.descriptor in readable]
 
     def send(self, message: FromHost) -> None:
-        """Tell the core something."""
+        """Send the core a message."""
         self._socket.send(_encoder.encode(message))
 
-    def tell_cores(self, message: CoreCommand) -> None:
-        """Do as the front end says with a core."""
-        answer = self._cores.do(message)
+    def execute(self, message: CoreCommand) -> None:
+        """Execute a command of the front end."""
+        answer = self._cores.execute(message)
         if answer is not None:
             self.send(answer)
 
     def start(self, launch: RankLaunch) -> None:
-        """Run a rank."""
+        """Start a rank."""
         self.procs[launch.shard.rank] = RankProc(launch, ())
 
-    def forget(self, proc: RankProc) -> None:
-        """A process is gone: tell the core how."""
+    def report_end(self, proc: RankProc) -> None:
+        """Remove a rank that has ended, and report to the core how."""
         how, killed = proc.exit_reason()
         self.procs.pop(proc.rank).close(_END_SECONDS)
         _log.error("tensor-parallel rank %d %s", proc.rank, how)

@@ -1,7 +1,5 @@
-"""What hosts say to each other over TCP: the first one's engine core to those that have its ranks, or the first one's
-front end to those that have its replicas' cores.
-
-Of ranks, most of it is what the core and a rank say, passed on.
+"""Messages between hosts, over TCP: of the first host's engine core and the hosts of its ranks, or of the first host's
+front end and the hosts of its engine cores. Messages of ranks are mostly those of `rank_link`, forwarded.
 """
 
 from typing import TypeAlias
@@ -14,35 +12,35 @@ from engine.distributed.rank_link import FromRank, ToRank
 
 
 class CoreAddress(msgspec.Struct, frozen=True):
-    """Where a core calls that runs on another host than the front end; keys are of CURVE, made for this core alone."""
+    """Where a core on another host connects to the front end; the CURVE keys are made for this core alone."""
 
     address: str
-    """`tcp://` a host and a port, of this replica."""
+    """`tcp://` a host and the port of its replica."""
     name: str
-    """Of its connections; see `connection_names`."""
+    """Name of its connections; see `connection_names`."""
     front_end_public: bytes
     public: bytes
     secret: bytes
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """A host has come, and can start its ranks or cores."""
+    """A host has connected, and can start its ranks or cores."""
 
     node: int
     host: str
-    """Its own name."""
+    """Its host name."""
     agreement: HostAgreement
 
 
 class RankReport(msgspec.Struct, tag="said", frozen=True):
-    """What one of its ranks says."""
+    """A message of one of its ranks."""
 
     rank: int
     message: FromRank
 
 
 class RankGone(msgspec.Struct, tag="gone", frozen=True):
-    """The process of a rank has ended; `how`, such as "exited with code 1". `killed` by another process."""
+    """The process of a rank has ended: `how`, such as "exited with code 1"; `killed`: by another process."""
 
     rank: int
     how: str
@@ -50,63 +48,63 @@ class RankGone(msgspec.Struct, tag="gone", frozen=True):
 
 
 class RankCommand(msgspec.Struct, tag="tell", frozen=True):
-    """What one of its ranks is told; the first is the launch, which starts the process."""
+    """A message to one of its ranks; the first is the launch, which starts the process."""
 
     rank: int
     message: ToRank
 
 
 class LaunchCore(msgspec.Struct, tag="launch_core", frozen=True, kw_only=True):
-    """Start a core, by the host's own settings."""
+    """Start a core, by the settings of its host."""
 
     core: int
-    """Its number among all that were ever started."""
+    """Its number among all cores that were ever started."""
     share: HostShare
-    """Its replica's, but for the memory, which the host knows."""
+    """Share of its replica, without the memory, which the host knows."""
     num_kvcache_blocks: int | None
-    """That requests were checked against; None: as the settings say."""
+    """Number that requests were checked against; None: as the settings say."""
     is_first: bool
-    """Whether the other replicas' first cores load beside it."""
+    """Whether it is the first core of its replica, and loads at the same time as those of the others."""
     front_end: CoreAddress
 
 
 class CoreServes(msgspec.Struct, tag="core_serves", frozen=True):
-    """The core was ready, and has connected all its sockets."""
+    """The core is ready, and has connected all its sockets."""
 
     core: int
 
 
 class DumpStacks(msgspec.Struct, tag="dump_stacks", frozen=True):
-    """Have the core and its ranks write what their threads do to the log."""
+    """Have the core and its ranks write the stacks of their threads to the log."""
 
     core: int
 
 
 class KillCore(msgspec.Struct, tag="kill_core", frozen=True):
-    """End the core now; how it ended is to be told."""
+    """Kill the core, and report how it ended."""
 
     core: int
 
 
 class StopCore(msgspec.Struct, tag="stop_core", frozen=True):
-    """End the core, of which nothing more is to be told."""
+    """End the core, and report nothing more about it."""
 
     core: int
 
 
 class CoreStarted(msgspec.Struct, tag="core_started", frozen=True):
-    """The core runs as that process."""
+    """The core runs as process `pid`."""
 
     core: int
     pid: int
 
 
 class CoreEnded(msgspec.Struct, tag="core_ended", frozen=True):
-    """The core is gone, or could not be started."""
+    """The core has ended, or could not be started."""
 
     core: int
     exit_code: int
-    """Or minus a signal."""
+    """Or minus the number of a signal."""
     in_step: list[int]
     """Its flight record."""
     error: str = ""
@@ -120,7 +118,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 class ShutdownMessage(msgspec.Struct, tag="shutdown", frozen=True):
-    """There will be no other core; `why` is a sentence where that is not as it should be."""
+    """There will be no other core; `why` is a sentence, or "" at an orderly end."""
 
     why: str = ""
 

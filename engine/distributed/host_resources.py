@@ -84,7 +84,7 @@ def _headroom(directory: Path, limit_file: str, usage_file: str, reclaimable: st
 
 
 SPARE_FROM = 4
-"""Cores of which one is left to the API process: of fewer, a step would miss it more than the API gains."""
+"""With this many cores, one is left to the API process; with fewer, a step would lose more than the API gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class CorePlan:
 
     threads: int
     cpus: frozenset[int]
-    """What they may run on."""
+    """CPUs that they may run on."""
     pins: tuple[int, ...] = ()
     """One CPU a thread; none where threads move within `cpus`."""
     own: frozenset[int] = frozenset()
-    """What everything else keeps off: the pins' cores, with the hardware threads that share them."""
+    """CPUs that all other threads avoid: the cores of the pins, with all their hardware threads."""
     node: int | None = None
-    """The one NUMA node of several that all this is on."""
+    """NUMA node of all these CPUs, where there are several nodes."""
 
     def __str__(self) -> str:
         words = "1 thread computes" if self.threads == 1 else f"{self.threads} threads compute"
@@ -126,9 +126,9 @@ def plan_cores(asked: int | None, allowed: Collection[int], root: Path = Path("/
     quota = cpu_quota(root)
     node, local = (None, cores) if quota is not None else _widest_node(cores, root)
     if asked is not None and asked > len(local):
-        # What one node, or one thread a core, cannot give.
+        # More threads than one node has, or than one a core.
         return CorePlan(asked, frozenset(allowed))
-    # A thread beyond the quota would be held up for tens of milliseconds, and each operator waits for all threads.
+    # A thread beyond the quota would be delayed by tens of milliseconds, and each operator waits for all threads.
     room = len(local) if quota is None else max(1, min(len(local), int(quota) // ranks))
     threads = asked or (room - 1 if room >= SPARE_FROM else room)
     cpus = frozenset(cpu for core in local for cpu in core)
@@ -193,12 +193,12 @@ class Shard(NamedTuple):
 
 
 class HostShare(NamedTuple):
-    """What of the host is one data-parallel replica's."""
+    """The share of the host that one data-parallel replica has."""
 
     replica: int = 0
-    """Its number among those of all hosts."""
+    """Number of the replica, among those of all hosts."""
     local_index: int = 0
-    """Its number among those of this host, which share out its GPUs or its cores."""
+    """Its index among those of this host, which share out its GPUs or its cores."""
     num_local: int = 1
     """How many those are."""
     available_bytes: int | None = None
@@ -206,7 +206,7 @@ class HostShare(NamedTuple):
 
 
 def own_cpus(rank: int, size: int, root: Path = Path("/")) -> Collection[int]:
-    """The CPUs that a rank computes on: as many neighbouring cores for each; all for all where cores are too few."""
+    """The CPUs that a rank computes on: an equal number of adjacent cores; all cores where there are too few."""
     allowed = os.sched_getaffinity(0)
     cores = physical_cores(allowed, root)
     if len(cores) < size:

@@ -36,15 +36,15 @@ from engine.distributed.host_messages import (
 
 
 class RemoteMember(Protocol):
-    """Its methods are the router's thread's."""
+    """A rank or core on another host. The router's thread calls its methods."""
 
     @property
     def number(self) -> int:
-        """By which its host speaks of it."""
+        """Identifies it in messages of its host."""
 
     @property
     def node(self) -> int:
-        """Its host's number."""
+        """Number of its host."""
 
     @property
     def join_by(self) -> float:
@@ -52,53 +52,53 @@ class RemoteMember(Protocol):
 
     @property
     def far_descriptor(self) -> int:
-        """Readable when there is something to pass on, or who made it has closed it; -1 once it is lost."""
+        """Readable when there is a message to forward, or its owner has closed it; -1 once it is lost."""
 
     def on_joined(self, host: str) -> None:
-        """Its host, of that name, is there."""
+        """Its host, of that name, has joined."""
 
     def next_message(self) -> ToHost | None:
-        """What is to be passed on next; None when it is closed."""
+        """The next message to forward to its host; None when its owner has closed it."""
 
     def on_message(self, message: FromHost) -> None:
-        """What its host says of it."""
+        """Take a message of its host about it."""
 
     def on_mismatch(self, host: str, difference: str) -> None:
-        """Its host, of that name, has come, and cannot join."""
+        """Its host, of that name, cannot join; `difference` continues a sentence about the host."""
 
     def on_timeout(self, timeout: float) -> None:
-        """Its host has not come in so many seconds."""
+        """Its host has not joined within `timeout` seconds."""
 
     def on_lost(self, how: str, killed: bool) -> None:
-        """It is gone, `how` as the end of a sentence; `killed` by something outside."""
+        """It has ended: `how` is the end of a sentence, `killed` says whether something outside ended it."""
 
 
 class PendingHosts:
-    """What they said, by the names of their connections. They may have gone meanwhile."""
+    """Their hellos, by the names of their connections. They may have gone meanwhile."""
 
     def __init__(self) -> None:
         self._for_agreement: dict[bytes, Hello] = {}
         self._for_node: dict[bytes, Hello] = {}
 
     def __iter__(self) -> Iterator[bytes]:
-        """All names."""
+        """The names of all connections."""
         return iter([*self._for_agreement, *self._for_node])
 
     def wait_for_agreement(self, name: bytes, hello: Hello) -> None:
-        """Until the first host knows what others must have in common with it."""
+        """Keep a host until the agreement that it is compared with is known."""
         self._for_agreement[name] = hello
 
     def wait_for_node(self, name: bytes, hello: Hello) -> None:
-        """Until it is known whether the host that has joined under that number is there."""
+        """Keep a host until it is known whether the host that has joined under its number is still there."""
         self._for_node[name] = hello
 
     def take_for_agreement(self) -> Mapping[bytes, Hello]:
-        """Those that wait for the agreement; they wait no more."""
+        """Remove and return the hosts that wait for the agreement."""
         taken, self._for_agreement = self._for_agreement, {}
         return taken
 
     def take_for_node(self, node: int | None) -> Mapping[bytes, Hello]:
-        """Those that wait for the place of that number; they wait no more."""
+        """Remove and return the hosts that wait for the number `node`."""
         taken = {name: hello for name, hello in self._for_node.items() if hello.node == node}
         for name in taken:
             del self._for_node[name]
@@ -109,20 +109,23 @@ _log = logging.getLogger(__name__)
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _ASK_SECONDS = (0.0, 0.02, 1.0)
-"""After the end of some connection: the socket does not say whose, and knows it a moment later itself."""
+"""Delays after the end of a connection: the monitor does not say whose, and the socket knows a moment later."""
 _LINGER_MS = 2000
-"""For a last message to leave."""
+"""For the last messages to be sent."""
 _SHUTDOWN_MESSAGE_SECONDS = 2.0
-"""For a shutdown to be heard."""
+"""For hosts to receive a shutdown message."""
 _ASK_AGAIN_SECONDS = 0.02
 ALIVE = b""
-"""Whether a host is there, and its answer."""
+"""The question whether a host is there, and its answer."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class HostSocket:
-    """A ROUTER, and what its monitor tells."""
+    """A ROUTER and its monitor. The router's thread makes all calls.
+
+    A host is known by the name of its connection, which is new each time that it connects.
+    """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: CurvePair) -> None:
         """Listen at `tcp://` an address. Raises `OSError`, a sentence, when it cannot be had."""
@@ -130,21 +133,21 @@ class HostSocket:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
         self._asks: list[float] = []
-        """When to ask who is still there, on the monotonic clock, the last first."""
+        """When to ask the hosts whether they are there, on the monotonic clock, in descending order."""
         self._has_warned = False
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have `poller` wake when something has happened."""
+        """Have `poller` wake for messages and for events of the monitor."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
 
     @property
     def next_ask(self) -> float:
-        """When `is_time_to_ask` next, though nothing happens, on the monotonic clock; infinite: not before."""
+        """When `is_time_to_ask` without any event, on the monotonic clock; infinite: never."""
         return self._asks[-1] if self._asks else math.inf
 
     def is_time_to_ask(self) -> bool:
-        """Whether a connection has ended, so that all hosts are to be asked whether they are there."""
+        """Whether a connection has ended, so that all hosts must be asked whether they are there."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -159,7 +162,7 @@ class HostSocket:
         return True
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The frames of the next message, and whose it is; None where none has come."""
+        """The sender and the frames of the next message; None where none has arrived."""
         try:
             name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -167,15 +170,15 @@ class HostSocket:
         return name, frames
 
     def send(self, name: bytes, message: ToHost) -> bool:
-        """Tell a host something; False where it is gone."""
+        """Send a message to a host; False where it is gone."""
         return self._send(name, _encoder.encode(message))
 
     def ask(self, name: bytes) -> bool:
-        """Ask a host whether it is there; False where its connection has ended. One that is there answers `ALIVE`."""
+        """Ask a host whether it is there, which it answers by `ALIVE`; False where its connection has ended."""
         return self._send(name, ALIVE)
 
     def announce_shutdown(self, shutdown: ShutdownMessage, names: Collection[bytes]) -> None:
-        """Tell these hosts, wait until they have heard it, which ends their connections, and close."""
+        """Send these hosts the message, wait until they have received it and disconnect, and close."""
         left = [name for name in names if self.send(name, shutdown)]
         deadline = time.monotonic() + _SHUTDOWN_MESSAGE_SECONDS
         while left and time.monotonic() < deadline:
@@ -184,7 +187,7 @@ class HostSocket:
         self._close(linger=0)
 
     def close(self) -> None:
-        """End all connections, once what was said has left."""
+        """End all connections, once the last messages are sent."""
         self._close(_LINGER_MS)
 
     def _close(self, linger: int) -> None:
@@ -211,7 +214,7 @@ class _TurnedAway(NamedTuple):
 
 
 class HostRouter:
-    """Talks to the hosts of `nodes`, which are numbered from 1, until `close`."""
+    """Exchanges messages with the hosts of `nodes`, which are numbered from 1, until `close`."""
 
     def __init__(
         self,
@@ -237,9 +240,9 @@ class HostRouter:
         self._waiting = PendingHosts()
         self._new: SimpleQueue[RemoteMember | HostAgreement | _TurnedAway] = SimpleQueue()
         self._joined: dict[bytes, int] = {}
-        """Node by the name of its connection."""
+        """Numbers of the hosts that have joined, by the names of their connections."""
         self._hosts: dict[int, str] = {}
-        """Name of the host by node, of those that have joined."""
+        """Names of the hosts that have joined, by number."""
         self._shutdown: ShutdownMessage | None = None
         self._closing, self._wake = os.pipe()
         self._wake_lock = Lock()
@@ -248,15 +251,15 @@ class HostRouter:
         self._thread.start()
 
     def add(self, member: RemoteMember) -> None:
-        """From now on, talk of another one too."""
-        self._tell_thread(member)
+        """Serve another member from now on. Called by any thread."""
+        self._post(member)
 
     def compare_with(self, agreement: HostAgreement) -> None:
-        """What hosts must have in common with the first. Called by any thread."""
-        self._tell_thread(agreement)
+        """Set the agreement that hosts are compared with. Called by any thread."""
+        self._post(agreement)
 
     def announce_shutdown(self, why: str) -> None:
-        """As `close`, once the hosts have heard that no other core will come; `why` as in `ShutdownMessage`."""
+        """Notify the hosts that no other core will come, and `close`; `why` as in `ShutdownMessage`."""
         self._shutdown = ShutdownMessage(why)
         self.close()
 
@@ -269,10 +272,10 @@ class HostRouter:
         self._thread.join()
 
     def turn_away(self, node: int, why: str) -> None:
-        """A host will not come, for that reason; nothing where it has joined. Called by any thread."""
-        self._tell_thread(_TurnedAway(node, why))
+        """A host cannot join, for the reason `why`; nothing happens if it has joined. Called by any thread."""
+        self._post(_TurnedAway(node, why))
 
-    def _tell_thread(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
+    def _post(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
         with self._wake_lock:
             if not self._is_closed:
                 self._new.put(news)
@@ -294,26 +297,26 @@ class HostRouter:
             if self._closing in readable:
                 if not os.read(self._closing, 1):
                     return self._end()
-                self._hear_news(self._new.get())
+                self._handle_news(self._new.get())
             for member in self._awaited():
                 if time.monotonic() >= self._late_at(member):
                     member.on_timeout(self._timeout)
             if self._socket.is_time_to_ask():
                 self._ask(list(self._joined))
-            if (heard := self._socket.receive()) is not None:
-                self._hear(*heard)
+            if (received := self._socket.receive()) is not None:
+                self._receive(*received)
             for descriptor, link in reachable.items():
-                # A rank that was lost in this round has closed it.
+                # A member that was lost in this round has closed its descriptor.
                 if descriptor in readable and link.far_descriptor == descriptor:
-                    self._pass_on(link)
+                    self._forward(link)
 
     def _reachable(self) -> list[RemoteMember]:
-        """Those that can be told something."""
+        """Members whose hosts have joined."""
         joined = (link for node in self._joined.values() for link in self._nodes[node])
         return [link for link in joined if link.far_descriptor >= 0]
 
-    def _hear(self, name: bytes, frames: list[bytes]) -> None:
-        """One message of somebody who knows the key; that does not make it one of this version's."""
+    def _receive(self, name: bytes, frames: list[bytes]) -> None:
+        """Handle one message of a peer that has the key, but perhaps another version of Kaon."""
         if frames == [ALIVE]:
             self._refuse_doubles(name)
             return
@@ -324,17 +327,17 @@ class HostRouter:
             self._send(name, Refused(f"the first host runs Kaon {release()} and cannot read this; install the same"))
             self._lose(name, "is gone: its host says what this version of Kaon cannot read", False)
         else:
-            self._take_in(name, message)
+            self._dispatch(name, message)
 
     def _awaited(self) -> Iterator[RemoteMember]:
-        """Those whose hosts have yet to come."""
+        """Members whose hosts have yet to join."""
         absent = (link for node in self._nodes.keys() - self._joined.values() for link in self._nodes[node])
         return (link for link in absent if link.far_descriptor >= 0)
 
     def _late_at(self, member: RemoteMember) -> float:
         return max(member.join_by, self._compares_since + self._timeout)
 
-    def _hear_news(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
+    def _handle_news(self, news: "RemoteMember | HostAgreement | _TurnedAway") -> None:
         if isinstance(news, HostAgreement):
             self._agreement, self._compares_since = news, time.monotonic()
             self._welcome_again(self._waiting.take_for_agreement())
@@ -347,7 +350,7 @@ class HostRouter:
 
     def _admit(self, member: RemoteMember) -> None:
         there = self._nodes[member.node]
-        # Those that were lost before are of no more use.
+        # Members that were lost are removed.
         there[:] = [other for other in there if other.far_descriptor >= 0]
         there.append(member)
         if member.node in self._joined.values():
@@ -355,17 +358,17 @@ class HostRouter:
         elif member.join_by == math.inf:
             _log.warning("node %d has to join again before it runs what it did", member.node)
 
-    def _take_in(self, name: bytes, message: FromHost) -> None:
+    def _dispatch(self, name: bytes, message: FromHost) -> None:
         match message:
             case Hello():
                 self._welcome(name, message)
             case RankReport() | RankGone():
-                self._pass_back(name, message.rank, message)
+                self._deliver(name, message.rank, message)
             case CoreStarted() | CoreEnded():
-                self._pass_back(name, message.core, message)
+                self._deliver(name, message.core, message)
 
-    def _pass_back(self, name: bytes, number: int, message: FromHost) -> None:
-        """What a host says of one of its members, which may be lost by now, as the host may be."""
+    def _deliver(self, name: bytes, number: int, message: FromHost) -> None:
+        """Deliver a message about a member to it; the member or its host may be lost by now."""
         for member in self._nodes.get(self._joined.get(name, -1), ()):
             if member.number == number and member.far_descriptor >= 0:
                 member.on_message(message)
@@ -376,8 +379,8 @@ class HostRouter:
         elif hello.node not in self._nodes:
             self._send(name, Refused(f"node_rank is {hello.node}, but the other hosts are 1 to {len(self._nodes)}"))
         elif hello.node in self._joined.values():
-            # That one may have vanished without a word, and be this very one: it is asked first. A silent one counts
-            # as gone in a while, and this one takes its place.
+            # The host that has joined may have vanished without a message, or be this very one: it is asked first.
+            # If it stays silent it counts as gone after a while, and this one joins instead.
             self._waiting.wait_for_node(name, hello)
             self._ask([each for each, node in self._joined.items() if node == hello.node])
         elif (difference := self._agreement.difference(hello.agreement)) is not None:
@@ -392,18 +395,18 @@ class HostRouter:
                 link.on_joined(hello.host)
 
     def _welcome_again(self, hellos: Mapping[bytes, Hello]) -> None:
-        """Those that had to wait, and may have gone since."""
+        """Handle the hellos of hosts that had to wait, and may have gone since."""
         for name, hello in hellos.items():
             if self._socket.ask(name):
                 self._welcome(name, hello)
 
     def _refuse_doubles(self, name: bytes) -> None:
-        """A host that has joined is still there: no other can be of its number."""
+        """Refuse other hosts of the number of one that has joined and is still there."""
         node = self._joined.get(name)
         for double in self._waiting.take_for_node(node):
             self._send(double, Refused(f"node_rank is {node}, and another host has joined as that already"))
 
-    def _pass_on(self, link: RemoteMember) -> None:
+    def _forward(self, link: RemoteMember) -> None:
         message = link.next_message()
         if message is None:
             link.on_lost("was closed", False)
@@ -424,7 +427,7 @@ class HostRouter:
         self._lose(name, "is gone: the connection to its host has ended", True)
 
     def _lose(self, name: bytes, how: str, killed: bool) -> None:
-        """A host that may have joined is as good as gone; another may wait for its place."""
+        """Treat a host, which may have joined, as gone; another may wait for its number."""
         node = self._joined.pop(name, None)
         if node is not None:
             for link in self._nodes[node]:

@@ -28,7 +28,7 @@ def name_process(name: str) -> None:
 
 
 def begin_child() -> socket.socket:
-    """Leave it to the parent when this process ends; the lifeline. Stacks go to its log at a fault, and at SIGUSR2."""
+    """Ignore signals that the parent handles; the lifeline. Stacks are logged at a fault, and at SIGUSR2."""
     # Signals to a whole group or container reach this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -52,13 +52,13 @@ def take_lifeline() -> socket.socket:
 REMOVED = b"\n"
 """On a lifeline: the parent has removed the directories itself."""
 ENDED = b"."
-"""On a lifeline: the parent lives, and ends this process for good. The rest is why; nothing at an orderly end."""
+"""On a lifeline: the parent lives, and ends this process for good. The reason follows; "" at an orderly end."""
 
 
 def end_with_parent(
     lifeline: socket.socket, *directories: str, on_ended: Callable[[str], object] = lambda why: None
 ) -> None:
-    """From now on, exit as soon as the parent's end of `lifeline` closes, whatever ended it, and remove `directories`.
+    """Exit as soon as the parent's end of `lifeline` closes, for whatever reason, and remove `directories`.
 
     Runs in a thread of its own: the main one may be computing a long step. Once the parent has `REMOVED` them itself
     the kernel may end this process, Python's help or not. `on_ended` is called, by that thread, where it was `ENDED`,
@@ -93,7 +93,7 @@ def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """That process and those that it started and that are there, itself first."""
+    """That process and its children that exist, itself first."""
     children: list[str] = []
     for listing in Path(f"/proc/{pid}/task").glob("*/children"):
         # A thread may end while they are read.
@@ -103,7 +103,7 @@ def family(pid: int) -> list[int]:
 
 
 def stopped_process(pid: int) -> int | None:
-    """Which of that process and those that it started a signal has stopped, if any. Takes a millisecond."""
+    """A process, of that one and its children, that a signal has stopped, if any. Takes a millisecond."""
     return next((each for each in family(pid) if _is_stopped(each)), None)
 
 

@@ -1,4 +1,9 @@
-"""What the engine core and the process of a further rank say to each other while it starts, and when it fails."""
+"""The link from the engine core, in which rank 0 runs, to another rank: its messages, and the process that it runs.
+
+Messages are those of a rank's start and of its failures; steps go by `step_transport`. `RankProc` is the process of a
+rank, and its link on the same host; on another host `RankProc` belongs to the host's agent, and the link is a
+`RemoteRank`.
+"""
 
 import contextlib
 import signal
@@ -20,7 +25,7 @@ class SharedMemory(msgspec.Struct, tag="memory", frozen=True):
     """Where rank 0 sends steps to the ranks of its own host."""
 
     descriptor: int
-    """Of the memory; see `SharedMemorySteps`."""
+    """Descriptor of the memory; see `SharedMemorySteps`."""
 
 
 class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
@@ -33,36 +38,36 @@ class StepAddress(msgspec.Struct, tag="tcp", frozen=True):
 
 
 class RankLaunch(msgspec.Struct, tag="launch", frozen=True, kw_only=True):
-    """What the process is to be. `config` is `Config.model_dump_json()`."""
+    """What a rank's process is started with. `config` is `Config.model_dump_json()`."""
 
     name: str
     shard: Shard
     config: str
     path: str
-    """Of the checkpoint."""
+    """Directory of the checkpoint."""
     steps: SharedMemory | StepAddress
     share: HostShare = HostShare()
-    """Its replica's."""
+    """Share of the host that its replica has."""
     lockstep_member: LockstepMember | None = None
-    """Of its replica, where several compute in lockstep."""
+    """Its replica, where several compute in lockstep."""
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """All ranks have loaded: meet them."""
+    """All ranks have loaded: join their process groups."""
 
 
 class Allocate(msgspec.Struct, tag="allocate", frozen=True):
-    """Make a KV cache of so many blocks, for so many sequences; then follow the steps."""
+    """Allocate a KV cache of `num_blocks`, for `num_slots` sequences; then follow the steps."""
 
     num_blocks: int
     num_slots: int
 
 
 class RankLoaded(msgspec.Struct, tag="loaded", frozen=True):
-    """The shard is in memory."""
+    """The rank has loaded its shard."""
 
     own_cpus: list[int]
-    """CPUs that other processes keep off."""
+    """CPUs that other processes avoid."""
     num_parameters: int
 
 
@@ -78,14 +83,14 @@ class RankServes(msgspec.Struct, tag="serves", frozen=True):
 
 
 class RankFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The rank ends, as `error` says in a sentence. `usage` marks the user's mistake, not a fault."""
+    """The rank ends; `error` is a sentence that says why. `usage`: the user is at fault."""
 
     error: str
     usage: bool
 
 
 class RankRaised(msgspec.Struct, tag="raised", frozen=True):
-    """The rank could not compute this step, and may have left the others in it."""
+    """The rank could not compute this step; the others may still be in it."""
 
     number: int
     error: str
@@ -95,20 +100,20 @@ ToRank: TypeAlias = RankLaunch | Join | Allocate
 FromRank: TypeAlias = RankLoaded | RankSized | RankServes | RankFailed | RankRaised
 
 MAX_BYTES = 1 << 20
-"""Of a message, which is one packet of a socket."""
+"""Largest size of a message, which is one packet of a socket."""
 
 _to_rank = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 
 
 def send_to_rank(connection: socket.socket, message: ToRank) -> None:
-    """Send a rank something. One that is gone is told of by the socket's end."""
+    """Send a message to a rank. The end of the socket reports one that is gone."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send(_to_rank.encode(message))
 
 
 def receive_from_rank(connection: socket.socket) -> FromRank | None:
-    """What a rank says next; None when it is gone."""
+    """Wait for a message of a rank; None when it is gone."""
     try:
         packet = connection.recv(MAX_BYTES)
     except ConnectionResetError:
@@ -123,39 +128,39 @@ class RankLink(Protocol):
 
     @property
     def title(self) -> str:
-        """As sentences call it."""
+        """Its name in messages to people."""
 
     @property
     def missing_step(self) -> str | None:
-        """What the rank still has to do before it can be told anything, as `did not` goes on; None for nothing."""
+        """What must happen before the rank can receive messages, as the end of "did not"; None for nothing."""
 
     @property
     def descriptor(self) -> int:
-        """Readable when the rank has said something, or is gone."""
+        """Readable when there is a message of the rank, or it is gone."""
 
     def send(self, message: ToRank) -> None:
-        """Tell the rank something. One that is gone is told of by the connection's end."""
+        """Send a message to the rank. The end of the connection reports one that is gone."""
 
     def receive(self) -> FromRank | None:
-        """What it says next; None when it is gone."""
+        """Wait for the next message of the rank; None when it is gone."""
 
     def exit_reason(self) -> tuple[str, bool]:
-        """How the rank, which is gone, ended, as the end of a sentence; whether something outside ended it."""
+        """How the rank has ended, as the end of a sentence, and whether something outside ended it."""
 
     def close(self, timeout: float) -> None:
         """End the rank, after `timeout` seconds by force."""
 
 
 class RankError(RuntimeError):
-    """A rank cannot start, or the ranks cannot meet; one sentence for the user."""
+    """A rank cannot start, or the ranks cannot join each other; one sentence for the user."""
 
 
 RANK_MODULE = "engine.runner.rank_process"
-"""What the process runs."""
+"""Module that the process of a rank runs."""
 
 
 class RankProc:
-    """A process, and the socket by which it hears and is heard; the socket's end tells either side of the other's."""
+    """See `RankLink`: a process of this host and a socket pair, whose end reports that the other side has ended."""
 
     def __init__(self, launch: RankLaunch, descriptors: Sequence[int]) -> None:
         """Start it; it inherits `descriptors`. Raises `OSError` when it cannot be started."""
@@ -163,7 +168,7 @@ class RankProc:
         self.name = launch.name
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # As the engine core itself is started: a name for `ps`, the parent's own code, and no Ctrl-C.
+            # As the engine core is started: a name for `ps`, the code of its parent, and no Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", RANK_MODULE, launch.name],
                 stdin=theirs.fileno(),
@@ -175,35 +180,35 @@ class RankProc:
 
     @property
     def title(self) -> str:
-        """As sentences call it."""
+        """See `RankLink`."""
         return f"tensor-parallel rank {self.rank}"
 
     @property
     def missing_step(self) -> str | None:
-        """Nothing: the process was started here."""
+        """See `RankLink`: nothing, since the process was started here."""
         return None
 
     @property
     def descriptor(self) -> int:
-        """Readable when the process has said something, or is gone."""
+        """See `RankLink`."""
         return self._socket.fileno()
 
     def send(self, message: ToRank) -> None:
-        """Tell the process something. One that is gone is told of by the socket's end."""
+        """See `RankLink`."""
         send_to_rank(self._socket, message)
 
     def receive(self) -> FromRank | None:
-        """What it says next; None when it is gone."""
+        """See `RankLink`."""
         return receive_from_rank(self._socket)
 
     def exit_reason(self) -> tuple[str, bool]:
-        """How the process, which is gone, ended, as the end of a sentence; whether another process killed it."""
+        """See `RankLink`; waits until the process has exited."""
         code = self._process.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}", code == -signal.SIGKILL
         return f"exited with code {code}; its log says why", False
 
     def close(self, timeout: float) -> None:
-        """End the process, by its socket and after `timeout` seconds by SIGKILL."""
+        """See `RankLink`: by its socket, and after `timeout` seconds by SIGKILL."""
         self._socket.close()
         wait_or_kill(self._process, timeout)

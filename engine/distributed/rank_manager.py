@@ -1,7 +1,9 @@
-"""`AsyncIOProcManager`: the processes of the ranks behind the first, from their start to their end.
+"""`AsyncIOProcManager`: the ranks other than 0, from their start to their end, wherever they run.
 
-Owned by the engine core, in which rank 0 runs. A thread of its own hears what they say, and notices at once when one
-is gone: there is no step without it, so that the core ends, in a sentence that names the rank.
+Owned by the engine core, in which rank 0 runs. All ranks start alike: a `Cluster` says on which host each runs, ranks
+of this host are started here (`RankProc`), those of others by their host's agent (`RemoteRank`), and a `StepTransport`
+carries steps and reports. A thread receives the ranks' messages and notices at once when a rank is gone: no step is
+possible without it, so the core ends, with a sentence that names the rank.
 """
 
 import os
@@ -44,7 +46,7 @@ _Message = TypeVar("_Message", bound=FromRank)
 
 
 class AsyncIOProcManager:
-    """Ranks 1 to N - 1. All methods but `part` are called by the thread that runs the steps."""
+    """Ranks 1 to N - 1. All methods but `announce_shutdown` are called by the thread that runs the steps."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class AsyncIOProcManager:
                 memory=memory,
                 available_bytes=available // num_local,
             )
-            """What the caller itself is."""
+            """That of the caller, which is rank 0."""
             inherited = (
                 *self._transport.descriptors,
                 *(() if memory is None else (memory,)),
@@ -121,9 +123,9 @@ class AsyncIOProcManager:
                 self.shard = self.shard._replace(listener=self._network.listener.detach())
                 cluster.start(self._network.joining, self._network.router.turn_away)
             self._resources = undo.pop_all()
-        self._said: dict[int, SimpleQueue[FromRank | None]] = {link.rank: SimpleQueue() for link in self._links}
+        self._messages: dict[int, SimpleQueue[FromRank | None]] = {link.rank: SimpleQueue() for link in self._links}
         self._closing, self._wake = os.pipe()
-        self._thread = Thread(target=self._hear, name="ranks", daemon=True)
+        self._thread = Thread(target=self._receive, name="ranks", daemon=True)
         self._thread.start()
 
     def wait_loaded(self) -> tuple[frozenset[int], int]:
@@ -136,7 +138,7 @@ class AsyncIOProcManager:
         return cpus, sum(each.num_parameters for each in loaded)
 
     def join(self, group: RankGroup, join_replicas: Callable[[], None] | None = None) -> None:
-        """Have all ranks meet, this one too. Raises `RankError` where they do not.
+        """Have all ranks, this one included, join each other. Raises `RankError` where they do not.
 
         `join_replicas`: joins the ranks of all replicas, before the group's own; None: replicas do not meet.
         """
@@ -161,7 +163,7 @@ class AsyncIOProcManager:
         return num_blocks, num_slots
 
     def open_steps(self, group: RankGroup) -> RankSteps:
-        """Have the other ranks serve; through what is returned, they compute each step that the caller begins."""
+        """Wait until the other ranks serve; they compute each step that the caller begins by the result."""
         self._expect_all(RankServes, "warm up")
         missing = self._transport.missing_rank(self._timeout)
         if missing is not None:
@@ -171,7 +173,7 @@ class AsyncIOProcManager:
         return self._steps
 
     def announce_shutdown(self, why: str = "") -> None:
-        """No other engine core will come: hosts that would wait for one end as well.
+        """Notify the other hosts that no other engine core will come, so that they end as well.
 
         `why` is a sentence, or "" at an orderly end. Called by any thread.
         """
@@ -192,13 +194,13 @@ class AsyncIOProcManager:
             link.send(message)
 
     def _expect_all(self, kind: type[_Message], what: str) -> list[_Message]:
-        """The next message of every rank, each of that kind; `what` they have to do until then."""
+        """The next message of every rank, each of type `kind`; `what` they do until then, as the end of "did not"."""
         deadline = time.monotonic() + self._timeout
         return [self._expect(link, kind, what, deadline) for link in self._links]
 
     def _expect(self, link: RankLink, kind: type[_Message], what: str, deadline: float) -> _Message:
         try:
-            message = self._said[link.rank].get(timeout=max(0.0, deadline - time.monotonic()))
+            message = self._messages[link.rank].get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             raise RankError(
                 f"{link.title} did not {link.missing_step or what} within rank_start_timeout {self._timeout:g} s of "
@@ -209,27 +211,27 @@ class AsyncIOProcManager:
         assert isinstance(message, kind), message
         return message
 
-    # -- the thread that hears them -----------------------------------------------------------------------------
+    # -- the thread that receives their messages ------------------------------------------------------------------
 
-    def _hear(self) -> None:
-        """Take in what the ranks say, until `close`, or until one is gone."""
+    def _receive(self) -> None:
+        """Handle the messages of the ranks, until `close`, or until one is gone."""
         due: _Due | None = None
         while True:
             timeout = None if due is None else due.at - time.monotonic()
-            heard = [link for link in self._links if link not in self._failed]
-            readable = _wait_readable(heard, self._closing, timeout)
+            links = [link for link in self._links if link not in self._failed]
+            readable = _wait_readable(links, self._closing, timeout)
             if self._closing in readable:
                 return
             if due is not None and time.monotonic() >= due.at:
                 if self._is_stuck(due.step):
                     self._fail(due.sentence, usage=due.usage)
                 due = None
-            for link in heard:
+            for link in links:
                 if link.descriptor in readable:
-                    due = self._take_in(link, link.receive()) or due
+                    due = self._handle(link, link.receive()) or due
 
-    def _take_in(self, link: RankLink, message: FromRank | None) -> "_Due | None":
-        """What a rank says, None where it is gone; when the core is to end for it, and why."""
+    def _handle(self, link: RankLink, message: FromRank | None) -> "_Due | None":
+        """Handle a message of a rank, None where it is gone; when and why the core must end for it."""
         if message is None:
             how, killed = link.exit_reason()
             self._fail(f"{link.title} {how}", killed)
@@ -237,29 +239,29 @@ class AsyncIOProcManager:
             sentence = f"{link.title} failed alone in a step: {message.error}"
             return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, step=message.number)
         else:
-            self._said[link.rank].put(message)
+            self._messages[link.rank].put(message)
             if isinstance(message, RankFailed):
                 self._failed.add(link)
-                # This rank may load for minutes yet; what it finds wrong itself, it says meanwhile in its own words.
+                # Rank 0 may load for minutes yet; if it finds the same fault itself, it reports it in its own words.
                 sentence = f"{link.title}: {message.error}"
                 return _Due(time.monotonic() + _LEAVE_SECONDS, sentence, usage=message.usage)
         return None
 
     def _is_stuck(self, step: int | None) -> bool:
-        """Whether this process is still where it waits for a rank that failed in that step; None: before any."""
+        """Whether this process still waits for a rank that failed in that step; None: at the start."""
         return step is None or (self._steps is not None and self._steps.number == step)
 
 
 class _Due(NamedTuple):
-    """The end of this process, unless it leaves by itself what a rank failed in."""
+    """The planned end of this process, unless it leaves the step or the start in which a rank failed by itself."""
 
     at: float
     """On the monotonic clock."""
     sentence: str
     step: int | None = None
-    """That the rank failed in; None: it failed at start."""
+    """Step in which the rank failed; None: it failed at the start."""
     usage: bool = False
-    """Whether it is the user's mistake."""
+    """Whether the user is at fault."""
 
 
 def _cluster_of(config: Config) -> Cluster:
@@ -276,7 +278,7 @@ def _cluster_of(config: Config) -> Cluster:
 
 
 def _wait_readable(links: Sequence[RankLink], wake: int, timeout: float | None) -> list[int]:
-    """Block until some of these descriptors are readable, or for so many seconds; which are."""
+    """Block until some of the descriptors are readable, or for `timeout` seconds; those that are."""
     poller = select.poll()
     for descriptor in (wake, *(link.descriptor for link in links)):
         poller.register(descriptor, select.POLLIN)

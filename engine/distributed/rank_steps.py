@@ -1,4 +1,7 @@
-"""`StepMessage`: what rank 0 tells the other ranks of a step; `RankBatch`: the step as they compute it."""
+"""Steps of several ranks: `RankSteps` sends each as a `StepMessage`, which the other ranks compute as a `RankBatch`.
+
+Rank 0 takes their reports at the end of each step. A rank that raises in a step has all others leave it.
+"""
 
 import logging
 from collections.abc import Callable
@@ -34,9 +37,9 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     """One step. Rows as in `ScheduledBatch`."""
 
     number: int
-    """Steps are numbered, so that ranks which left one early meet again in the next."""
+    """Ranks that left one step early join each other again in the next by its number."""
     sampled: list[int]
-    """Tokens that were sampled at the last step's places; none where that step failed, or was the first."""
+    """Tokens that were sampled in the last step, in the order of its rows; none where it failed, or there was none."""
     slots: list[int]
     num_scheduled_tokens: list[int]
     context_lens: list[int]
@@ -44,18 +47,18 @@ class StepMessage(msgspec.Struct, array_like=True, frozen=True):
     new_rows: list[NewRow]
     appended_blocks: Rows[AppendedBlocks]
     prompt_spans: list[tuple[int, int]]
-    """Of each, the first position and how many."""
+    """Of each, the first position and the number of tokens."""
     is_greedy: bool
-    """Whether every row takes its likeliest token, so that no logits move."""
+    """Whether every row takes its argmax, so that no logits are gathered."""
     tokens_across_dp: tuple[int, ...]
-    """How many tokens each replica computes, where they do so in lockstep."""
+    """Tokens that each replica computes, where they compute in lockstep."""
     draft_tokens: list[int]
-    """Of all rows, in order."""
+    """Those of all rows, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """As much of a `ScheduledBatch` as a rank that does not sample needs."""
+    """The part of a `ScheduledBatch` that a rank needs which does not sample."""
 
     slots: npt.NDArray[np.int64]
     num_scheduled_tokens: list[int]
@@ -80,7 +83,7 @@ def encode_step(
     is_greedy: bool,
     tokens_across_dp: tuple[int, ...] = (),
 ) -> bytes:
-    """The message of a step."""
+    """Encode the message of a step."""
     return _encoder.encode(
         StepMessage(
             number=number,
@@ -100,12 +103,12 @@ def encode_step(
 
 
 def decode_step(message: bytes) -> StepMessage:
-    """What `encode_step` made the bytes of."""
+    """Decode what `encode_step` has encoded."""
     return _decoder.decode(message)
 
 
 def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
-    """The step of a message."""
+    """The batch of a message."""
     return RankBatch(
         slots=np.array(message.slots, dtype=np.int64),
         num_scheduled_tokens=message.num_scheduled_tokens,
@@ -126,17 +129,17 @@ def _sequence(row: NewRow, block_size: int) -> Sequence:
 
 
 ABORTED = "aborted"
-"""The failure of a rank that left the step because another had."""
+"""Reported by a rank that left the step because another had."""
 
 _LEAVE_SECONDS = 5.0
-"""For the other ranks to leave a step that one of them cannot compute."""
+"""For the other ranks to leave a step that rank 0 cannot compute."""
 
 
 class RankGroup(Protocol):
-    """A rank's end of its group, as the manager and the steps of the ranks use it."""
+    """A rank's collectives, as far as `AsyncIOProcManager` and `RankSteps` use them."""
 
     def join(self) -> None:
-        """Meet the other ranks."""
+        """Join the other ranks."""
 
     def begin_step(self, number: int) -> None:
         """The collectives from here on belong to this step."""
@@ -149,7 +152,7 @@ class RankGroup(Protocol):
 
 
 class RankStepError(RuntimeError):
-    """A rank behind the first could not compute its part of a step."""
+    """A rank other than 0 could not compute its part of a step."""
 
 
 class RankSteps:
@@ -164,11 +167,11 @@ class RankSteps:
 
     @property
     def number(self) -> int:
-        """Of the last step begun."""
+        """Number of the step that runs; 0 between steps."""
         return self._number if self._is_open else 0
 
     def begin(self, batch: ScheduledBatch, *, is_greedy: bool, tokens_across_dp: tuple[int, ...] = ()) -> None:
-        """Have the other ranks compute a step too. Ends this process where one of them cannot be told of it."""
+        """Have the other ranks compute a step too. Ends this process where it cannot be sent to one of them."""
         self._number += 1
         message = encode_step(
             batch, self._number, self._sampled, is_greedy=is_greedy, tokens_across_dp=tokens_across_dp
@@ -208,7 +211,7 @@ class RankSteps:
         self._raise_first(failures)
 
     def _raise_first(self, failures: list[str]) -> None:
-        """Raise what the first rank tells that did not merely follow another."""
+        """Raise the failure of the first rank that did not only leave the step because another had."""
         for rank, failure in zip(self._others, failures, strict=True):
             if failure and failure != ABORTED:
                 sentence, _, trace = failure.partition("\n")

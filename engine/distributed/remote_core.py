@@ -38,7 +38,7 @@ from engine.distributed.host_messages import (
 from engine.messages import Failed
 
 _MAX_BYTES = 1 << 20
-"""Of what it is told, each one packet of a socket."""
+"""Largest size of a command, which is one packet of a socket."""
 _KILLED = -signal.SIGKILL
 
 _encoder = msgspec.msgpack.Encoder()
@@ -46,15 +46,15 @@ _decoder = msgspec.msgpack.Decoder(CoreCommand)
 
 
 class ReplicaEndpoint(NamedTuple):
-    """Where the cores of a replica run, one after the other."""
+    """Where the cores of a replica run, and connect, one after the other."""
 
     node: int
     joining: str
-    """Where its host is to come."""
+    """Where its host joins."""
     calling: str
-    """Where the core is to call."""
+    """Where the core connects."""
     socket: "zmq.Socket[bytes]"
-    """Which listens there."""
+    """The socket that listens at `calling`."""
 
 
 class RemoteCore:
@@ -82,7 +82,7 @@ class RemoteCore:
 
     @property
     def title(self) -> str:
-        """As sentences call it."""
+        """Its name in messages to people."""
         where = f"node {self.node}" if self._host is None else f"node {self.node} ({self._host})"
         return f"{self._name} on {where}"
 
@@ -104,11 +104,11 @@ class RemoteCore:
 
     def start(self) -> None:
         """See `CoreHandle`; it waits until its host has joined."""
-        self._tell(self._launch)
+        self._send(self._launch)
 
     def connected(self) -> None:
         """See `CoreHandle`."""
-        self._tell(CoreServes(self.number))
+        self._send(CoreServes(self.number))
 
     def wait(self) -> int:
         """See `CoreHandle`."""
@@ -128,29 +128,29 @@ class RemoteCore:
         return Failed(f"{self.title} does not reach {where}; open that port to the hosts", usage=True)
 
     def running_step(self) -> list[int] | None:
-        """See `CoreHandle`: what ended with a connection is nobody's fault."""
+        """See `CoreHandle`: no request is at fault for the end of a connection."""
         if self._end is None or self._end.exit_code == LOST_FRONT_END:
             return None
         return self._end.in_step
 
     def stopped_process(self) -> int | None:
-        """See `CoreHandle`: what stands still on another host is known by its silence."""
+        """See `CoreHandle`: a stopped process of another host is noticed by its silence."""
         return None
 
     def dump_stacks(self) -> None:
         """See `CoreHandle`; they go to its host's log."""
-        self._tell(DumpStacks(self.number))
+        self._send(DumpStacks(self.number))
 
     def kill(self) -> None:
         """See `CoreHandle`."""
-        self._tell(KillCore(self.number))
+        self._send(KillCore(self.number))
 
     def stop(self, timeout: float, why: str = "") -> None:
-        """See `CoreHandle`: its host ends it, in its own time, and hears `why` when there will be no other."""
+        """See `CoreHandle`: its host ends it, and receives `why` by the shutdown message of all hosts."""
         self.lifeline.close()
 
-    def _tell(self, message: CoreCommand) -> None:
-        # One that is gone is told of by the lifeline; who was about to kill it may have stopped it since.
+    def _send(self, message: CoreCommand) -> None:
+        # The lifeline reports one that is gone; it may have been stopped since by another thread.
         if self.lifeline.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.lifeline.send(_encoder.encode(message))
@@ -185,7 +185,7 @@ class RemoteCore:
             self._far_end.close()
 
     def on_mismatch(self, host: str, difference: str) -> None:
-        """See `RemoteMember`; one that takes another's place goes on waiting for the right host."""
+        """See `RemoteMember`; a core that replaces another continues to wait for the right host."""
         if self.join_by < math.inf:
             self._host = host or None
             self._fail(Failed(f"{self.title}: its host {difference}", usage=True))
@@ -207,16 +207,16 @@ class RemoteCore:
 
 _NEVER_AGAIN_MS = -1
 _TRY_SECONDS = 3.0
-"""For one attempt to be answered."""
+"""For one attempt to be accepted."""
 _BETWEEN_SECONDS = 0.25
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class FrontEndConnection:
-    """Two connections: one that the core hears by, one that it speaks by."""
+    """A core's two connections to a front end on another host: it receives by one, and sends by the other."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", to: CoreAddress, timeout: float) -> None:
-        """Call the front end. Raises `ConnectionError`, a sentence, where it is not reached in so many seconds."""
+        """Connect. Raises `ConnectionError`, a sentence, where the front end is not reached in `timeout` seconds."""
         self._context, self._to = context, to
         self._is_closing = threading.Event()
         deadline = time.monotonic() + timeout
@@ -225,11 +225,11 @@ class FrontEndConnection:
         self._monitors = [monitor for _, monitor in calls]
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """From now on, have a thread call `on_lost` with a sentence when one of the two has ended."""
+        """Start a thread that calls `on_lost` with a sentence when one of the two has ended."""
         threading.Thread(target=self._watch, args=(on_lost,), name="front-end", daemon=True).start()
 
     def close(self) -> None:
-        """From now on, the end of a connection is no news."""
+        """From now on, the end of a connection is not reported."""
         self._is_closing.set()
 
     def _watch(self, on_lost: Callable[[str], object]) -> None:
@@ -249,7 +249,7 @@ class FrontEndConnection:
             on_lost(f"the connection to the front end at {self._to.address} has ended")
 
     def _call(self, name: str, timeout: float, deadline: float) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
-        """A connection, and the socket that tells of its end."""
+        """A connection, and the monitor that reports its end."""
         pair = CurvePair(self._to.public, self._to.secret)
         while True:
             socket = curve_client(self._context, pair, self._to.front_end_public, name.encode())

@@ -42,10 +42,10 @@ class RemoteRank:
     """
 
     join_by = math.inf
-    """Its manager looks at the clock."""
+    """The rank manager has a timeout of its own."""
 
     def __init__(self, rank: int, node: int, address: str) -> None:
-        """`address` is where its host is to come."""
+        """`address` is where its host joins."""
         self.rank = rank
         self.node = node
         self._address = address
@@ -78,7 +78,7 @@ class RemoteRank:
     def receive(self) -> FromRank | None:
         """See `RankLink`."""
         message = receive_from_rank(self._socket)
-        # Another host's CPUs are none that processes of this one could keep off.
+        # The CPUs of another host do not concern the processes of this one.
         return msgspec.structs.replace(message, own_cpus=[]) if isinstance(message, RankLoaded) else message
 
     def exit_reason(self) -> tuple[str, bool]:
@@ -110,7 +110,7 @@ class RemoteRank:
         try:
             packet = self._far_end.recv(MAX_BYTES)
         except ConnectionResetError:
-            # It has closed with something unheard, which is what the system calls this.
+            # The manager has closed before it received all messages.
             return None
         return RankCommand(self.rank, _to_rank.decode(packet)) if packet else None
 
@@ -127,10 +127,10 @@ class RemoteRank:
         self.deliver(RankFailed(f"its host {difference}", usage=True))
 
     def on_timeout(self, timeout: float) -> None:
-        """See `RemoteMember`: its manager says so."""
+        """See `RemoteMember`: the rank manager reports it."""
 
     def deliver(self, message: FromRank) -> None:
-        """What the rank says; a manager that has closed hears no more."""
+        """Deliver a message of the rank to the manager, unless that has closed."""
         if self._far_end.fileno() >= 0:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._far_end.send(_encoder.encode(message))
@@ -145,7 +145,7 @@ class RemoteRank:
 STEPS_PORT, STORE_PORT = 1, 2
 """Added to `master_port`."""
 _NAME_SECONDS = 60.0
-"""For this host's own name to have an address: caches keep for half a minute that it had none."""
+"""For this host's own name to have an address: caches remember for half a minute that it had none."""
 
 
 class RankNetwork:

@@ -144,7 +144,7 @@ def free_address() -> str:
     return endpoint("127.0.0.1", free_ports())
 
 
-def test_only_who_has_a_key_that_the_doorkeeper_knows_is_heard(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def test_only_clients_whose_key_the_authenticator_has_are_admitted(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     server, friend, stranger = CurvePair.new(), CurvePair.new(), CurvePair.new()
     authenticator = CurveAuthenticator(context)
     authenticator.allow(friend.public)
@@ -214,7 +214,7 @@ def test_a_name_that_leads_nowhere_but_home_is_refused(monkeypatch: pytest.Monke
     assert resolve("box") == "203.0.113.9"
 
 
-def test_who_listens_hears_no_message_without_bounds(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+def test_a_listening_socket_accepts_no_message_without_bounds(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     server, friend = CurvePair.new(), CurvePair.new()
     authenticator = CurveAuthenticator(context)
     authenticator.allow(friend.public)

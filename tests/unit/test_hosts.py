@@ -201,7 +201,7 @@ def test_who_connects_and_is_silent_or_talks_nonsense_holds_nobody_up(
         assert heard(host) == RankCommand(1, Join())
 
 
-def test_who_parts_waits_until_those_who_joined_and_those_who_wait_have_heard(
+def test_a_shutdown_waits_until_hosts_that_joined_and_that_wait_have_its_message(
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that ends at once takes with it what has not left."""
