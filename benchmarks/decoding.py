@@ -1,8 +1,4 @@
-"""Weights rounded to 8 and 4 bits, against bfloat16: `python -m benchmarks.decoding`.
-
-Perplexity is the embedded model's on text that it was not trained on; speed and memory are those of random weights in
-the shape of a 0.6B model, larger than caches. Both through `LLMEngine`, as users run it.
-"""
+"""Decode speed of models on the CPU: rounded weights, drafts, and a mixture of experts; three tables."""
 
 import json
 import math
@@ -205,10 +201,9 @@ def _children_bytes() -> int:
     return sum(child.memory_full_info().uss for child in psutil.Process().children(recursive=True))
 
 
-# [speculative] Steps that verify drafts, against plain ones: `python -m benchmarks.decoding`.
-#
-# Random weights in the shape of a 0.6B model through `LLMEngine`. Their greedy answers come to repeat themselves,
-# and are drafted well from then on; answers drawn at temperature 1 never do.
+# Steps that verify drafts, against plain ones.  Random weights in the shape of a 0.6B model through `LLMEngine`.
+# Their greedy answers come to repeat themselves, and are drafted well from then on; answers drawn at temperature 1
+# never do.
 
 SPECULATION_ROUNDS = 3
 SPECULATION_STREAMS = (1, 4)
@@ -291,10 +286,8 @@ def _lookup_seconds() -> float:
     return statistics.median(found)
 
 
-# [experts] A decode step of a mixture of experts, against reading its weights: `python -m benchmarks.decoding`.
-#
-# Weights that a step does not use are not read, so the bound is the experts that this step's tokens chose, once
-# each.
+# A decode step of a mixture of experts, against reading its weights.  Weights that a step does not use are not read,
+# so the bound is the experts that this step's tokens chose, once each.
 
 EXPERT_STEPS = 15
 BATCH = 8

@@ -1,4 +1,7 @@
-"""`second_process`: the other of the two processes that a benchmark of ranks or replicas needs."""
+"""What several processes cost: tensor-parallel ranks, replicas that share experts, and the placement of requests.
+
+Each table starts the second process itself, by this module.
+"""
 
 import json
 import os
@@ -62,9 +65,7 @@ def second_process(module: str, *arguments: object, descriptors: tuple[int, ...]
         os.sched_setaffinity(0, allowed)
 
 
-# [parallel] What tensor-parallel ranks cost beside the model: telling them of a step, and adding up their results.
-#
-# Run as `python -m benchmarks.parallel`; it starts the second rank, and the second host, itself.
+# What tensor-parallel ranks cost beside the model: telling them of a step, and adding up their results.
 
 _MODULE = "benchmarks.parallel"
 BLOCK_SIZE = 16
@@ -101,7 +102,7 @@ def _follow(steps: StepSource, num_rows: int) -> None:
     for _ in range(RANK_STEPS + 1):
         message = decode_step(steps.read())
         if inputs is not None:
-            input_batch.keep(inputs, np.array(message.sampled, dtype=np.int64))
+            input_batch.store_tokens(inputs, np.array(message.sampled, dtype=np.int64))
         batch = rank_batch(message, BLOCK_SIZE)
         input_batch.apply(batch)
         inputs = input_batch.step_inputs(batch)
@@ -168,7 +169,7 @@ def control_seconds(way: Callable[[int], AbstractContextManager[StepTransport]],
             input_batch.apply(batch)
             inputs = input_batch.step_inputs(batch)
             _compute(MODEL_SECONDS)
-            input_batch.keep(inputs, inputs.input_ids[-num_rows:])
+            input_batch.store_tokens(inputs, inputs.input_ids[-num_rows:])
             alone = time.perf_counter() - told
             steps.take(1)
             added.append(time.perf_counter() - start - alone)
@@ -309,10 +310,7 @@ def _be_other_process(arguments: list[str]) -> None:
             _by(kind, where, 1)
 
 
-# [lockstep] What replicas of one host that share experts out cost beside one engine that has all: an exchange, and a
-# step.
-#
-# Run as `python -m benchmarks.parallel`; it starts the second replica itself.
+# What replicas of one host that share experts out cost beside one engine that has all: an exchange, and a step.
 
 EXCHANGE_ROUNDS, EXCHANGE_STEPS = 7, 100
 EXCHANGES, WARM_UP = 1000, 100
@@ -473,9 +471,7 @@ def expert_parallel_table() -> Table:
     )
 
 
-# [data_parallel] What placing requests by their prefixes gains over taking replicas in turn, and what it costs.
-#
-# Run as `python -m benchmarks.parallel`.
+# What placing requests by their prefixes gains over taking replicas in turn, and what it costs.
 
 REPLICAS = 2
 CONCURRENCY = 8

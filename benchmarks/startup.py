@@ -1,7 +1,4 @@
-"""Start of the embedded model: seconds from the command to readiness, and the memory of both processes.
-
-Run as `python -m benchmarks.startup`. A start is warm: one run before the measured ones fills the page cache.
-"""
+"""How long a server takes to start, to load a checkpoint, and to go on after its engine died: three tables."""
 
 import asyncio
 import itertools
@@ -80,11 +77,9 @@ def startup_table(repeats: int = STARTS) -> Table:
     )
 
 
-# [loading] Loading a checkpoint that is in the page cache: bandwidth against that of reading its files, and peak
-# memory.
-#
-# Run as `python -m benchmarks.startup`. Each measurement is a process of its own: memory that a process touches for
-# the first time costs more than memory that it reuses, and a loader can only use the first kind.
+# Loading a checkpoint that is in the page cache: bandwidth against that of reading its files, and peak memory.  Each
+# measurement is a process of its own: memory that a process touches for the first time costs more than memory that
+# it reuses, and a loader can only use the first kind.
 
 LOADS = 5
 _LAYERS, _HIDDEN, _INTERMEDIATE, _VOCABULARY, _HEADS, _HEAD_DIM = 14, 1024, 3072, 65536, 16, 64
@@ -217,11 +212,9 @@ def _measure(what: str, directory: Path) -> None:
     print(json.dumps({"seconds": seconds, "peak_bytes": int(peak.split()[1]) * 1024 - before}))
 
 
-# [recovery] What surviving the engine's death costs: from a kill to the first resumed token, and the journal while
-# nothing dies.
-#
-# Run as `python -m benchmarks.startup`. The server that is killed is a real one; what the journal costs is seen on
-# one engine in this process, with the journal and without in turn.
+# What surviving the engine's death costs: from a kill to the first resumed token, and the journal while nothing
+# dies.  The server that is killed is a real one; what the journal costs is seen on one engine in this process, with
+# the journal and without in turn.
 
 ROOT = Path(__file__).parent.parent
 KILLS = 7

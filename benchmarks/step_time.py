@@ -1,7 +1,4 @@
-"""Host time of the engine loop a step: schedule, batch and postprocess, with the model replaced by a stub.
-
-Run as `python -m benchmarks.step_time`.
-"""
+"""Host time of an engine step: the scheduler's loop with a stub for the model, and what a grammar adds."""
 
 import itertools
 import signal
@@ -89,10 +86,7 @@ def engine_loop_table(steps: int = LOOP_STEPS) -> Table:
     )
 
 
-# [structured] What structured output costs: a schema's first use end to end, and a decode step at batch 32 under a
-# cached one.
-#
-# Run as `python -m benchmarks.step_time`.
+# What structured output costs: a schema's first use end to end, and a decode step at batch 32 under a cached one.
 
 BATCH = 32
 GRAMMAR_STEPS = 100

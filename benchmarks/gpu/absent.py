@@ -1,9 +1,4 @@
-"""`on`: a GPU that is not there. Kernels of tensors on a CPU are launched as for it, and compute nothing.
-
-Triton's path of a launch is its own: arguments are bound and told apart, and the kernel that was made for such ones is
-looked up. Only its last step, the driver's launch, is left out. For a process of its own, in which kernels are not
-interpreted: the driver, the configurations and what is found by them are the process's.
-"""
+"""A GPU that is not there: kernels are launched as for it and compute nothing; and the engine's loop on top of it."""
 
 import json
 import statistics
@@ -91,9 +86,7 @@ def on(target: Target, compile: Compile = lambda src, target, options: IDLE_KERN
         yield
 
 
-# [turn] What a turn of the engine's loop takes of the host: to schedule, launch and read a decode step, without a
-# device.
-#
+# What a turn of the engine's loop takes of the host: to schedule, launch and read a decode step, without a device.
 # Of a model of Qwen3-0.6B's layers and heads, whose weights and heads are small: what the host does is the same.
 # Kernels are launched as for a GPU that is not there (`absent`); torch's products allocate what they return and
 # compute nothing; a graph's replay does nothing. Copies and events are a CPU's.

@@ -1,4 +1,4 @@
-"""`Bench`: the device that is measured: how long its work takes, and the most that it can do."""
+"""`Bench`: the device that is measured, how long its work takes, and the most that it can do."""
 
 import functools
 import importlib
@@ -220,7 +220,7 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# [where] `describe`: the device, its driver and the libraries that figures were taken with.
+# The device, its driver and the libraries that figures were taken with.
 
 
 def describe(device: str) -> dict[str, str] | None:
@@ -271,7 +271,7 @@ def _driver(root: Path = Path("/")) -> str | None:
     return None
 
 
-# [ceilings] The device's copy bandwidth and matrix rate, by size.
+# The device's copy bandwidth and matrix rate, by size.
 
 
 def ceilings_cases(bench: Bench) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and what is stored for it, against bounds and torch's SDPA."""
+"""Kernels on a GPU against their bounds: attention, latents, quantised products, experts, dense, sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -220,7 +220,7 @@ def _store(bench: Bench, tokens: int) -> Values:
     return {**values, **checked}
 
 
-# [latents] Decodes over compressed latents, and steps of recurrent layers.
+# Decodes over compressed latents, and steps of recurrent layers.
 
 _LATENTS_BLOCK_SIZE, _RANK, _ROPE = 16, 512, 64
 _KEY = 128
@@ -311,7 +311,7 @@ class DeltaProblem:
         return by(self._projected, self._ba, *self._weights, self._norm, *mine, self._plan, key_heads=self._key_heads)
 
 
-# [quantized] Products with weights that stay quantised.
+# Products with weights that stay quantised.
 
 
 def quantized_cases(bench: Bench) -> Iterator[Case]:
@@ -401,7 +401,7 @@ def _measure(
     )
 
 
-# [experts] Routing, sorting, products and sums of mixtures of experts.
+# Routing, sorting, products and sums of mixtures of experts.
 
 _GATING = Gating(SILU)
 _FEW = 32
@@ -530,7 +530,7 @@ def _bytes_of_chosen(ids: torch.Tensor, of_one: float) -> float:
     return len(torch.unique(ids)) * of_one
 
 
-# [dense] Norms, activations, and torch's products as the linear layers call them.
+# Norms, activations, and torch's products as the linear layers call them.
 
 _EPS = 1e-6
 
@@ -593,7 +593,7 @@ def _linear(bench: Bench, rows: int, inputs: int, outputs: int) -> Values:
     )
 
 
-# [sampling] From logits to tokens, as the sampler has the kernels do it.
+# From logits to tokens, as the sampler has the kernels do it.
 
 _VOCABULARY = 151936
 _CHECKED = 16

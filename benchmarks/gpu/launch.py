@@ -1,4 +1,4 @@
-"""A kernel that does nothing: what its launch takes is Triton's own."""
+"""The host's time to launch operators: what records launches, the operators of decode steps, and the measurement."""
 
 import functools
 import statistics
@@ -40,11 +40,8 @@ def empty_kernel():  # type: ignore[no-untyped-def]
     return
 
 
-# [launches] `Launches`: hears of every launch of a kernel while it is entered, by the compiler or by the
-# interpreter.
-#
-# For the benchmark, which makes launches again, and for the test that serving needs no kernel that warm-up did not
-# compile.
+# Hears of every launch of a kernel while it is entered, by the compiler or by the interpreter.  For the benchmark,
+# which makes launches again, and for the test that serving needs no kernel that warm-up did not compile.
 
 Signature: TypeAlias = tuple[str, ...]
 """What Triton compiles anew for: a kernel's name, and each argument's type or constant with what is known of it."""
@@ -110,10 +107,8 @@ def _hints(kernel: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(plain), tuple(unaligned)
 
 
-# [operators] `OPERATORS`: the operators of decode steps as their layers call them, each on a small problem of its
-# own.
-#
-# Of a Qwen3, a mixture of experts, a DeepSeek, a gated delta net, of quantised weights, and of choosing tokens.
+# The operators of decode steps as their layers call them, each on a small problem of its own.  Of a Qwen3, a mixture
+# of experts, a DeepSeek, a gated delta net, of quantised weights, and of choosing tokens.
 
 Call: TypeAlias = Callable[[], object]
 
@@ -368,7 +363,7 @@ OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
 }
 
 
-# [launch] What the host takes to call operators outside graphs, beyond the launches of Triton's that are in them.
+# What the host takes to call operators outside graphs, beyond the launches of Triton's that are in them.
 
 _CALLS = 50
 """Fewer than the device queues, or the host would wait for it."""

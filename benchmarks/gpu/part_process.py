@@ -1,9 +1,4 @@
-"""One part of the benchmark in a process of its own, whose findings its parent reads as they come.
-
-`python -m benchmarks.gpu.part_process PART` is called by `benchmarks.gpu.part_process`: each line of its output
-that begins with `MARK` is JSON. It ends with `BROKEN` where the device answers no more, and another goes on
-behind the guilty case.
-"""
+"""A part of the benchmark in a process of its own, which may crash, hang or exceed its time: child and parent."""
 
 import argparse
 import json
@@ -77,7 +72,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-# [supervise] `findings_of`: a part's findings, measured by a process that may crash, hang or run out of its time.
+# A part's findings, measured by a process that may crash, hang or run out of its time.
 
 _START = "start"
 """Names the process's own start, before its first case."""

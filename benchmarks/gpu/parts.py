@@ -1,4 +1,4 @@
-"""`Case`: one thing that is measured; `Finding`: what came of it; `Part`: cases that share a table."""
+"""What is measured on a GPU: `Case`, `Part`, the list of parts, and their findings as tables and JSON."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +77,7 @@ class Part(NamedTuple):
         return cast("Iterator[Case]", getattr(module, f"{self.name}_cases")(bench))
 
 
-# [parts] `PARTS`: what is measured, the most telling first, so that a run that is cut short has told most.
+# What is measured, the most telling first, so that a run that is cut short has told most.
 
 PARTS = (
     Part(
@@ -190,7 +190,7 @@ PARTS = (
 BY_NAME = {part.name: part for part in PARTS}
 
 
-# [page] The findings as tables: for the terminal, for a JSON file, and for their section of docs/benchmarks.md.
+# The findings as tables: for the terminal, for a JSON file, and for their section of docs/benchmarks.md.
 
 SECTION = "gpu"
 

@@ -1,4 +1,4 @@
-"""Shapes of Qwen3's models, and runners of them with random weights, made on the device: no checkpoint is needed."""
+"""Model steps on a GPU: runners of Qwen3's shapes, decode steps, prefills, and the idle time between steps."""
 
 import gc
 import itertools
@@ -181,7 +181,7 @@ def runner_of(
     return runner
 
 
-# [stepping] `Decodes`: a batch that decodes step after step, each launched before the one ahead of it is read.
+# A batch that decodes step after step, each launched before the one ahead of it is read.
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 
@@ -248,7 +248,7 @@ class Decodes:
         self._running = None
 
 
-# [decode] Decode steps by shape and batch, with graphs and without, against reading weights and caches once.
+# Decode steps by shape and batch, with graphs and without, against reading weights and caches once.
 
 _STEPS, _WARM = 40, 4
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -327,7 +327,7 @@ def _measure(runners: _Runners, shape: str, batch: int, has_graphs: bool) -> Val
     }
 
 
-# [prefill] A prompt's pass at the 8B shape, against its operations at the matrix rate.
+# A prompt's pass at the 8B shape, against its operations at the matrix rate.
 
 _REPEATS = 5
 
@@ -397,7 +397,7 @@ def operations_of(runner: SizedRunner, length: int, cached: int) -> float:
     return 2.0 * layers * length + 2.0 * table + attention
 
 
-# [gap] How long the device is idle between two decode steps of the engine's loop, with deferred output.
+# How long the device is idle between two decode steps of the engine's loop, with deferred output.
 
 _GAP_STEPS, _GAP_WARM = 60, 10
 _FEWEST_KERNELS = 20

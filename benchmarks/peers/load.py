@@ -1,7 +1,4 @@
-"""Reads a recorded HTTP response as a stream of server-sent events, each with the time at which its last byte came.
-
-The load generator records bytes and does nothing else while a server works; this is run when the load is over.
-"""
+"""The load generator: workloads, the requests of each, and the events of their answers with their times."""
 
 import bisect
 import itertools
@@ -98,10 +95,9 @@ class _Offsets:
         return self._spans[index][1] - (self._ends[index] - body_end)
 
 
-# [load] The load generator: sends completion requests all at once over HTTP and records what comes back.
-#
-# It shares the machine's cores with the server, so while a server works it only waits, reads and notes the time;
-# what was read is looked into when all answers have ended. The same for every server.
+# The load generator: sends completion requests all at once over HTTP and records what comes back.  It shares the
+# machine's cores with the server, so while a server works it only waits, reads and notes the time; what was read is
+# looked into when all answers have ended. The same for every server.
 
 _DONE = b"data: [DONE]"
 _READ_BYTES = 1 << 16
@@ -264,7 +260,7 @@ def _text(event: Event) -> str:
     return choices[0].get("text") or (choices[0].get("delta") or {}).get("content") or ""
 
 
-# [workloads] The workloads: which requests each sends, and the figure that comes out of their answers.
+# The workloads: which requests each sends, and the figure that comes out of their answers.
 
 SHARED_TOKENS = 1024
 

@@ -1,4 +1,4 @@
-"""`ServerProcess`: a server in a process group of its own, its readiness, its memory and its end."""
+"""Measures one server: its process, its figures for each checkpoint and workload, and the file that keeps them."""
 
 import contextlib
 import json
@@ -100,7 +100,7 @@ def _peak(process: int) -> int:
     return 0
 
 
-# [measure] Measures one contestant: starts it for each checkpoint, gives it the workloads in order, and ends it.
+# Measures one contestant: starts it for each checkpoint, gives it the workloads in order, and ends it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _measure_checkpoint(
         tell(Measurement(contestant.name, round_number, f"memory {checkpoint.name}", memory))
 
 
-# [results] `Results`: measurements of a run, on disk as they come, and the medians and ratios of them.
+# Measurements of a run, on disk as they come, and the medians and ratios of them.
 
 
 class Results:

