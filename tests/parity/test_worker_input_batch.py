@@ -100,7 +100,7 @@ class World:
         inputs = self.batch.step_inputs(step)
         assert_matches(inputs, spans, len(decodes))
         tokens = np.array([self.random.randrange(1000) for _ in inputs.sampled_rows], dtype=np.int64)
-        self.batch.keep(inputs, tokens)
+        self.batch.store_tokens(inputs, tokens)
         for seq, _, end in spans:
             self.computed[seq.id] = end
         for row, token in zip(inputs.sampled_rows.tolist(), tokens.tolist(), strict=True):
@@ -178,7 +178,7 @@ def test_penalties_see_the_tokens_that_were_sampled_here():
     inputs = inputs_of(batch, seq)
     assert inputs.sampling.frequency is not None
     assert inputs.sampling.frequency.token_ids.tolist() == []
-    batch.keep(inputs, np.array([8]))
+    batch.store_tokens(inputs, np.array([8]))
     seq.append_token(8)
     step = batch_of([(seq, 2, 3)], 1)
     sampling = batch.step_inputs(step).sampling
