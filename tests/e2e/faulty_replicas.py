@@ -39,7 +39,7 @@ def main() -> None:
         ModelRunner.run_model = _fail_on_token  # type: ignore[method-assign]
     elif sys.argv[1] == f"kaon-engine-{number}":
         if fault == "absent":
-            ReplicaLinks.meet = _stay_away  # type: ignore[method-assign]
+            ReplicaLinks.connect = _stay_away  # type: ignore[method-assign]
         else:
             ModelRunner.warm_up = _fail  # type: ignore[method-assign]
     core_main.main()
