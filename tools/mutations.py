@@ -99,20 +99,20 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/unfinished-prompt-gets-a-placeholder",
-        "parts = [seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens]",
-        "parts = [seq for seq in seqs[num_decodes:] if seq.num_computed_tokens > seq.num_tokens]",
+        "partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens < seq.num_tokens)",
+        "partial = frozenset(seq for seq in seqs[num_decodes:] if seq.num_computed_tokens > seq.num_tokens)",
         _DEFERRED_STEPS,
     ),
     Mutation(
         "scheduler/length-limit-one-late",
-        'if len(seq.token_ids) >= seq.token_limit:\n            return "max_tokens"',
-        'if len(seq.token_ids) > seq.token_limit:\n            return "max_tokens"',
+        'return "max_tokens" if len(seq.token_ids) >= seq.token_limit else None',
+        'return "max_tokens" if len(seq.token_ids) > seq.token_limit else None',
         _SCHEDULER,
     ),
     Mutation(
         "scheduler/generation-config-stop-token-ignored",
-        "            if token_id in self.stop_token_ids:\n",
-        "            if token_id == self.stop_token_ids:\n",
+        "else (self.eos_token_id, *self.stop_token_ids)",
+        "else (self.eos_token_id,)",
         _SCHEDULER,
     ),
     Mutation(
@@ -135,8 +135,8 @@ _SCHEDULING = (
     ),
     Mutation(
         "scheduler/draft-after-a-wrong-one-accepted",
-        "ends[1:] |= goes_on & (token_ids[:-1] != drafts)",
-        "ends[1:] = ends[1:]",
+        "is_end[1:] |= is_followed & (token_ids[:-1] != drafts)",
+        "is_end[1:] = is_end[1:]",
         (
             "parity/test_committed.py",
             "parity/test_speculative_decoding.py::test_drafts_change_nothing_that_is_answered",
@@ -222,20 +222,21 @@ _SAMPLING = (
     ),
     Mutation(
         "sampler/repetition-penalty-rewards-negative-logits",
-        "torch.where(seen > 0, seen / penalty, seen * penalty)",
-        "seen / penalty",
+        "logits[index] = torch.where(seen > 0, seen / values, seen * values)",
+        "logits[index] = seen / values",
         ("parity/test_triton_sampling.py", *_SAMPLER),
     ),
     Mutation(
         "sampler/presence-penalty-reversed",
-        "logits[index] = logits[index] - penalty",
-        "logits[index] = logits[index] + penalty",
+        "logits[index] = logits[index] - values",
+        "logits[index] = logits[index] + values",
         _SAMPLER,
     ),
     Mutation(
         "sampler/frequency-counts-once",
-        "logits.index_put_(index, -penalty, accumulate=True)",
-        "logits[index] = logits[index] - penalty",
+        "logits.index_put_(index, -values if kind == FREQUENCY else values, accumulate=True)",
+        "added = logits.index_put(index, values, accumulate=True)\n"
+        "            logits[index] = logits[index] - values if kind == FREQUENCY else added[index]",
         _SAMPLER,
     ),
     Mutation(
@@ -264,8 +265,8 @@ _SAMPLING = (
     ),
     Mutation(
         "sampler/choices-share-a-seed",
-        "seed = (params.seed + choice + _INT63) % (2 * _INT63) - _INT63",
-        "seed = (params.seed + _INT63) % (2 * _INT63) - _INT63",
+        "(params.seed + choice + 2**63) % 2**64 - 2**63",
+        "(params.seed + 2**63) % 2**64 - 2**63",
         (*_GENERATION, *_REQUESTS, "unit/test_completion_preparation.py"),
     ),
     Mutation(
@@ -492,8 +493,8 @@ _QUANTISATION = (
     ),
     Mutation(
         "quantisation/gptq-zero-point-does-not-wrap",
-        '(unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset) & ((1 << layer.bits) - 1)',
-        'unpacked(parts["qzeros"], layer.bits)[:, :rows] + layer.zero_offset',
+        "self.layer.zero_offset) & (\n            (1 << self.layer.bits) - 1\n        )",
+        "self.layer.zero_offset)",
         ("parity/test_quantization.py", "parity/test_quantization_refusals.py", "parity/test_model_loader.py"),
     ),
     Mutation(
@@ -516,8 +517,8 @@ _QUANTISATION = (
     ),
     Mutation(
         "quantisation/packed-zero-points-added",
-        "        if zeros is not None:\n            values -= spread(zeros[some].float())",
-        "        if zeros is not None:\n            values += spread(zeros[some].float())",
+        "            if zeros is not None:\n                values -= spread(zeros[some].float())",
+        "            if zeros is not None:\n                values += spread(zeros[some].float())",
         ("parity/test_quantization.py",),
     ),
     Mutation(
@@ -543,8 +544,8 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/poison-tried-once-more",
-        "entry.crashes >= (_MOST_KILLS if killed else _MOST_CRASHES)",
-        "entry.crashes > (_MOST_KILLS if killed else _MOST_CRASHES)",
+        "entry.crashes >= (_MAX_KILLS if killed else _MAX_CRASHES)",
+        "entry.crashes > (_MAX_KILLS if killed else _MAX_CRASHES)",
         _JOURNAL,
     ),
     Mutation(
@@ -573,8 +574,8 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/one-restart-too-many",
-        "if len(self._restarts) >= self._most or self._futile >= _MOST_FUTILE:",
-        "if len(self._restarts) > self._most or self._futile >= _MOST_FUTILE:",
+        "if len(self._restarts) >= self._max_restarts or self._futile",
+        "if len(self._restarts) > self._max_restarts or self._futile",
         ("unit/test_restarts.py",),
     ),
     Mutation(
@@ -585,8 +586,8 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/requests-move-at-once",
-        "if away < AWAY_SECONDS:",
-        "if away < 0:",
+        "if unavailable < UNAVAILABLE_SECONDS:",
+        "if unavailable < 0:",
         _JOURNAL,
     ),
     Mutation(
@@ -597,8 +598,8 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/two-suspects-are-tried-at-a-time",
-        "if away > replica.supervisor.longest_start and not self._is_trying():",
-        "if away > replica.supervisor.longest_start:",
+        "if unavailable > replica.supervisor.longest_start and not self._is_trying():",
+        "if unavailable > replica.supervisor.longest_start:",
         _JOURNAL,
     ),
     Mutation(
@@ -615,14 +616,14 @@ _RECOVERY = (
     ),
     Mutation(
         "recovery/stall-is-not-noticed",
-        "if silent > self._timeout + more:",
-        "if silent > 100 * self._timeout + more:",
+        "if silent > self._timeout + grace:",
+        "if silent > 100 * self._timeout + grace:",
         ("unit/test_supervisor_stalls.py", *_CORE_RESTARTS),
     ),
     Mutation(
         "recovery/watchdog-blames-the-core-for-its-own-pause",
-        "late, self._looked = now - self._looked > 2 * self.interval, now",
-        "late, self._looked = False, now",
+        "is_late, self._last_check = now - self._last_check > 2 * self.interval, now",
+        "is_late, self._last_check = False, now",
         ("unit/test_supervisor_stalls.py", "unit/test_restarts.py", "unit/test_remote_core.py"),
     ),
     Mutation(
@@ -672,13 +673,13 @@ _HTTP = (
     ),
     Mutation(
         "http/choices-of-all-prompts-unlimited",
-        "if prompts * each > MAX_SEQUENCES:",
-        "if prompts > MAX_SEQUENCES:",
+        "if num_prompts * num_choices > MAX_SEQUENCES:",
+        "if num_prompts > MAX_SEQUENCES:",
         ("e2e/test_http_bad_input.py::test_bad_input_is_refused_in_words_and_a_neighbours_stream_stays_the_same",),
     ),
     Mutation(
         "http/usage-counts-the-prompt-a-choice",
-        "firsts = self._states[:: self._n]",
+        "firsts = self._states[:: self._num_choices]",
         "firsts = self._states[:]",
         _GENERATION,
     ),
@@ -708,8 +709,8 @@ _HTTP = (
     ),
     Mutation(
         "http/slow-reader-loses-a-delta",
-        "taken[index] = _merged([taken[index], *behind])",
-        "taken[index] = _merged(behind)",
+        "taken[index] = _merged([taken[index], *backlog])",
+        "taken[index] = _merged(backlog)",
         ("unit/test_streams.py", *_GENERATION),
     ),
     Mutation(
@@ -801,8 +802,8 @@ _PARSERS = (
     ),
     Mutation(
         "parsers/reasoning-closed-by-the-prompt",
-        "return cls.always and not cls.is_closed(prompt_tail)",
-        "return cls.always",
+        "return dialect.always and not is_closed(dialect, prompt_tail)",
+        "return dialect.always",
         ("unit/answers/test_reasoning_parsers.py", "unit/answers/test_answer_format.py"),
     ),
     Mutation(
