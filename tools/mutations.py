@@ -612,7 +612,10 @@ _RECOVERY = (
         "recovery/collateral-death-blames-the-step",
         "in_step = None if failure.collateral else link.running_step()",
         "in_step = link.running_step()",
-        ("e2e/test_expert_parallel.py::test_a_request_that_no_step_can_compute_ends_alone",),
+        (
+            "unit/test_supervisor_stalls.py",
+            "e2e/test_expert_parallel.py::test_a_request_that_no_step_can_compute_ends_alone",
+        ),
     ),
     Mutation(
         "recovery/stall-is-not-noticed",
