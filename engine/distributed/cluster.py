@@ -40,7 +40,7 @@ class CurvePair(NamedTuple):
 
     @classmethod
     def new(cls) -> "CurvePair":
-        """A pair that nobody has had before."""
+        """A new random pair."""
         return cls(*zmq.curve_keypair())
 
 

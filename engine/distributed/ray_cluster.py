@@ -49,7 +49,7 @@ class RayCluster(Cluster):
         self._group = _reserve(ray, config, self._needs, size, title)
         bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         nodes = [bundles[number] for number in range(size)]
-        # A key that nobody else ever needs: the actors receive it.
+        # A new key for each start: only the actors need it, and they receive it.
         self._key = secrets.token_urlsafe(32)
         given = config.parallel_config.master_addr
         super().__init__(

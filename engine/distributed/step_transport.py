@@ -41,7 +41,7 @@ class StepTransport(Protocol):
         """The address as sentences name it."""
 
     def missing_rank(self, seconds: float) -> int | None:
-        """Wait until every rank has connected; the first that has not within so many seconds, None for none."""
+        """Wait until every rank has connected; the first that has not within `seconds`, None for none."""
 
     def write(self, message: bytes) -> None:
         """Send a step to every rank. Raises `ConnectionError`, a sentence, where one cannot be reached."""
@@ -50,7 +50,7 @@ class StepTransport(Protocol):
         """Wait until a rank has completed the step; its failure, "" for none."""
 
     def take_within(self, rank: int, seconds: float) -> str | None:
-        """As `take`; None where the rank has not reported within so many seconds."""
+        """As `take`; None where the rank has not reported within `seconds`."""
 
     def close(self) -> None:
         """Free its memory or its port."""
@@ -124,7 +124,7 @@ class Semaphore:
             pass
 
     def wait_for(self, seconds: float) -> bool:
-        """Take one post within so many seconds; False where there was none."""
+        """Take one post within `seconds`; False where there was none."""
         end = time.monotonic() + seconds
         while _try(self._address):
             if time.monotonic() >= end:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from engine.core import main as core_main
-from engine.distributed import rank_link as rank_proc
+from engine.distributed import rank_link
 from engine.runner import build, rank_process
 from engine.runner.model_runner import ModelRunner
 
@@ -67,7 +67,7 @@ def main() -> int:
         _prepare(FAULTS[number], int(number))
     if is_worker:
         return rank_process.main()
-    rank_proc.RANK_MODULE = "faulty_ranks"
+    rank_link.RANK_MODULE = "faulty_ranks"
     return core_main.main()
 
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from engine.config.config import Config, ParallelConfig
-from engine.distributed import host_router as host_socket
+from engine.distributed import host_router
 from engine.distributed.cluster import ClusterKeys, HostAgreement
 from engine.distributed.curve import CurveAuthenticator, bind_curve, curve_client, endpoint
 from engine.distributed.host_agent import HostAgent, HostError
@@ -205,7 +205,7 @@ def test_a_shutdown_waits_until_hosts_that_joined_and_that_wait_have_its_message
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that ends at once takes with it what has not left."""
-    monkeypatch.setattr(host_socket, "_SHUTDOWN_MESSAGE_SECONDS", 600.0)
+    monkeypatch.setattr(host_router, "_SHUTDOWN_MESSAGE_SECONDS", 600.0)
     first, second = call("first"), call("second")
     say(first, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())
@@ -225,7 +225,7 @@ def test_a_shutdown_waits_until_hosts_that_joined_and_that_wait_have_its_message
 def test_a_host_that_is_silent_holds_up_who_parts_for_a_while_only(
     call: Caller, router: HostRouter, ranks: list[RemoteRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_socket, "_SHUTDOWN_MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(host_router, "_SHUTDOWN_MESSAGE_SECONDS", 0.1)
     silent = call("silent")
     say(silent, Hello(1, "worker-1", GROUND))
     ranks[0].send(Join())

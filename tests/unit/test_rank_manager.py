@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from engine.config.config import Config, ParallelConfig
-from engine.distributed import rank_link as rank_proc
+from engine.distributed import rank_link
 from engine.distributed.core_process import CoreProcess
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
@@ -29,7 +29,7 @@ StartRanks = Callable[..., tuple[AsyncIOProcManager, Failures]]
 @pytest.fixture
 def start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StartRanks]:
     """Starts ranks that do what `stub_rank` knows; when the test ends, none of them is left."""
-    monkeypatch.setattr(rank_proc, "RANK_MODULE", "stub_rank")
+    monkeypatch.setattr(rank_link, "RANK_MODULE", "stub_rank")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     ended = Event()
     with ExitStack() as ends:
