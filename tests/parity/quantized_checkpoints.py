@@ -197,7 +197,9 @@ def group_quantize(weight: torch.Tensor, *, bits: int, size: int, symmetric: boo
     for index in range(group.max() + 1):
         inputs = np.flatnonzero(group == index)
         values = weight[:, inputs]
-        low, high = values.amin(1).clamp(max=-0.01), values.amax(1).clamp(min=0.01)
+        if not symmetric and index == 0:
+            values = values.abs()  # Without negative weights, the zero point is 0.
+        low, high = values.amin(1).clamp(max=0), values.amax(1).clamp(min=0.01)
         if symmetric:
             scale[:, index] = 2 * torch.maximum(-low, high) / (levels - 1)
             zero[:, index] = levels // 2

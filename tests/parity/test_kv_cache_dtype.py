@@ -79,6 +79,15 @@ def test_a_checkpoints_scales_of_the_kv_cache_are_taken(tmp_path: Path, k_name: 
     assert 0 < (scaled - exact).abs().mean() < 0.12 < (without - exact).abs().mean()
 
 
+def test_scales_that_were_not_calibrated_count_as_1(tmp_path: Path) -> None:
+    path = q.write_pair(tmp_path, *FORMATS["quark fp8 channel"]).quantised
+    tokens = prompt(20)
+    without = PagedModel(path, kv_dtype=torch.float8_e4m3fn).logits(tokens)
+    scales = {"k_scale": torch.tensor(-1.0), "v_scale": torch.tensor(0.0)}
+    q.change(path, lambda tensors: tensors.update({f"model.layers.0.self_attn.{k}": v for k, v in scales.items()}))
+    assert torch.equal(PagedModel(path, kv_dtype=torch.float8_e4m3fn).logits(tokens), without)
+
+
 @pytest.mark.parametrize("name", ["k_scale", "mla_attn.k_scale", "kv_a_proj_with_mqa.k_scale"])
 def test_a_checkpoints_scale_of_latents_is_taken(tmp_path: Path, name: str) -> None:
     """Latents too large for 8 bits fit by the scale, however a prompt is computed."""

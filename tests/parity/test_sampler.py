@@ -310,6 +310,12 @@ def test_end_tokens_are_not_sampled_before_min_tokens():
         assert sample_one(params, [9.0, 8.0, 1.0], output=output, ends=(0, 1, None, 10**6)) == token
 
 
+def test_repetition_lowers_logits_of_either_sign():
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    assert sample_one(params, [1.0, 0.9]) == 1
+    assert sample_one(params, [-1.0, -1.1]) == 1
+
+
 def test_repetition_counts_the_prompt_and_presence_and_frequency_do_not():
     logits = np.array([[1.0, 0.9, 0.5]])
     for params, token in (

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.client.replica import Journal
-from engine.messages import AddRequest, RequestOutput, StepOutputs
+from engine.messages import AddRequest, RequestOutput, StepOutputs, terminal_output
 from engine.sampling_params import SamplingParams
 
 _LENGTH = 6
@@ -165,3 +165,15 @@ def test_a_request_that_was_killed_with_cores_is_not_convicted_of_a_step_of_othe
     journal.send(list(journal))
     ended = journal.core_died([0], killed=False)
     assert [(output.request_id, output.is_poison) for output in ended] == [(0, True)]
+
+
+def test_a_request_that_is_aborted_while_the_core_returns_it_ends() -> None:
+    journal = Journal()
+    entries = journal.add([AddRequest(0, [1], _PARAMS)])
+    journal.send(entries)
+    assert journal.recall(entries) == [0]
+    assert journal.abort(entries) == ([], [])
+    step = StepOutputs([terminal_output(0, "abort")])
+    assert journal.record(step) == []
+    assert [output.finish_reason for output in step.outputs] == ["abort"]
+    assert not journal.ids

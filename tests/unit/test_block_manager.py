@@ -137,10 +137,11 @@ def test_equal_tokens_after_another_parent_are_no_hit_even_with_an_equal_digest(
     monkeypatch.setattr(block_manager_module, "compute_hash", lambda tokens, prefix: tokens[0])
     manager = make_manager()
     first, second = make_seq([1, 2, 3, 4, 9, 9, 9, 9]), make_seq([5, 6, 7, 8, 9, 9, 9, 9])
-    manager.allocate(first)
-    manager.allocate(second)
-    assert second.num_cached_tokens == 0
-    manager.check_integrity([first, second])
+    salted = make_seq([1, 2, 3, 4, 9, 9, 9, 9], salt=5)
+    for seq in (first, second, salted):
+        manager.allocate(seq)
+        assert seq.num_cached_tokens == 0
+    manager.check_integrity([first, second, salted])
 
 
 def test_the_tail_of_a_freed_prefix_is_recycled_before_its_head() -> None:

@@ -250,6 +250,15 @@ class TestDecode:
         assert last.block_table == []
         assert list(scheduler.waiting) == [last]
 
+    def test_a_preempted_sequence_waits_before_others_that_wait(self) -> None:
+        scheduler = make_scheduler()
+        preempted, waiting = make_seq(4), make_seq(4)
+        scheduler.add(preempted)
+        run_step(scheduler)
+        scheduler.add(waiting)
+        scheduler.preempt(preempted)
+        assert list(scheduler.waiting) == [preempted, waiting]
+
     def test_a_preempted_sequence_prefills_its_prompt_and_what_it_had_generated(self) -> None:
         scheduler = make_scheduler()
         seq = make_seq(6)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from server.parsing.answer_format import AnswerFormat
+from server.parsing.json_repair import typed_argument
 from server.parsing.parser import AnswerParser, ArgumentsPart, TextPart, ToolCallPart
 from server.schemas.chat import ToolUse
 from tests.unit.answers.dialect_texts import BROKEN, CUT_OFF, TEXTS, TOOLS, USE, WHOLE, Written, parsed
@@ -146,3 +147,10 @@ def test_a_value_that_is_cut_off_in_its_end_marker_has_none_of_it(cut: str) -> N
     text = f"<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>5{cut}"
     ((_, arguments),) = parsed(parser("glm45"), text).calls
     assert arguments == '{"days": 5'
+
+
+@pytest.mark.parametrize(("text", "typed"), [("3", "3"), ("null", "null"), ("true", None), ("[1]", None)])
+def test_bare_text_under_a_union_with_string_is_of_another_type_only_where_the_union_has_it(
+    text: str, typed: str | None
+) -> None:
+    assert typed_argument(text, frozenset({"string", "number", "null"})) == typed
