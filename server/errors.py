@@ -1,6 +1,6 @@
 """The errors that clients receive, and their one handler: every failure is answered with OpenAI's error object.
 
-They are raised anywhere in `server`; `install` adds the handler to the application.
+They are raised anywhere in `server`, and `server.responses.store` adds its own; `install` adds the handler.
 """
 
 import logging

@@ -291,6 +291,8 @@ def draw_ranked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw among each row's largest values, in descending order: the rank, and how many tokens the filters leave.
 
+    The same rule is in draw.c and filtered.c of `models.ops.cpu`, and in `models.ops.triton.sampling`.
+
     `total` is the weight of all the row's values, those not in `values` included. # [R, width], 5 x [R] -> 2 x [R]
     """
     width = values.shape[-1]

@@ -36,7 +36,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", torch.cat((-frequencies, frequencies)), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines signed for `rotate`. # [tokens] int64 -> 2 x [tokens, 1, rotary_dim] float32"""
+        """Cosines, and sines signed for `models.ops.torch_ops.rotate`.
+
+        # [tokens] int64 -> 2 x [tokens, 1, rotary_dim] float32
+        """
         if runtime.active() and positions.device.type == "cpu":
             pairs = len(self.inv_freq) // 2
             cos, sin = attention_ops.rope_table(positions, self.inv_freq[pairs:], self.attention_factor)

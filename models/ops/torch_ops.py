@@ -20,6 +20,8 @@ def torch_rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each pair `(i, i + rotary_dim / 2)` of a head's leading dimensions. # [tokens, heads, head_dim]
 
+    The same is in elementwise.c of `models.ops.cpu`, and in `models.ops.triton.cache_store`, before keys are stored.
+
     `cos` and `sin` [tokens, 1, rotary_dim] float32; the first half of `sin` has its sign turned.
     """
     rotary_dim = cos.shape[-1]

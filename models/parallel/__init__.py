@@ -1,1 +1,4 @@
-"""How ranks share a model: the shard of each, their collectives, and process groups by torch.distributed."""
+"""How ranks share a model: the shard of each, their collectives, and process groups by torch.distributed.
+
+Ranks of one host on CPUs use `models.ops.cpu.collectives` in place of process groups; `engine.runner.build` chooses.
+"""

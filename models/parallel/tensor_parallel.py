@@ -101,6 +101,7 @@ class TensorParallel:
         return self.collectives is None or self.collectives.are_captured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, by the collectives that `engine.runner.build` chose."""
         return x if self.collectives is None or self._skips_collectives else self.collectives.all_reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Accounting by owner: API keys and the admission queue in front of the engine."""
+"""What a client may use: API keys, and the bounded queue in front of the engine with its limits for each key."""
