@@ -1,0 +1,67 @@
+"""The wheel holds what serving needs and nothing else: no tools, tests, benchmarks, pages or C sources."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path, PurePosixPath
+
+import pytest
+from setuptools import Distribution
+from setuptools.config.pyprojecttoml import apply_configuration
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("engine", "kaon", "kvcache", "models", "server")
+DATA = {
+    *(f"{package}/py.typed" for package in PACKAGES),
+    "models/demo/chat_template.jinja",
+    "models/demo/checkpoint/config.json",
+    "models/demo/checkpoint/generation_config.json",
+    "models/demo/checkpoint/model.safetensors",
+    "models/demo/checkpoint/tokenizer.json",
+    "models/demo/checkpoint/tokenizer_config.json",
+}
+"""Every file that is not Python code: add here what serving begins to read, and to package-data in pyproject.toml."""
+
+LIBRARY = f"models/ops/cpu/_library{EXTENSION_SUFFIXES[0]}"
+"""The compiled operators."""
+
+
+def modules() -> set[str]:
+    """Return all Python files of the packages, those in a folder that lacks an `__init__.py` included."""
+    return {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+
+
+def configured_files(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the files that setuptools would copy into the wheel, the compiled library aside."""
+    monkeypatch.chdir(ROOT)
+    distribution = Distribution({"script_name": "setup.py"})
+    apply_configuration(distribution, "pyproject.toml")
+    # Otherwise the files depend on what lies in the source distribution, and in an older *.egg-info.
+    assert distribution.include_package_data is False
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    prefix = PurePosixPath(build.build_lib)
+    return {str(PurePosixPath(name).relative_to(prefix)) for name in build.get_outputs(include_bytecode=False)}
+
+
+def test_the_wheel_holds_the_packages_and_the_demo_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = configured_files(monkeypatch)
+    assert files == modules() | DATA
+    # Its trainer and the generator of its data are in tools/.
+    assert {name for name in files if name.startswith("models/demo/")} - DATA == {"models/demo/__init__.py"}
+    assert {name for name in files if PurePosixPath(name).name.startswith(("test_", "conftest", "bench"))} == set()
+
+
+@pytest.mark.slow  # Compiles the library.
+@pytest.mark.timeout(900)
+def test_a_built_wheel_holds_these_files_and_the_compiled_library(tmp_path: Path) -> None:
+    # Outside of the checkout, in which an earlier build's folder may hold files that are no longer there.
+    for name in ("build", "wheel"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "build")]
+    command += ["egg_info", "--egg-base", str(tmp_path), "bdist_wheel", "--dist-dir", str(tmp_path / "wheel")]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (wheel,) = (tmp_path / "wheel").iterdir()
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == modules() | DATA | {LIBRARY}
