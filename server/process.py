@@ -8,6 +8,7 @@ In this order: the API keys are read and hidden, TLS is set up, the socket is op
 import errno
 import functools
 import gc
+import json
 import logging
 import os
 import signal
@@ -235,6 +236,13 @@ def _announce(names: tuple[str, ...], url: str, started: float) -> None:
     gc.freeze()
     seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
+    if sys.stdout.isatty():
+        body = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
+        sys.stdout.write(
+            f"  API   {url}/docs\n"
+            f"  try   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+            "  stop  Ctrl-C\n"
+        )
     sys.stdout.flush()
 
 

@@ -1,4 +1,7 @@
-"""`Section`: what `Config` and its sections have in common."""
+"""`Config` and its sections: every setting, typed, checked and frozen.
+
+The command line, `KAON_*` variables, YAML files and docs/configuration.md derive from the fields and their docstrings.
+"""
 
 import re
 from ipaddress import ip_address
@@ -16,7 +19,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-# [parallel_config] `ParallelConfig`: the section of `Config` on processes, devices and hosts.
+# Processes, devices and hosts.
 
 _MAX_PORT = 65535
 CLUSTER_KEY_ENV = "KAON_CLUSTER_KEY"
@@ -149,7 +152,7 @@ class ParallelConfig(Section):
         return spans_hosts and self.data_parallel_size == 1
 
 
-# [server_config] `ServerConfig`: the section of `Config` on the HTTP face.
+# The HTTP server.
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
 """What may stand in a browser's `Origin` header, which is compared letter by letter."""
@@ -295,11 +298,8 @@ class ServerConfig(Section):
         return self
 
 
-# [config] `Config`: every knob of the server, typed and frozen. The command line, `KAON_*`, YAML and the docs derive
-# from it.
-#
-# Section fields are spelled flat outside Python (`--port`, `KAON_PORT`, `port:`), so leaf names are unique across
-# sections; `engine.config.settings` checks that when it builds the command line.
+# All settings. Sections are flat outside Python (`--port`, `KAON_PORT`, `port:`), so that leaf names are unique across
+# sections; `engine.config.settings` checks this when it builds the command line.
 
 __all__ = [
     "CLUSTER_KEY_ENV",

@@ -70,8 +70,7 @@ def _download(model: str, revision: str | None) -> Path:
     raise CheckpointError(f"model is {model}: no such directory, and as a hub id {reason}")
 
 
-# [unreadable] `why_unreadable`: the end of a sentence on a file that cannot be read. Used where a setting names the
-# file.
+# Errors of files that a setting names.
 
 
 def why_unreadable(error: OSError | ValueError) -> str:

@@ -1,6 +1,6 @@
-"""`SETTINGS`: every leaf of `Config` once, with the names it has outside Python. Read by `settings` and `config_docs`.
+"""From flags, `KAON_*` variables, a YAML file and defaults to one `Config`.
 
-Found by walking `Config` and its sections: flag, `KAON_*` variable and YAML key follow from the leaf's name.
+In this order: `SETTINGS`, the table of all leaves of `Config`; the flags of other servers; and the sources.
 """
 
 import argparse
@@ -131,10 +131,7 @@ def _bare(annotation: Any) -> Any:
 SETTINGS = derive_settings(Config)
 
 
-# [other_flags] `instead_of`: what to write in place of flags that other servers have and `kaon serve` has not.
-#
-# Called by `engine.config.settings` for a flag that is not there: what is nearest to it in spelling may mean something
-# else.
+# Flags of other servers: the flag that is nearest in spelling may mean something else.
 
 _OTHER_NAMES = {
     "--tp": "--tensor-parallel-size",
@@ -174,11 +171,9 @@ def instead_of(flag: str) -> str:
     return f"; {words}" if words else ""
 
 
-# [settings] From flags, `KAON_*`, YAML and defaults to one `Config`. Called by `kaon serve`.
-#
-# pydantic-settings reads the environment and the YAML file; argparse, fed from the same table of settings, reads the
-# command line, because its help groups by section and its errors can be put in one sentence. No source converts a
-# value: all of them meet `Config`'s own validation, so a value means the same wherever it comes from.
+# pydantic-settings reads the environment and the YAML file; argparse, built from the same table, reads the command
+# line, because its help groups flags by section and its errors fit into one sentence. Neither converts a value:
+# `Config` validates all of them, so that a value means the same wherever it comes from.
 
 CONFIG_FLAG = "--config"
 CONFIG_ENV = ENV_PREFIX + "CONFIG"

@@ -49,10 +49,7 @@ def read_special_tokens(checkpoint: Path) -> dict[str, str]:
     return tokens
 
 
-# [generation_config] `GenerationDefaults`: sampling parameters that a checkpoint recommends for requests that leave
-# them out.
-#
-# Read by the server and by `LLMEngine` from generation_config.json; kept by `InputOutputProcessor`.
+# Sampling parameters that a checkpoint recommends, from its generation_config.json.
 
 FILE_NAME = "generation_config.json"
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -17,10 +17,8 @@ from engine.text.chat_template import ChatTemplate
 from models.child_environment import sandbox_environment
 from models.errors import CheckpointError
 
-# [template_worker] Renders one chat template that nobody vouches for, and ends. Run as a process by
-# `engine.text.template_sandbox`.
-#
-# Reads a JSON object from stdin; writes `+` and the text, or `-` and a sentence, to stdout.
+# The child process renders one untrusted template and ends. It reads a JSON object from stdin, and writes `+` and the
+# text, or `-` and a sentence, to stdout.
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 * 2**20

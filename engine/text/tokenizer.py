@@ -18,8 +18,7 @@ import tokenizers
 from engine.text.checkpoint_settings import read_special_tokens
 from models.errors import CheckpointError
 
-# [token_bytes] `TokenBytes`: the bytes that each token adds to a text, read off a tokenizer's decoder. Used by
-# `Tokenizer`.
+# The bytes that each token adds to a text, read off the tokenizer's decoder.
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"
@@ -103,8 +102,7 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-# [slow_tokenizer] `convert_slow_tokenizer`: for the checkpoint that has no tokenizer.json. Called by
-# `Tokenizer.from_checkpoint`.
+# Checkpoints without a tokenizer.json.
 
 
 def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:

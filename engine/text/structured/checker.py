@@ -19,10 +19,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, PARSER_LIMITS
 from engine.text.structured.spec import reason_in_words, without_forcing
 
-# [gbnf] `lark_of_gbnf`: the EBNF of GBNF and of Python libraries (`root ::= …`) as Lark. Run by the checker's
-# process.
-#
-# The library converts; what it does not read (rules over several lines, escapes by code point) is rewritten before.
+# GBNF and the EBNF of Python libraries (`root ::= …`) become Lark. The library converts; what it does not read, rules
+# over several lines and escapes by code point, is rewritten before.
 
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*")|(?P<set>\[(?:\\.|[^\]\\\n])*\])|(?P<comment>\#[^\n]*)|(?P<head>(?<![\w-])[\w-]+\s*::=)"""

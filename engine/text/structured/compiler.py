@@ -19,8 +19,7 @@ import msgspec
 from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
 from models.child_environment import sandbox_environment
 
-# [check_process] `CheckProcess`: the process that checks grammars, as the front end sees it. Owned by
-# `GrammarCompiler`.
+# The process that checks grammars, as the front end sees it.
 
 _WALL_SECONDS = 10.0
 """For an answer, where the machine is too busy to give the process its CPU time."""

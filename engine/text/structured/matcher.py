@@ -170,8 +170,7 @@ class Matchers:
         return compiled
 
 
-# [masks] `TokenMasks`: which tokens each row of a step may sample, a bit each, kept between steps. Owned by the
-# sampler.
+# The tokens that each row of a step may sample, a bit each, kept between steps by the sampler.
 
 
 @dataclass(frozen=True, slots=True)

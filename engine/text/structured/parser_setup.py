@@ -41,7 +41,7 @@ def token_trie(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[in
     return LLTokenizer(wrapper, eos_token=ends)
 
 
-# [limits] What a grammar may cost, for the process that checks it and for the engine core. Needs llguidance.
+# What a grammar may cost, for the process that checks it and for the engine core.
 
 PARSER_LIMITS = LLParserLimits(
     max_items_in_row=2000,

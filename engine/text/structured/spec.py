@@ -140,8 +140,7 @@ def _escaped(character: str) -> str:
     return character
 
 
-# [reasons] `reason_in_words`: the library's error messages as sentences for the client. Called by the checker and
-# the core.
+# The library's error messages as sentences for the client.
 
 _MAX_CHARACTERS = 300
 _POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")

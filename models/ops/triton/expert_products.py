@@ -293,8 +293,7 @@ _MOE_GEMM_COMPILATIONS = tuple(
 )
 
 
-# [moe_fp8_gemm] Grouped GEMM of experts whose weights stay FP8: `moe_gemm`, with scales as in `fp8`. Called by
-# `FusedMoE`.
+# Weights that stay FP8, with scales as `fp8_linear` has them.
 
 
 @triton.jit

@@ -148,8 +148,7 @@ _FP8_COMPILATIONS = tuple(
 )
 
 
-# [fp8_gemm] Products of FP8 weights with activations, rounded to FP8 too where the hardware multiplies it. See
-# `fp8`.
+# Products of FP8 weights with activations, which are rounded to FP8 too where the hardware multiplies it.
 
 
 @triton.jit(do_not_specialize=["M"])  # It differs from step to step.
