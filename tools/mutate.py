@@ -5,7 +5,7 @@ Layout of this folder:
     mutations.py            the bugs: a name, the exact old text, the new text, and the tests that should fail
     mutate.py               this runner
     cached_cc.sh            the C compiler, with a cache: a mutation of a C file compiles that file alone
-    mutations-before.json   a recorded result: which test killed each mutation, or null where it survived
+    mutations-killed.json   a recorded result: which test killed each mutation, or null where it survived
 
 A mutation names no product file, because modules move. The runner searches the product packages for the one file in
 which the old text occurs exactly once. A test entry is a path below tests/, with an optional `::name`. A test that
