@@ -36,7 +36,7 @@ def profile(frame, event, _):
     code = frame.f_code
     file = known.get(code.co_filename)
     if file is None:
-        inside = code.co_filename.startswith(ROOT)
+        inside = code.co_filename.startswith(ROOT) and "site-packages" not in code.co_filename
         file = known[code.co_filename] = os.path.relpath(code.co_filename, ROOT) if inside else ""
     if not file or file in counted and code.co_name != "run_model":
         return

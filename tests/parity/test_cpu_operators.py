@@ -260,7 +260,9 @@ class TestThreads:
         """It has the caller's thread alone."""
         script = """
 import os, signal, torch
-from models.ops.cpu import attention_ops, ops, runtime
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime
 
 def norm():
     return ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
@@ -283,7 +285,9 @@ assert torch.equal(norm(), expected)
     def test_a_number_of_threads_that_cannot_be_is_the_nearest_that_can(self, threads: int) -> None:
         script = f"""
 import torch
-from models.ops.cpu import attention_ops, ops, runtime
+from models.ops.cpu import attention as attention_ops
+from models.ops.cpu import dense as ops
+from models.ops.cpu import runtime
 
 runtime.start({threads})
 ops.rms_norm(torch.ones(9, 32).bfloat16(), torch.ones(32).bfloat16(), 1e-5)
