@@ -215,11 +215,16 @@ class LLMEngine:
         return self._adapters[name]
 
     def _receive(self) -> set[int]:
-        """Wait for a step's outputs and give them to their requests; the ids of those that are complete now."""
+        """Wait for a step's outputs and give them to their requests; the ids of those that are complete now.
+
+        Callbacks are called last, and all of them, before the first error that one raises: every request has its
+        outputs then.
+        """
         step = self._core.get_outputs()
         assert step is not None
         finished = set()
         stopped = []
+        streamed: list[tuple[StreamCallback, int, RequestDelta]] = []
         for output in step.outputs:
             state = self._states.get(output.request_id)
             # The core may still send outputs of a request that was interrupted, or that met its stop string.
@@ -232,8 +237,16 @@ class LLMEngine:
                 stopped.append(output.request_id)
             callback = self._callbacks.get(output.request_id)
             if callback is not None:
-                callback(output.request_id, delta)
+                streamed.append((callback, output.request_id, delta))
         self._core.abort(stopped)
+        errors: list[BaseException] = []
+        for callback, request_id, delta in streamed:
+            try:
+                callback(request_id, delta)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return finished
 
     def _forget(self, request_ids: list[int]) -> None:

@@ -266,3 +266,14 @@ def test_death_of_a_core_that_may_not_be_started_again_is_an_error_and_not_a_han
 def test_config_and_single_fields_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="either a config or single fields"):
         LLMEngine(config=Config(), max_num_seqs=4)
+
+
+def test_a_callback_that_raises_takes_no_outputs_from_other_requests(engine: LLMEngine) -> None:
+    def fail(request_id: int, delta: RequestDelta) -> None:
+        raise RuntimeError("the caller's own error")
+
+    failing = engine.add_request("one", SamplingParams(max_tokens=40), stream_callback=fail)
+    others = engine.add_request(["two", "three"], SamplingParams(max_tokens=40))
+    with pytest.raises(RuntimeError, match="the caller's own error"):
+        engine.collect(failing)
+    assert [result["num_tokens_output"] for result in engine.collect(others)] == [40, 40]
