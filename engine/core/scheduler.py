@@ -166,10 +166,7 @@ class Scheduler:
         if seq.num_tokens > longest:
             room = " leave room for an answer" if seq.max_tokens else " fit"
             raise ValueError(f"the prompt has {seq.num_tokens} tokens; at most {longest}{room}")
-        # `ignore_eos` ignores the model's whole EOS list, of which `stop_token_ids` is the rest.
-        model_tokens = () if seq.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
-        seq.end_tokens = frozenset((*model_tokens, *(seq.sampling_params.stop_token_ids or ())))
-        seq.token_limit = min(seq.num_prompt_tokens + seq.max_tokens, self.token_limit)
+        self._set_ends(seq)
         if seq.num_completion_tokens:
             # It was running in a core that died: later arrivals are not served before it.
             self.waiting.append_front(seq)
@@ -553,12 +550,22 @@ class Scheduler:
             outputs += self._fail_rows(seqs, refusals, bad_request=True)
         return finished, outputs
 
+    def _set_ends(self, seq: Sequence) -> None:
+        """Note on a sequence which tokens may end it, and the length that does."""
+        # `ignore_eos` ignores the model's whole EOS list, of which `stop_token_ids` is the rest.
+        model_tokens = () if seq.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
+        seq.end_tokens = frozenset((*model_tokens, *(seq.sampling_params.stop_token_ids or ())))
+        seq.token_limit = min(seq.num_prompt_tokens + seq.max_tokens, self.token_limit)
+
     def _leave_reason(self, seq: Sequence, token_id: int) -> str | None:
         """Why `seq` ends at `token_id`, its latest token; None: it continues.
 
         The first match counts, in the order of docs/specification.md#stop-conditions. Stop strings are matched on
         text, by the front end.
         """
+        if not seq.token_limit:
+            # A caller has put it into `waiting` or `running` itself, and not by `add`.
+            self._set_ends(seq)
         if seq.stop_token_sequences and _ends_with_stop_sequence(seq):
             return "stop_sequence"
         if not seq.ignore_eos and token_id == self.eos_token_id:

@@ -478,3 +478,13 @@ class TestQueue:
         }
         assert list(scheduler.running) == [whole]
         scheduler.check_integrity()
+
+
+def test_a_sequence_that_a_caller_queued_itself_ends_as_any_other() -> None:
+    scheduler, seq = make_scheduler(), make_seq(3, max_tokens=3)
+    scheduler.waiting.append(seq)
+    for _ in range(3):
+        scheduled = scheduler.schedule()
+        assert scheduled is not None
+        scheduler.postprocess([seq], ScheduledBatchOutput({seq.id: (7,)}))
+    assert (seq.completion_token_ids, seq.leave_reason) == ([7, 7, 7], "max_tokens")
