@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words: list[list[int]] | None = None
     """Token sequences that are never completed."""
     grammar: str | None = None
-    """Sample only what this grammar allows, in `engine.structured`'s form."""
+    """Sample only what this grammar allows, in the form of `engine.text.structured`."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0, 2.0)

@@ -68,7 +68,7 @@ def _run(config: Config, started: float) -> int:
         from server.http import serve
 
         url = _url(listener, "http" if tls is None else "https")
-        announce = functools.partial(_announce, url=url, started=started)
+        announce = functools.partial(_announce, url=url, started=started, is_open=tls is None and not keys)
         ended = serve(config, core, listener, announce, keys, tls)
         if ended is None:
             return 0
@@ -231,18 +231,18 @@ def _listen(config: ServerConfig) -> socket.socket:
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error
 
 
-def _announce(names: tuple[str, ...], url: str, started: float) -> None:
+def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool) -> None:
+    """`is_open`: whether a request needs neither a key nor a certificate."""
     # Loaded objects stay: without this, each full collection would traverse them and delay every stream.
     gc.freeze()
     seconds = time.monotonic() - started
     sys.stdout.write(f"Kaon {release()} serving {', '.join(names)} on {url} (ready in {seconds:.1f} s)\n")
     if sys.stdout.isatty():
-        body = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
-        sys.stdout.write(
-            f"  API   {url}/docs\n"
-            f"  try   curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
-            "  stop  Ctrl-C\n"
-        )
+        sys.stdout.write(f"  API   {url}/docs\n")
+        if is_open:
+            body = json.dumps({"model": names[0], "prompt": "Once upon a time"})
+            sys.stdout.write(f"  try   curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
+        sys.stdout.write("  stop  Ctrl-C\n")
     sys.stdout.flush()
 
 

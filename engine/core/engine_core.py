@@ -185,6 +185,8 @@ class EngineCore:
         if isinstance(failed.error, StepOutOfMemory) and self.scheduler.shrink_steps(
             failed.num_tokens, len(failed.seqs)
         ):
+            # The front end's watchdog counts the time without a word from here: this step's must not count twice.
+            self._send([], "idle", 0.0)
             return
         for seq, error in self._isolation.failing_sequences(failed, self._compute):
             canary_error = self._try_canary()

@@ -5,6 +5,7 @@ import pytest
 from engine.batch import ScheduledBatch, StepOutOfMemory
 from engine.core import scheduler
 from engine.core.scheduler import StepLimits
+from engine.messages import StepOutputs
 from tests.unit.core_bench import BLOCK_SIZE, Bench, StubRunner, ends, outputs_of
 
 
@@ -41,8 +42,11 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Be
 
 @pytest.mark.parametrize("room", [1, 2, 9, 40])
 def test_steps_that_find_no_memory_are_made_smaller_and_nobody_fails(bench: Bench, room: int) -> None:
+    failed = []
+
     def run_out(step: int, batch: ScheduledBatch) -> None:
         if batch.total_tokens_num > room:
+            failed.append(step)
             raise StepOutOfMemory("2.00 GiB more were asked for, and 1.00 GiB are free")
 
     bench.runner.on_step = run_out
@@ -52,6 +56,9 @@ def test_steps_that_find_no_memory_are_made_smaller_and_nobody_fails(bench: Benc
     assert ends(messages) == dict.fromkeys(range(4), "max_tokens") | {999: "abort"}
     for seq_id in range(4):
         assert [token for output in outputs_of(messages, seq_id) for token in output.output_tokens] == [5] * 6
+    # Each is reported to the front end, whose watchdog would count the next step's time on top.
+    reports = [message for message in messages if isinstance(message, StepOutputs) and not message.outputs]
+    assert len(reports) >= len(failed)
 
 
 def test_a_sequence_for_which_not_even_one_token_has_room_fails_in_words(bench: Bench) -> None:
