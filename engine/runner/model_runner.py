@@ -116,6 +116,16 @@ class ModelRunner:
         if loaded.operators is not None and is_serving:
             self._record(loaded.operators)
         self.sampler = Sampler()
+        self._dummy: tuple[Context, DeviceInputs] | None = None
+        """The token that `dummy_prefill` computes, made once: other replicas wait for that pass."""
+        if self.padding_block is not None and self.parallel.size == 1 and loaded.exchange is not None:
+            self._dummy = dummy_prompt(
+                self.backend,
+                self.padding_block,
+                config.kv_cache_block_size,
+                self.device,
+                have_states=self.caches.have_states,
+            )
 
     def _record(self, operators: Library) -> None:
         try:
@@ -168,14 +178,10 @@ class ModelRunner:
 
     def dummy_prefill(self) -> None:
         """Compute a dummy token while no sequence runs: other replicas need this one's experts."""
-        if self.parallel.size > 1:
+        if self._dummy is None:
             self.run_dummy_step(WarmUpStep([WarmUpRow(1, 1)]))
             return
-        assert self.padding_block is not None
-        block_size, have_states = self.config.kv_cache_block_size, self.caches.have_states
-        context, token = dummy_prompt(
-            self.backend, self.padding_block, block_size, self.device, have_states=have_states
-        )
+        context, token = self._dummy
         metadata = self.loaded.dp_metadata(1, self.tokens_across_dp)
         with torch.inference_mode(), oom_in_step(), forward_context(token.metadata, context, metadata):
             self._hidden_states(token, 1, has_adapters=False)
