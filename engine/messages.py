@@ -90,6 +90,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Tokens that the sequence generated in a core that died; it continues after them."""
     suspect: bool = False
     """It was in the step in which the last core died: it is computed alone in its first step."""
+    owner: str = ""
+    """The party among which the scheduler shares its time fairly."""
     sent_time: float = 0.0
     """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 

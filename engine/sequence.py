@@ -59,6 +59,7 @@ class Sequence:
         resumed_token_ids: Iterable[int] = (),
         is_suspect: bool = False,
         sent_time: float | None = None,
+        owner: str = "",
     ) -> None:
         """`resumed_token_ids` were generated in a core that died; they are computed as the prompt is.
 
@@ -86,6 +87,8 @@ class Sequence:
         self.cache_salt = chain_salt(cache_salt, adapter)
         """Start of its prefix-hash chain, made of the caller's salt and the adapter."""
         self.priority = priority
+        self.owner = owner
+        """The party among which the scheduler shares its time fairly."""
         self.slot = -1
         """Its row in the worker while it runs, else -1."""
 
@@ -133,6 +136,7 @@ class Sequence:
             resumed_token_ids=request.resumed_token_ids,
             is_suspect=request.suspect,
             sent_time=sent_time,
+            owner=request.owner,
         )
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from server.access_log import AccessLog
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.frontend import Frontend
 from server.limits.keys import ApiKeys
-from server.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from server.middleware import OwnerMiddleware, RequestIdMiddleware
 from server.responses.service import ResponsesService
 
 
@@ -79,9 +79,8 @@ class _Application(FastAPI):
 
     def build_middleware_stack(self) -> ASGIApp:
         settings = self._settings
-        app = super().build_middleware_stack()
-        if self._keys:
-            app = ApiKeyMiddleware(app, self._keys, settings.keyless_paths)
+        app: ASGIApp = super().build_middleware_stack()
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,

@@ -26,6 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 from server.errors import ModelNotFound, NotReady, ShuttingDown
 from server.limits.admission import Admission
+from server.limits.keys import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.streaming.hub import Hub
@@ -57,6 +58,8 @@ class Frontend:
         self.fingerprint = f"kaon-{self.version}"
         self.model_names = (*config.model_names, *config.lora_paths)
         """Values of `model` in requests: the model's names, the main one first, then the adapters'."""
+        self.shares_prefix_cache = config.server_config.share_prefix_cache
+        """Whether requests of different keys share cached prefixes."""
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self.created = int(time.time())
         self._num_replicas = config.parallel_config.data_parallel_size
@@ -171,9 +174,9 @@ class Frontend:
         return self._adapters.get(name, 0)
 
 
-def owner_of(scope: Scope) -> str | None:
-    """The owner of a request, derived from its API key; None if the server needs no keys."""
-    owner: str | None = scope.get("state", {}).get("owner")
+def owner_of(scope: Scope) -> Owner:
+    """The party that a request is accounted to."""
+    owner: Owner = scope["state"]["owner"]
     return owner
 
 

@@ -1,4 +1,4 @@
-"""What every request passes before its route: `RequestIdMiddleware` outermost, then, with keys, `ApiKeyMiddleware`."""
+"""What every request passes before its route: `RequestIdMiddleware` outermost, then `OwnerMiddleware`."""
 
 import time
 from collections.abc import Awaitable, Iterable
@@ -15,7 +15,7 @@ from server.access_log import (
     usable_request_id,
 )
 from server.errors import InvalidApiKey, as_response
-from server.limits.keys import ApiKeys
+from server.limits.keys import ApiKeys, Owner
 
 _ID_HEADER = HEADER.lower().encode()
 _SCHEME = b"bearer "
@@ -80,8 +80,8 @@ def _given_id(scope: Scope) -> str | None:
     return None
 
 
-class ApiKeyMiddleware:
-    """Answers 401 to requests without a valid API key, but for those to `keyless_paths`."""
+class OwnerMiddleware:
+    """Sets the `Owner` of each request. With keys, one without a valid key gets a 401, but on `keyless_paths`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, keyless_paths: Iterable[str]) -> None:
         self._app = app
@@ -90,11 +90,15 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            key = _bearer_key(scope)
-            owner = None if key is None else self._keys.owner(key)
-            if owner is None and route_path(scope) not in self._keyless_paths:
-                await as_response(_refusal(key))(scope, receive, send)
-                return
+            client = scope.get("client")
+            owner = Owner.of_address(client[0] if client else None)
+            if self._keys:
+                key = _bearer_key(scope)
+                keyed = None if key is None else self._keys.owner(key)
+                if keyed is None and route_path(scope) not in self._keyless_paths:
+                    await as_response(_refusal(key))(scope, receive, send)
+                    return
+                owner = keyed or owner
             scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 

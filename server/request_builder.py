@@ -22,6 +22,7 @@ from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, Invali
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
+from server.limits.keys import Owner
 from server.parsing.answer_format import tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
@@ -53,7 +54,7 @@ Generating = TypeVar("Generating", bound=SamplingFields)
 
 
 @asynccontextmanager
-async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[Generating, Frontend, str | None]]:
+async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[Generating, Frontend, Owner]]:
     """The validated body, the front end and the request's owner, for all work up to `Generation.respond`.
 
     Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
@@ -337,6 +338,7 @@ def new_sequences(
     prompt: CheckedPrompt,
     grammar: str | None,
     frontend: Frontend,
+    owner: Owner,
     arrival_time: float,
     *,
     num_choices: int = 1,
@@ -347,7 +349,8 @@ def new_sequences(
         prompt,
         frontend.hub.new_ids(num_choices),
         grammar=grammar,
-        cache_salt=None if request.cache_salt is None else _salt_key(request.cache_salt),
+        cache_salt=_prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key),
+        owner=owner.party,
         priority=request.priority,
         adapter=frontend.adapter_of(request.model),
         arrival_time=arrival_time,
@@ -361,6 +364,13 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _salt_key(salt: str) -> int:
-    """A 64-bit start for the chain of prefix hashes."""
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest())
+def _prefix_salt(given: str | None, key: str | None) -> int | None:
+    """A 64-bit start for the chain of prefix hashes, made of the request's salt and the owner's key; None without any.
+
+    Requests of different salts never share blocks, so that neither usage nor timing shows what others sent.
+    """
+    if given is None and key is None:
+        return None
+    # A key's digest has a fixed length: no two pairs make the same text.
+    text = given if key is None else f"{key}\0{'' if given is None else '+' + given}"
+    return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest())

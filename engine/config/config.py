@@ -218,6 +218,9 @@ class ServerConfig(Section):
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File of further keys, one a line; empty lines, and what follows #, are left out."""
 
+    share_prefix_cache: bool = False
+    """Share cached prefixes between API keys too; usage and timing then tell how others' prompts begin."""
+
     keyless_paths: tuple[Annotated[str, Field(pattern="^/")], ...] = (
         "/livez",
         "/readyz",

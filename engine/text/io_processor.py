@@ -206,6 +206,7 @@ class InputOutputProcessor:
         cache_salt: int | None = None,
         priority: int = 0,
         adapter: int = 0,
+        owner: str = "",
         arrival_time: float | None = None,
         visible_token_ids: frozenset[int] = frozenset(),
     ) -> list[NewSequence]:
@@ -223,6 +224,7 @@ class InputOutputProcessor:
                     cache_salt=cache_salt,
                     priority=priority,
                     adapter=adapter,
+                    owner=owner,
                 ),
                 RequestState(id, token_ids, params, self.tokenizer, arrival_time, visible_token_ids),
             )

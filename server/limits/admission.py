@@ -173,7 +173,7 @@ class Admission:
         self._queued: dict[int, int] = {}
         """Prompt tokens of each queued sequence, by its id."""
         self._queued_tokens = 0
-        self._live_by_owner: dict[object, int] = {}
+        self._live_by_party: dict[str, int] = {}
         """HTTP requests that were admitted and have not ended."""
         self._forecast = QueueForecast()
 
@@ -204,7 +204,7 @@ class Admission:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is queued and no request of any key is live."""
-        return not self._queued and not self._queued_tokens and not self._live_by_owner
+        return not self._queued and not self._queued_tokens and not self._live_by_party
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -221,17 +221,17 @@ class Admission:
             self._metrics.rejected(_why_refused(error), 1)
             raise
 
-    def precheck(self, owner: object, sequences: int) -> None:
+    def precheck(self, party: str, sequences: int) -> None:
         """Refuse what `admit` would refuse with any prompts, before work is done on them.
 
         Raises `Overloaded`, and counts it.
         """
-        refused = self._refusal(owner, sequences, 1)
+        refused = self._refusal(party, sequences, 1)
         if refused is not None:
             self._metrics.received(sequences)
             self._refuse(*refused, sequences)
 
-    def admit(self, owner: object, prompt_tokens: Sequence[int]) -> None:
+    def admit(self, party: str, prompt_tokens: Sequence[int]) -> None:
         """Admit a request until `release`. Raises `Overloaded`.
 
         `prompt_tokens` holds what each of its sequences adds to the queue. A request that exceeds a bound by itself is
@@ -239,19 +239,19 @@ class Admission:
         """
         sequences = len(prompt_tokens)
         self._metrics.received(sequences)
-        refused = self._refusal(owner, sequences, sum(prompt_tokens))
+        refused = self._refusal(party, sequences, sum(prompt_tokens))
         if refused is not None:
             self._refuse(*refused, sequences)
         self._forecast.arrived(self._clock(), sequences)
-        self._live_by_owner[owner] = self._live_by_owner.get(owner, 0) + 1
+        self._live_by_party[party] = self._live_by_party.get(party, 0) + 1
 
-    def release(self, owner: object) -> None:
+    def release(self, party: str) -> None:
         """An admitted request has ended."""
-        live = self._live_by_owner[owner] - 1
+        live = self._live_by_party[party] - 1
         if live:
-            self._live_by_owner[owner] = live
+            self._live_by_party[party] = live
         else:
-            del self._live_by_owner[owner]
+            del self._live_by_party[party]
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -283,15 +283,14 @@ class Admission:
 
     # -- refusals -----------------------------------------------------------------------------------------------
 
-    def _refusal(self, owner: object, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
+    def _refusal(self, party: str, sequences: int, tokens: int) -> tuple[str, Overloaded] | None:
         """Why a request cannot be admitted now: the metrics' reason and the error; None if it can."""
         limits = self._limits
-        live = self._live_by_owner.get(owner, 0)
+        live = self._live_by_party.get(party, 0)
         if limits.requests_per_key is not None and live >= limits.requests_per_key:
-            whose = "without a key" if owner is None else "of this key"
             sentence = (
-                f"{live} requests {whose} are running, and this server runs at most {limits.requests_per_key} at a "
-                "time (max_requests_per_key)"
+                f"{live} requests of this key or address are running, and this server runs at most "
+                f"{limits.requests_per_key} at a time (max_requests_per_key)"
             )
             return "key", Overloaded(sentence, "requests", _KEY_SECONDS)
         if not self._queued:

@@ -1,13 +1,46 @@
-"""`ApiKeys`: the API keys that the server accepts, kept as digests."""
+"""`ApiKeys`: the accepted API keys, kept as digests. `Owner`: the party that a request is accounted to."""
 
 import hashlib
 import hmac
+import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from engine.config.config import ServerConfig
 from engine.config.paths import why_unreadable
+
+
+class Owner(NamedTuple):
+    """The party that a request is accounted to: the holder of an API key or, where none is needed, an address."""
+
+    party: str = "local"
+    """Among whom limits and the engine's time are shared: the digest of the key, or the client's address."""
+    key: str | None = None
+    """Digest of the key, which separates stored responses and cached prefixes; None where no key is needed."""
+
+    @classmethod
+    def of_key(cls, digest: str) -> Self:
+        """The holder of the key with this digest."""
+        return cls(digest, digest)
+
+    @classmethod
+    def of_address(cls, host: str | None) -> Self:
+        """A client without a key. IPv6 addresses of one /64 network are one party: a host may use them all."""
+        if host is None:
+            return cls()
+        try:
+            address = ipaddress.ip_address(host.partition("%")[0])
+        except ValueError:
+            return cls(host)
+        if isinstance(address, ipaddress.IPv6Address):
+            if address.ipv4_mapped is None:
+                return cls(str(ipaddress.ip_network((address, 64), strict=False)))
+            address = address.ipv4_mapped
+        return cls(str(address))
+
+
+ANYONE = Owner()
 
 
 class ApiKeys:
@@ -28,8 +61,8 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def owner(self, key: bytes) -> str | None:
-        """A name for the holder of `key`, which does not reveal the key; None if the key is not accepted.
+    def owner(self, key: bytes) -> Owner | None:
+        """The holder of `key`; None if the key is not accepted.
 
         Takes equally long for a wrong and a right key.
         """
@@ -37,7 +70,7 @@ class ApiKeys:
         known = False
         for each in self._digests:
             known |= hmac.compare_digest(each, digest)
-        return digest.hex() if known else None
+        return Owner.of_key(digest.hex()) if known else None
 
 
 def _read_keys(file: Path) -> list[str]:

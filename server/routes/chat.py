@@ -246,13 +246,14 @@ async def create_chat_completion(http: Request) -> Response:
     arrival_time = time.monotonic()
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend)
-        frontend.admission.precheck(owner, request.n)
+        frontend.admission.precheck(owner.party, request.n)
         chat = await prepare_chat(request, frontend)
         sequences = new_sequences(
             request,
             chat.prompt,
             chat.grammar,
             frontend,
+            owner,
             arrival_time,
             num_choices=request.n,
             visible_token_ids=chat.visible_token_ids,

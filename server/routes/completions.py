@@ -261,7 +261,7 @@ async def create_completion(http: Request) -> Response:
     arrival_time = time.monotonic()
     async with accept(http, CompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
-        frontend.admission.precheck(owner, len(request.prompt) * request.num_choices)
+        frontend.admission.precheck(owner.party, len(request.prompt) * request.num_choices)
         model = frontend.loaded
         grammar = await compile_response_grammar(request, model)
         prompts = await prepare_prompts(request, model.processor)
@@ -269,7 +269,7 @@ async def create_completion(http: Request) -> Response:
             sequence
             for prompt, _ in prompts
             for sequence in new_sequences(
-                request, prompt, grammar, frontend, arrival_time, num_choices=request.num_choices
+                request, prompt, grammar, frontend, owner, arrival_time, num_choices=request.num_choices
             )
         ]
         echoes = [echo for _, echo in prompts]

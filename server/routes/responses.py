@@ -60,18 +60,19 @@ async def create_response(http: Request) -> Response:
     arrival_time = time.monotonic()
     service = ResponsesService.of(http.app)
     async with accept(http, ResponsesRequest) as (request, frontend, owner):
-        frontend.admission.precheck(owner, 1)
-        turn, chat = await _prepare(request, frontend, service, owner)
+        frontend.admission.precheck(owner.party, 1)
+        turn, chat = await _prepare(request, frontend, service, owner.key)
 
         def keep(response: ResponseObject) -> None:
             if request.store:
-                service.keep(response, owner, turn)
+                service.keep(response, owner.key, turn)
 
         sequences = new_sequences(
             request,
             chat.prompt,
             chat.grammar,
             frontend,
+            owner,
             arrival_time,
             visible_token_ids=chat.visible_token_ids,
         )
@@ -81,7 +82,7 @@ async def create_response(http: Request) -> Response:
     if not request.background:
         return await generation.respond(http, renderer, stream=request.stream)
     log = EventLog() if request.stream else None
-    service.start(renderer, generation.events(renderer), generation.end, owner, turn, log)
+    service.start(renderer, generation.events(renderer), generation.end, owner.key, turn, log)
     return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
 
 
@@ -98,7 +99,7 @@ async def count_input_tokens(http: Request) -> Response:
     frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
     frontend.check_model(request.model)
-    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
+    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope).key)
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
@@ -136,7 +137,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
 async def delete_response(http: Request, response_id: str) -> Response:
     """Delete a stored response; one that is running ends. Responses that continue it stay as they are."""
     service = _serving(http)
-    service.cancel(service.store.delete(response_id, owner_of(http.scope)))
+    service.cancel(service.store.delete(response_id, owner_of(http.scope).key))
     return as_json(DeletedResponse(response_id))
 
 
@@ -175,7 +176,7 @@ async def list_input_items(http: Request, response_id: str) -> Response:
 
 
 def _stored(http: Request, id: str) -> StoredResponse:
-    return _serving(http).store.get(id, owner_of(http.scope))
+    return _serving(http).store.get(id, owner_of(http.scope).key)
 
 
 def _serving(http: Request) -> ResponsesService:

@@ -18,6 +18,7 @@ from engine.messages import AddRequest
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
+from server.limits.keys import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.sse import EventStream, Renderer
@@ -42,7 +43,7 @@ class Generation:
         n: int,
         *,
         best_of: int | None = None,
-        owner: str | None = None,
+        owner: Owner = ANYONE,
         timeout: float | None = None,
     ) -> None:
         """`sequences` holds the choices of each prompt in turn: `best_of` if it is given, else `n`.
@@ -70,7 +71,7 @@ class Generation:
             for index, state in enumerate(self._states)
         ]
         self._arrival_time = self._states[0].arrival_time
-        self._owner = owner
+        self._party = owner.party
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
@@ -164,11 +165,11 @@ class Generation:
             hub.metrics.received(count)
             hub.metrics.rejected("timeout", count)
             raise self._timeout_error()
-        hub.admission.admit(self._owner, self._queued_tokens)
+        hub.admission.admit(self._party, self._queued_tokens)
         try:
             hub.submit(self._sequences, self._queued_tokens, consumer)
         except BaseException:
-            hub.admission.release(self._owner)
+            hub.admission.release(self._party)
             raise
         self._id = renderer.head.id
         if seconds < math.inf:
@@ -210,7 +211,7 @@ class Generation:
         if self._deadline is not None:
             self._deadline.cancel()
         self._hub.cancel(self._states)
-        self._hub.admission.release(self._owner)
+        self._hub.admission.release(self._party)
         _log.debug(
             "%s: %d choices, %d tokens, %s, %.3f s",
             id,

@@ -201,7 +201,7 @@ def test_a_key_has_so_many_requests_at_a_time(tmp_path_factory: pytest.TempPathF
                 next(pieces)
                 refused = server.post("/v1/completions", SHORT, **one)
                 assert (refused.status_code, refused.json()["error"]["type"]) == (429, "requests")
-                assert "1 requests of this key are running" in refused.json()["error"]["message"]
+                assert "1 requests of this key or address are running" in refused.json()["error"]["message"]
                 assert server.post("/v1/completions", SHORT, **two).status_code == 200
             eventually(lambda: server.metric("kaon_requests_live") == 0)
             assert server.post("/v1/completions", SHORT, **one).status_code == 200

@@ -30,7 +30,7 @@ class Door:
         self.admission = Admission(Limits(**limits), self.metrics, self.clock)
         self._next = 0
 
-    def enter(self, *prompt_tokens: int, owner: str | None = None) -> list[int]:
+    def enter(self, *prompt_tokens: int, owner: str = "local") -> list[int]:
         self.admission.admit(owner, prompt_tokens)
         ids = list(range(self._next, self._next + len(prompt_tokens)))
         self._next += len(ids)
@@ -38,7 +38,7 @@ class Door:
             self.admission.queue(id, tokens)
         return ids
 
-    def refused(self, *prompt_tokens: int, owner: str | None = None) -> Overloaded:
+    def refused(self, *prompt_tokens: int, owner: str = "local") -> Overloaded:
         with pytest.raises(Overloaded) as caught:
             self.admission.admit(owner, prompt_tokens)
         return caught.value
@@ -180,7 +180,7 @@ def test_a_key_has_so_many_requests_at_a_time_and_others_do_not_mind() -> None:
     door.enter(5, owner="a")
     error = door.refused(5, owner="a")
     assert (error.type, error.headers["Retry-After"]) == ("requests", "1")
-    assert "2 requests of this key are running, and this server runs at most 2 at a time" in str(error)
+    assert "2 requests of this key or address are running, and this server runs at most 2 at a time" in str(error)
     door.enter(5, owner="b")
     for id in first:
         door.admission.first_output(id)

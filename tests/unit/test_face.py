@@ -16,7 +16,7 @@ from engine.config.config import Config, ServerConfig
 from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
-from server.limits.keys import ApiKeys
+from server.limits.keys import ApiKeys, Owner
 from server.middleware import RequestIdMiddleware
 
 KEY = {"Authorization": "Bearer sk-one"}
@@ -133,7 +133,7 @@ def test_a_ring_keeps_no_key_and_names_owners_apart() -> None:
 
 @pytest.mark.parametrize(("settings", "owned"), [({"api_key": ["sk-one"]}, True), ({}, False)])
 async def test_a_request_has_an_owner_where_keys_are_asked_for(settings: dict[str, Any], owned: bool) -> None:
-    seen: list[str | None] = []
+    seen: list[Owner] = []
 
     async def whose(request: Request) -> Response:
         seen.append(owner_of(request.scope))
@@ -142,7 +142,24 @@ async def test_a_request_has_an_owner_where_keys_are_asked_for(settings: dict[st
     app = application(**settings)
     app.add_route("/whose", whose)
     await client_of(app).get("/whose", headers=KEY)
-    assert [owner is not None for owner in seen] == [owned]
+    [owner] = seen
+    assert (owner.key is not None) == owned
+    assert owner.party == (owner.key or "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "party"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"),
+        (None, "local"),
+    ],
+)
+def test_a_client_without_a_key_is_its_address(host: str | None, party: str) -> None:
+    assert Owner.of_address(host) == Owner(party, None)
 
 
 # -- request ids ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.frontend import Frontend
+from server.limits.keys import ANYONE, Owner
 from server.request_builder import new_sequences
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
@@ -18,18 +19,48 @@ from server.schemas.completions import CompletionRequest
 TOKENIZER = Tokenizer.from_checkpoint(CHECKPOINT_DIR)
 
 
-def sequences(grammar: str | None = None, params: dict[str, Any] | None = None, **fields: Any) -> list[NewSequence]:
+def sequences(
+    grammar: str | None = None,
+    params: dict[str, Any] | None = None,
+    *,
+    owner: Owner = ANYONE,
+    shares_prefix_cache: bool = False,
+    **fields: Any,
+) -> list[NewSequence]:
     """Those of a request for completions of a prompt of three tokens."""
     info = ModelInfo("", "", "", "", 0, TOKENIZER.vocab_size, 64, [], 16, 10)
     processor = InputOutputProcessor(TOKENIZER, None, info)
     frontend = SimpleNamespace(
         loaded=SimpleNamespace(processor=processor),
         hub=SimpleNamespace(new_ids=lambda count: range(7, 7 + count)),
+        shares_prefix_cache=shares_prefix_cache,
         adapter_of={"m": 0, "adapted": 2}.__getitem__,
     )
     request = validate({"model": "m", "prompt": "def", **fields}, CompletionRequest, allow_unknown=False)
     prompt = processor.check([5, 6, 7], SamplingParams(**params or {}), clip_max_tokens=True)
-    return new_sequences(request, prompt, grammar, cast(Frontend, frontend), 3.0, num_choices=request.num_choices)
+    return new_sequences(
+        request, prompt, grammar, cast(Frontend, frontend), owner, 3.0, num_choices=request.num_choices
+    )
+
+
+def test_keys_share_no_cached_prefix_unless_the_server_says_so() -> None:
+    def salt(owner: Owner, shares: bool = False, **fields: Any) -> int | None:
+        [sequence] = sequences(owner=owner, shares_prefix_cache=shares, **fields)
+        return sequence.request.cache_salt
+
+    one, two = Owner.of_key("1" * 64), Owner.of_key("2" * 64)
+    given = {"cache_salt": "x"}
+    assert salt(ANYONE) is None
+    assert salt(one) == salt(one)
+    assert len({salt(one), salt(two), salt(one, **given), salt(two, **given), salt(ANYONE, **given)}) == 5
+    assert salt(one, cache_salt="") != salt(one)
+    assert salt(one, shares=True) is None
+    assert salt(one, shares=True, **given) == salt(two, shares=True, **given)
+
+
+def test_the_core_gets_the_party_of_each_request() -> None:
+    [sequence] = sequences(owner=Owner("10.0.0.7"))
+    assert sequence.request.owner == "10.0.0.7"
 
 
 def test_each_choice_has_an_id_and_the_arrival_time_and_all_share_the_prompt() -> None:
