@@ -2,7 +2,8 @@
 # docker build -t kaon --target cuda .    NVIDIA GPUs, with the torch that pip brings
 # docker build -t kaon --target cpu .     CPUs; with --build-arg TORCH_INDEX=... naming an index of CPU builds, a small image
 #
-# docs/gpu.md has the line that runs it with its devices and groups.
+# docs/gpu.md has the line that runs it with its devices and groups. Without an API key (-e KAON_API_KEY, or
+# --api-key-file on a mounted file) the server refuses to listen beyond the container.
 ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
 ARG PYTHON_BASE=python:3.12-slim
 

@@ -8,6 +8,7 @@ In this order: the API keys are read and hidden, TLS is set up, the socket is op
 import errno
 import functools
 import gc
+import ipaddress
 import json
 import logging
 import os
@@ -57,7 +58,7 @@ def _run(config: Config, started: float) -> int:
         keys = ApiKeys.of(config.server_config)
         config = _without_keys(config)
         tls = tls_context(config.server_config)
-        listener = _listen(config.server_config)
+        listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
         with _recorded_signals() as signals:
             core = CoreManager(config)
     except (OSError, ValueError) as error:
@@ -215,11 +216,23 @@ def _refuse_encrypted_key() -> NoReturn:
     raise ValueError("ssl_keyfile is encrypted; give a private key without passphrase")
 
 
-def _listen(config: ServerConfig) -> socket.socket:
-    """The listening socket. Raises `OSError` with a sentence for the user if the address cannot be used."""
+def _is_keyless(config: ServerConfig, keys: ApiKeys) -> bool:
+    """Whether a client needs neither an API key nor a certificate."""
+    return not keys and config.ssl_ca_certs is None
+
+
+def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
+    """The listening socket. Raises `OSError` or `ValueError`, a sentence, if the address cannot or must not be used."""
     host, port = config.host, config.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        # The address that is bound is checked, not the name: only the resolver knows what `localhost` is.
+        if is_keyless and not config.insecure_no_auth and not is_loopback(str(address[0])):
+            raise ValueError(
+                f"host is {host}, which other machines can reach, but there is no API key; set one (KAON_API_KEY or "
+                "api_key_file), listen on loopback (--host 127.0.0.1), or let everybody who reaches the port use the "
+                "model (--insecure-no-auth)"
+            )
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except socket.gaierror as error:
         raise OSError(f"host is {host}, which is no address of this machine: {error.strerror}") from error
@@ -229,6 +242,13 @@ def _listen(config: ServerConfig) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"port {port} on {host} is taken; stop what listens there or choose another port") from error
         raise OSError(f"port {port} on {host} cannot be opened: {error.strerror}") from error
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine reach this IP address: 127.0.0.0/8, ::1, and the former mapped to IPv6."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
 
 
 def _announce(names: tuple[str, ...], url: str, started: float, is_open: bool) -> None:

@@ -162,7 +162,7 @@ class ServerConfig(Section):
     """The HTTP face."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 accepts connections from other machines."""
+    """Address to listen on; 0.0.0.0 accepts connections from other machines, and needs an API key."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """TCP port to listen on; 0 lets the system choose one, which is printed."""
@@ -217,6 +217,9 @@ class ServerConfig(Section):
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
     """File of further keys, one a line; empty lines, and what follows #, are left out."""
+
+    insecure_no_auth: bool = False
+    """Listen beyond loopback without API keys: everybody who reaches the port may use the model."""
 
     share_prefix_cache: bool = False
     """Share cached prefixes between API keys too; usage and timing then tell how others' prompts begin."""

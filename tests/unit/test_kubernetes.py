@@ -49,6 +49,9 @@ def test_a_manifest_s_arguments_and_variables_are_kaon_s(path: Path, monkeypatch
     [port] = (port["containerPort"] for port in container(path)["ports"] if port["name"] == "http")
     assert config.server_config.port == port
     assert config.server_config.host == "0.0.0.0"
+    assert not config.server_config.insecure_no_auth
+    [keys] = (variable["valueFrom"] for variable in container(path)["env"] if variable["name"] == "KAON_API_KEY")
+    assert keys["secretKeyRef"].get("optional") is None  # No pod starts where the secret does not exist.
     known = {"KAON_API_KEY", NODE_RANK_ENV, CLUSTER_KEY_ENV}
     assert {variable["name"] for variable in container(path)["env"]} <= known
 
