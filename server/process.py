@@ -222,7 +222,7 @@ def _is_keyless(config: ServerConfig, keys: ApiKeys) -> bool:
 
 
 def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
-    """The listening socket. Raises `OSError` or `ValueError`, a sentence, if the address cannot or must not be used."""
+    """The listening socket. Raises `OSError` or `ValueError`, a sentence, if it cannot or must not be used."""
     host, port = config.host, config.port
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -245,7 +245,7 @@ def _listen(config: ServerConfig, is_keyless: bool) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach this IP address: 127.0.0.0/8, ::1, and the former mapped to IPv6."""
+    """Whether only this machine reaches that IP address: 127.0.0.0/8, ::1, and the former mapped to IPv6."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback

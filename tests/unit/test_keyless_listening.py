@@ -1,4 +1,4 @@
-"""A server that asks its clients for nothing listens where only this machine reaches it, unless it is told otherwise."""
+"""A server without keys listens where only this machine reaches it, unless a flag says otherwise."""
 
 import json
 import re
