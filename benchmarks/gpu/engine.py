@@ -77,7 +77,9 @@ class Transformers:
     def __init__(self, bench: Bench, path: Path) -> None:
         transformers = importlib.import_module("transformers")
         self._model = (
-            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=bench.dtype).to(bench.device).eval()
+            transformers.AutoModelForCausalLM.from_pretrained(path, dtype=bench.dtype, trust_remote_code=False)
+            .to(bench.device)
+            .eval()
         )
         self._config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         batching: dict[str, Any] = (

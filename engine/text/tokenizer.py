@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from engine.text.checkpoint_settings import read_special_tokens
+from engine.text.checkpoint_settings import read_json_object, read_special_tokens
 from models.errors import CheckpointError
 
 # The bytes that each token adds to a text, read off the tokenizer's decoder.
@@ -109,13 +109,20 @@ def convert_slow_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a checkpoint that brings only a SentencePiece or a tiktoken file, converted by transformers.
 
     The one place on the front end that imports transformers and, with it, torch: seconds and hundreds of megabytes.
-    Raises `CheckpointError` where that cannot be done.
+    Code that the checkpoint brings is never run. Raises `CheckpointError` where the tokenizer cannot be converted.
     """
     from transformers import AutoTokenizer
 
     try:
-        converted = AutoTokenizer.from_pretrained(path)
+        # Without an explicit False, transformers asks standard input whether to run the checkpoint's code.
+        converted = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each converter raises errors of its own
+        for name in ("tokenizer_config.json", "config.json"):
+            if "auto_map" in read_json_object(path / name):
+                raise CheckpointError(
+                    f"{path} holds no tokenizer.json, and auto_map of its {name} asks for code from the checkpoint, "
+                    "which is never run; add the file"
+                ) from error
         raise CheckpointError(
             f"{path} holds no tokenizer.json, and transformers cannot convert another tokenizer from it; add the "
             "file, or install sentencepiece or tiktoken if the checkpoint brings such a tokenizer"

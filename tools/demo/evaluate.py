@@ -31,8 +31,8 @@ class DemoModel:
     """The checkpoint as transformers loads it, computing in float32 on its bf16 weights."""
 
     def __init__(self, checkpoint: Path = CHECKPOINT_DIR) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left", trust_remote_code=False)
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
 
     def answers(self, prompts: Sequence[str], batch_size: int = 64) -> list[tuple[str, bool]]:
         """For each rendered prompt, the text written and whether an end token closed it."""
