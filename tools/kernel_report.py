@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import models.ops.triton as package
-from models.ops.triton.compilation import Compilation, source_of
+import tools.kernels as package
 from models.ops.triton.configs import KIB, TARGETS, Target
+from tools.kernels.compilation import Compilation, source_of
 
 # The compiler's output, and what is wrong with it.
 
@@ -210,15 +210,13 @@ ON_PAGE = tuple(arch for arch, target in TARGETS.items() if not target.like)
 
 
 def compilations(targets: Iterable[str] = ON_PAGE) -> list[Compilation]:
-    """Every form of every kernel for some targets, in the order of the kernels' files."""
+    """Every form of every kernel for some targets, in the order of the modules of `tools.kernels`."""
     archs = set(targets)
-    modules = (importlib.import_module(f"{package.__name__}.{one.name}") for one in _kernel_files())
+    modules = (
+        importlib.import_module(f"{package.__name__}.{one.name}") for one in pkgutil.iter_modules(package.__path__)
+    )
     exported = (one for module in modules for one in getattr(module, "COMPILATIONS", ()))
     return [one for one in exported if one.target.arch in archs]
-
-
-def _kernel_files() -> Iterator[pkgutil.ModuleInfo]:
-    return (module for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
 
 
 def table(results: Sequence[tuple[Compilation, Assembly]]) -> str:

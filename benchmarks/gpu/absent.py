@@ -37,9 +37,9 @@ from models.attention.triton import TritonAttentionBackend
 from models.layers.base import CausalLM
 from models.ops import triton as kernels
 from models.ops.triton import configs, probe
-from models.ops.triton.compilation import gpu_of
 from models.ops.triton.configs import Target, launch_of
 from models.parallel.tensor_parallel import TensorParallel
+from tools.kernels.compilation import gpu_of
 
 Compile: TypeAlias = Callable[[Any, GPUTarget, dict[str, Any]], Any]
 """Stands where `triton.compiler.compile` does, of a source, a target and options."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from triton.runtime.jit import JITFunction
 
-from models.ops.triton.compilation import Compilation, source_of
 from models.ops.triton.configs import TARGETS, Config
-from models.ops.triton.probe_kernel import COMPILATIONS as PROBE
 from tools import kernel_report
 from tools.kernel_report import Assembly, compilations, compile_apart, problems, read_record
+from tools.kernels.compilation import Compilation, source_of
+from tools.kernels.probe_kernel import COMPILATIONS as PROBE
 
 FIRST_CLASS = [arch for arch, target in TARGETS.items() if target.first_class]
 

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from models.ops.triton import grids as pieces
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, WHOLE, Config, Target, config_of, launch_of, target_of
+from models.ops.triton.configs import WHOLE, Config, config_of, launch_of, target_of
 from models.ops.triton.grids import AttentionPlan, cdiv, next_power_of_2
 from models.ops.types import AttentionOptions, KVCacheTensor
 
@@ -299,57 +298,6 @@ def attention_prefill(
     )
 
 
-def _prefill_compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
-    own = f"*{more.get('dtype', 'bf16')}"
-    cache_type = target.fp8_pointer if more.get("fp8") else own
-    pointers = {"q_ptr": own, "out_ptr": own, "k_cache_ptr": cache_type, "v_cache_ptr": cache_type}
-    tables = dict.fromkeys(("tiles_ptr", "query_starts_ptr", "seq_lens_ptr", "tables_ptr"), "*i32")
-    strides = ("q_stride", "q_head_stride", "block_stride")
-    return Compilation(
-        kernel=attention_prefill_kernel,
-        variant=variant,
-        target=target,
-        config=config_of("attention_prefill", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
-        signature={
-            **pointers,
-            **tables,
-            "sinks_ptr": own,
-            **dict.fromkeys((*strides, "table_stride", "window", "head_dim"), "i32"),
-            **dict.fromkeys(("scale", "soft_cap", "v_scale"), "fp32"),
-        },
-        constexprs={
-            "HAS_WINDOW": bool(more.get("window")),
-            "HAS_SOFT_CAP": bool(more.get("soft_cap")),
-            "HAS_SINKS": bool(more.get("sinks")),
-            "KV_HEADS": 8,
-            "GROUP": group,
-            "BLOCK_SIZE": 16,
-            "HEAD_DIM": head_dim,
-            "D_TILE": next_power_of_2(head_dim),
-        },
-        divisible=frozenset(strides),
-        large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
-        has_dot=own != "*fp32" or target.has_float32_matrices,
-        # Sinks are read one a row of the tile.
-        narrow_loads=8 if more.get("sinks") else 0,
-    )
-
-
-_ATTENTION_PREFILL_COMPILATIONS = tuple(
-    compilation
-    for target in TARGETS.values()
-    for compilation in (
-        _prefill_compilation("bf16 d64 window sinks", target, 64, 8, window=True, sinks=True),
-        _prefill_compilation("bf16 d80", target, 80, 1),
-        _prefill_compilation("bf16 d128", target, 128, 4),
-        _prefill_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
-        _prefill_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
-        _prefill_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
-        *((_prefill_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
-    )
-)
-
-
 # Decode: one or a few tokens a row, each row's keys split into pieces that are computed independently (split-KV).
 #
 # Flash-Decoding (Dao et al., 2023) over pages. The split depends on a row's length alone, so its result does not
@@ -464,7 +412,7 @@ def attention_decode(
     kv_heads, block_size, head_dim = cache.k_cache.shape[1:]
     group = q.shape[1] // kv_heads
     launch = launch_of("attention_decode", q.device, head_dim=head_dim, element=q.element_size())
-    rows, tiles = _tiles(query_len * group, head_dim)
+    rows, tiles = decode_tiles(query_len * group, head_dim)
     programs = items.shape[0]
     if max_programs is not None:
         programs = min(programs, cdiv(max_programs, kv_heads * tiles))
@@ -503,66 +451,13 @@ def attention_decode(
     )
 
 
-def _tiles(queries: int, head_dim: int) -> tuple[int, int]:
+def decode_tiles(queries: int, head_dim: int) -> tuple[int, int]:
     """Rows of a tile, and tiles, of so many queries.
 
     A matrix instruction has at least 16 rows; more than the most here, and registers spill.
     """
     rows = min(max(16, next_power_of_2(queries)), 64 if head_dim <= 128 else 32)
     return rows, cdiv(queries, rows)
-
-
-def _decode_compilation(variant: str, target: Target, head_dim: int, group: int, **more: object) -> Compilation:
-    own = f"*{more.get('dtype', 'bf16')}"
-    cache_type = target.fp8_pointer if more.get("fp8") else own
-    strides = ("q_stride", "q_head_stride", "block_stride")
-    query_len = int(str(more.get("tokens", 1)))
-    rows, tiles = _tiles(query_len * group, head_dim)
-    return Compilation(
-        kernel=attention_decode_kernel,
-        variant=variant,
-        target=target,
-        config=config_of("attention_decode", target, head_dim=head_dim, element=4 if own == "*fp32" else 2),
-        signature={
-            "q_ptr": own,
-            **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
-            **dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type),
-            **dict.fromkeys(("items_ptr", "num_items_ptr", "seq_lens_ptr", "tables_ptr"), "*i32"),
-            **dict.fromkeys((*strides, "table_stride", "num_pieces", "window", "head_dim"), "i32"),
-            **dict.fromkeys(("scale", "soft_cap"), "fp32"),
-        },
-        constexprs={
-            "HAS_WINDOW": bool(more.get("window")),
-            "HAS_SOFT_CAP": bool(more.get("soft_cap")),
-            "QUERY_LEN": query_len,
-            "KV_HEADS": 8,
-            "GROUP": group,
-            "BLOCK_SIZE": 16,
-            "HEAD_DIM": head_dim,
-            "D_TILE": next_power_of_2(head_dim),
-            "BLOCK_M": rows,
-            "TILES": tiles,
-        },
-        divisible=frozenset(strides),
-        large=frozenset({"k_cache_ptr", "v_cache_ptr"}),
-        has_dot=own != "*fp32" or target.has_float32_matrices,
-    )
-
-
-_ATTENTION_DECODE_COMPILATIONS = tuple(
-    compilation
-    for target in TARGETS.values()
-    for compilation in (
-        _decode_compilation("bf16 d64 window", target, 64, 8, window=True),
-        _decode_compilation("bf16 d128", target, 128, 4),
-        _decode_compilation("bf16 d128, 4 tokens a row", target, 128, 4, tokens=4),
-        _decode_compilation("bf16 d128, 17 tokens a row", target, 128, 8, tokens=17),
-        _decode_compilation("bf16 d256 window soft cap", target, 256, 2, window=True, soft_cap=True),
-        _decode_compilation("fp16 d128", target, 128, 4, dtype="fp16"),
-        _decode_compilation("fp32 d128", target, 128, 4, dtype="fp32"),
-        *((_decode_compilation("FP8 cache d128", target, 128, 4, fp8=True),) if target.fp8 else ()),
-    )
-)
 
 
 # The merge of a row's pieces, each weighted by its share of the softmax sum.
@@ -648,34 +543,6 @@ def attention_merge(
     )
 
 
-_ATTENTION_MERGE_COMPILATIONS = tuple(
-    Compilation(
-        kernel=attention_merge_kernel,
-        variant=f"bf16 d{head_dim}" + (" sinks" if has_sinks else ""),
-        target=target,
-        config=config_of("attention_merge", target),
-        signature={
-            **dict.fromkeys(("partial_ptr", "partial_lse_ptr"), "*fp32"),
-            "out_ptr": "*bf16",
-            "seq_lens_ptr": "*i32",
-            "sinks_ptr": "*bf16",
-            "num_pieces": "i32",
-            "v_scale": "fp32",
-        },
-        constexprs={
-            "HAS_SINKS": has_sinks,
-            "QUERY_LEN": 1,
-            "HEADS": 32,
-            "HEAD_DIM": head_dim,
-            "D_TILE": next_power_of_2(head_dim),
-        },
-        # The head's sink.
-        narrow_loads=int(has_sinks),
-    )
-    for target in TARGETS.values()
-    for head_dim, has_sinks in ((128, False), (64, True))
-)
-
 # The composition that serves a step of decodes and spans.
 
 _PROGRAMS_PER_PROCESSOR = 16
@@ -749,6 +616,3 @@ def max_decode_programs(device: torch.device) -> int:
     if device.type == "cpu":
         return _PROGRAMS_PER_PROCESSOR
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-
-
-COMPILATIONS = (*_ATTENTION_PREFILL_COMPILATIONS, *_ATTENTION_DECODE_COMPILATIONS, *_ATTENTION_MERGE_COMPILATIONS)

@@ -3,16 +3,13 @@
 The norm is fused with the residual sum before it or after it.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, config_of, launch_of
+from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
-from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU
+from models.ops.types import GELU_TANH, SILU
 
 PLAIN, ADD_NORM, NORM_ADD = 0, 1, 2
 """What becomes of the residual: there is none; it is added to first, and kept; the norm is added to it."""
@@ -93,38 +90,6 @@ def rms_norm(
     return out if rows is x else out.view(x.shape)
 
 
-def _compilations() -> tuple[Compilation, ...]:
-    modes: dict[str, Any] = {"": PLAIN, " add": ADD_NORM, " after": NORM_ADD}
-    forms = [(dtype, 4096, mode) for dtype in ("bf16", "fp16") for mode in modes]
-    forms += [("bf16", size, " add") for size in (896, 2048, 8192, 16384)] + [("bf16", 128, "")]
-    return tuple(
-        Compilation(
-            kernel=rms_norm_kernel,
-            variant=f"{dtype} {size}{mode}",
-            target=target,
-            config=config_of("rms_norm", target, size=size),
-            signature={
-                **dict.fromkeys(("x", "residual", "weight", "out"), f"*{dtype}"),
-                **dict.fromkeys(("x_stride", "residual_stride", "num_rows"), "i32"),
-                "eps": "fp32",
-            },
-            constexprs={
-                "SIZE": size,
-                "TILE": next_power_of_2(size),
-                "OFFSET": 0.0,
-                "MODE": modes[mode],
-            },
-            divisible=frozenset({"x_stride", "residual_stride"}),
-            narrow_loads=int(size < 256),  # A weight of few numbers is read by each thread once.
-        )
-        for target in TARGETS.values()
-        for dtype, size, mode in forms
-    )
-
-
-_RMS_NORM_COMPILATIONS = _compilations()
-
-
 # The gated activation of a feed-forward layer: `activation(gate) * up`.
 
 _SILU, _GELU_TANH = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
@@ -179,29 +144,3 @@ def gated(gate_up: torch.Tensor, activation: int, *, alpha: float = 0.0, limit: 
         rows, out, rows.stride(0), features, alpha, limit, ACTIVATION=activation, **launch.keywords
     )
     return out if rows is gate_up else out.view(*gate_up.shape[:-1], features)
-
-
-_GATED_COMPILATIONS = tuple(
-    Compilation(
-        kernel=gated_kernel,
-        variant=f"{dtype} {name}",
-        target=target,
-        config=config_of("gated", target),
-        signature={
-            **dict.fromkeys(("gate_up", "out"), f"*{dtype}"),
-            **dict.fromkeys(("stride", "features"), "i32"),
-            **dict.fromkeys(("alpha", "limit"), "fp32"),
-        },
-        constexprs={"ACTIVATION": activation},
-        divisible=frozenset({"stride", "features"}),
-    )
-    for target in TARGETS.values()
-    for dtype, name, activation in (
-        ("bf16", "silu", SILU),
-        ("fp16", "silu", SILU),
-        ("bf16", "gelu", GELU_TANH),
-        ("bf16", "clamped", CLAMPED_SILU),
-    )
-)
-
-COMPILATIONS = (*_RMS_NORM_COMPILATIONS, *_GATED_COMPILATIONS)

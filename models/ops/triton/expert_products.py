@@ -5,20 +5,19 @@ follow `moe_gemm` for dense weights, `moe_fp8_gemm` for FP8 and `moe_four_bit_ge
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 import models.ops.triton.configs  # noqa: F401, the rows of this kernel
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, Target, config_of, launch_of
+from models.ops.triton.configs import launch_of
 from models.ops.triton.elementwise import gated_product
 from models.ops.triton.expert_routing import SortedPairs
 from models.ops.triton.grids import cdiv
 from models.ops.triton.quantized_products import add_group, add_runs, operands
-from models.ops.types import CLAMPED_SILU, FP8_GROUP, SILU, Gating
+from models.ops.types import FP8_GROUP, Gating
 from models.ops.weight_formats import FourBitWeight, FP8Weight, QuantizedWeight
 
 NO_ACTIVATION = -1
@@ -88,74 +87,6 @@ def products_of(
         "ACTIVATION": gating.activation,
     }
     return Products(rows.new_empty(num_pairs, columns), tuple(sorted_pairs[:4]), columns, gating, forms)
-
-
-class Form(NamedTuple):
-    """A grouped GEMM that is compiled ahead of time."""
-
-    block: int
-    gating: Gating
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the weight has gates and what they gate."""
-        return self.gating.activation != NO_ACTIVATION
-
-    @property
-    def name(self) -> str:
-        """Of the variant."""
-        clamped = " clamped" if self.gating.activation == CLAMPED_SILU else ""
-        return f"{'gate-up' if self.is_gated else 'down'} {self.block}{clamped}"
-
-
-BLOCKS = (16, 64, 128)
-"""Pairs of a block, as `block_of` chooses."""
-FORMS = tuple(Form(block, Gating(activation)) for activation in (SILU, NO_ACTIVATION) for block in BLOCKS)
-CLAMPED_FORMS = tuple(
-    Form(block, Gating(activation)) for activation in (CLAMPED_SILU, NO_ACTIVATION) for block in BLOCKS
-)
-"""gpt-oss's."""
-
-
-def compilation_of(
-    kernel: Any,
-    table: str,
-    form: Form,
-    target: Target,
-    *,
-    prefix: str,
-    pointers: Mapping[str, str],
-    integers: tuple[str, ...],
-    constexprs: Mapping[str, object],
-    divisible: frozenset[str],
-    has_bias: bool = False,
-    narrow_loads: int = 0,
-    **shape: object,
-) -> Compilation:
-    """One form of a grouped GEMM on one target. `pointers` and `integers`: beside those that all have."""
-    return Compilation(
-        kernel=kernel,
-        variant=f"{prefix} {form.name}",
-        target=target,
-        config=config_of(table, target, block=form.block, gated=form.is_gated, **shape),
-        signature={
-            **dict.fromkeys(("bias", "out"), "*bf16"),
-            **pointers,
-            **dict.fromkeys(("pairs", "block_experts", "block_rows", "num_blocks"), "*i32"),
-            **dict.fromkeys(("columns", "inner", "row_stride", *integers), "i32"),
-            **dict.fromkeys(("alpha", "limit"), "fp32"),
-        },
-        constexprs={
-            "PAIRS_PER_ROW": 8 if form.is_gated else 1,
-            "HAS_BIAS": has_bias,
-            "ACTIVATION": form.gating.activation,
-            **constexprs,
-        },
-        divisible=divisible | {"columns", "inner", "row_stride"},
-        large=frozenset({"rows", "weight", "scales", "zeros", "out"}),
-        has_dot=True,
-        narrow_loads=narrow_loads,
-    )
 
 
 # Dense weights.
@@ -272,27 +203,6 @@ def moe_gemm(
     return made.out
 
 
-_MOE_GEMM_COMPILATIONS = tuple(
-    compilation_of(
-        moe_gemm_kernel,
-        "moe_gemm",
-        form,
-        target,
-        prefix="bf16",
-        pointers=dict.fromkeys(("rows", "weight"), "*bf16"),
-        integers=("expert_stride", "weight_stride", "max_blocks"),
-        constexprs={"IS_WHOLE": True},
-        divisible=frozenset({"expert_stride", "weight_stride"}),
-        has_bias=form.gating.activation == CLAMPED_SILU,
-        # A bias is read once a tile, as the sums lie.
-        narrow_loads=64 if form.gating.activation == CLAMPED_SILU else 0,
-        element=2,
-    )
-    for target in TARGETS.values()
-    for form in (*FORMS, Form(128, Gating(CLAMPED_SILU)))
-)
-
-
 # Weights that stay FP8, with scales as `fp8_linear` has them.
 
 
@@ -403,29 +313,6 @@ def moe_fp8_gemm(
         **launch.keywords,
     )
     return made.out
-
-
-_MOE_FP8_GEMM_COMPILATIONS = tuple(
-    compilation_of(
-        moe_fp8_gemm_kernel,
-        "moe_fp8_gemm",
-        form,
-        target,
-        prefix="blocks" if is_blocked else "channels",
-        pointers={
-            "rows": "*bf16" if target.fp8 is None else target.fp8_pointer,
-            "weight": "*u8" if target.fp8 is None else target.fp8_pointer,
-            **dict.fromkeys(("row_scales", "scales"), "*fp32"),
-        },
-        integers=("num_groups",),
-        constexprs={"IS_ROUNDED": target.fp8 is not None, "IS_BLOCKED": is_blocked, "DEPTH": FP8_GROUP},
-        divisible=frozenset(),
-    )
-    for target in TARGETS.values()
-    for form in FORMS
-    # Scales of channels leave out an addition a group: where blocks fit, they do.
-    for is_blocked in ((True, False) if form.block == 16 else (True,))
-)
 
 
 # 4-bit weights, which become bfloat16 in registers; `quantized_products` describes their layout.
@@ -544,32 +431,6 @@ def moe_four_bit_gemm(
     return made.out
 
 
-_MOE_FOUR_BIT_GEMM_COMPILATIONS = tuple(
-    compilation_of(
-        moe_four_bit_gemm_kernel,
-        "moe_four_bit_gemm",
-        form,
-        target,
-        prefix="mxfp4" if is_mxfp4 else "int4 g128",
-        pointers={
-            "rows": "*bf16",
-            **dict.fromkeys(("weight", "zeros"), "*u8"),
-            "scales": "*u8" if is_mxfp4 else "*bf16",
-        },
-        integers=("num_groups",),
-        constexprs={"IS_MXFP4": is_mxfp4, "SUBGROUPS": 1 if is_mxfp4 else 4},
-        divisible=frozenset(),
-        # gpt-oss's have a bias.
-        has_bias=is_mxfp4,
-        # A scale, and a zero point, of each run of weights that a thread has, and biases.
-        narrow_loads=64,
-    )
-    for target in TARGETS.values()
-    for is_mxfp4 in (True, False)
-    for form in (CLAMPED_FORMS if is_mxfp4 else FORMS)
-)
-
-
 def grouped_products(
     rows: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
@@ -587,6 +448,3 @@ def grouped_products(
     if isinstance(weight, FourBitWeight):
         return moe_four_bit_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
     return moe_gemm(rows, weight, bias, pairs, num_pairs, gating=gating)
-
-
-COMPILATIONS = (*_MOE_GEMM_COMPILATIONS, *_MOE_FP8_GEMM_COMPILATIONS, *_MOE_FOUR_BIT_GEMM_COMPILATIONS)

@@ -14,8 +14,7 @@ import triton.language as tl
 
 import models.ops.triton.configs  # noqa: F401, the rows of these kernels
 from models.ops.memory import upload
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, WHOLE, Target, config_of, launch_of, target_of
+from models.ops.triton.configs import WHOLE, Target, launch_of, target_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
 # The short causal convolution, over each row's tokens and the last inputs of its slot.
@@ -175,37 +174,6 @@ def delta_conv(
             **shape,
             **launch.keywords,
         )
-
-
-_SIGNATURE = {
-    **dict.fromkeys(("projected", "weight", "inputs", "out"), "*bf16"),
-    "slots": "*i64",
-    "spans": "*i32",
-    "token_rows": "*i32",
-    **dict.fromkeys(("first_token", "stride", "slot_stride", "num_key_heads", "num_channels"), "i32"),
-}
-_SHAPE = {"KEY": 128, "VALUES": 256, "COLUMNS": 512, "TAPS": 4}
-_DELTA_CONV_COMPILATIONS = tuple(
-    Compilation(
-        kernel=kernel,
-        variant=variant,
-        target=target,
-        config=config_of("delta_conv", target),
-        signature=_SIGNATURE,
-        constexprs={**_SHAPE, **more},
-        divisible=frozenset({"stride", "slot_stride", "num_channels"}),
-        large=frozenset({"inputs"}),
-        # The weight and the slots have a channel's taps side by side: loads of neighbouring channels lie apart.
-        has_wide_loads=False,
-        narrow_loads=64,
-    )
-    for target in TARGETS.values()
-    for kernel, variant, more in (
-        (delta_conv_kernel, "decode 512x4", {"IS_DECODE": True}),
-        (delta_conv_kernel, "spans 512x4", {"IS_DECODE": False}),
-        (keep_inputs_kernel, "512x4", {}),
-    )
-)
 
 
 # The gated delta rule (Yang, Kautz and Hatamizadeh, 2025) for one token of each sequence, and the norm after it.
@@ -372,39 +340,6 @@ def gated_norm(
         **launch.keywords,
     )
     return out
-
-
-_STEP = dict.fromkeys(("convolved", "ba", "a_log", "dt_bias", "out"), "*bf16")
-_NORM = dict.fromkeys(("read", "projected", "weight", "out"), "*bf16")
-_GATED_DELTA_COMPILATIONS = tuple(
-    compilation
-    for target in TARGETS.values()
-    for compilation in (
-        Compilation(
-            kernel=gated_delta_step_kernel,
-            variant="bf16 128x128",
-            target=target,
-            config=config_of("gated_delta_step", target),
-            signature={**_STEP, "states": "*fp32", "slots": "*i64"}
-            | dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
-            constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "KEY_TILE": 128},
-            divisible=frozenset({"num_channels"}),
-            large=frozenset({"states"}),
-            # Two gates and, of the token's channels, what one thread has.
-            narrow_loads=24,
-        ),
-        Compilation(
-            kernel=gated_norm_kernel,
-            variant="bf16 128",
-            target=target,
-            config=config_of("gated_norm", target),
-            signature={**_NORM, "stride": "i32", "num_heads": "i32", "eps": "fp32"},
-            constexprs={"KEY": 128, "VALUE": 128, "GROUP": 2, "VALUE_TILE": 128},
-            divisible=frozenset({"stride"}),
-            has_wide_loads=False,
-        ),
-    )
-)
 
 
 # The gated delta rule over spans of tokens, chunk by chunk (Yang, Kautz and Hatamizadeh, 2025, section 3.3).
@@ -586,7 +521,7 @@ def delta_spans(
     _, heads, key_dim, value_dim = states.shape
     device = convolved.device
     size = chunk_size(device)
-    precision = _precision(target_of(device))
+    precision = dot_precision(target_of(device))
     decays = states.new_empty(len(chunks), heads, size)
     inverses = states.new_empty(len(chunks), heads, size, size)
     shape = {
@@ -631,36 +566,9 @@ def chunk_size(device: torch.device) -> int:
     return launch_of("gated_delta_span", device).blocks["CHUNK"]
 
 
-def _precision(target: Target) -> str:
+def dot_precision(target: Target) -> str:
     """Of products of float32: NVIDIA's matrix units have no such, and round what goes in to 10 bits of mantissa."""
     return "tf32" if target.backend == "cuda" else "ieee"
-
-
-_GATED_DELTA_SPAN_COMPILATIONS = tuple(
-    Compilation(
-        kernel=kernel,
-        variant="bf16 128x128",
-        target=target,
-        config=config_of(name, target),
-        signature={
-            **dict.fromkeys(("convolved", "ba", "a_log", "dt_bias", "out"), "*bf16"),
-            **dict.fromkeys(("decays", "inverses", "states"), "*fp32"),
-            "chunks": "*i32",
-            "spans": "*i32",
-            "slots": "*i64",
-            **dict.fromkeys(("ba_stride", "num_heads", "num_channels"), "i32"),
-        },
-        constexprs={"KEY": 128, "GROUP": 2, "KEY_TILE": 128, "PRECISION": _precision(target)}
-        | ({"VALUE": 128} if name == "gated_delta_span" else {}),
-        divisible=frozenset({"num_channels"}),
-        large=frozenset({"states", "inverses"}),
-        # NVIDIA's take it rounded.
-        has_dot=target.has_float32_matrices or target.backend == "cuda",
-        narrow_loads=16,
-    )
-    for target in TARGETS.values()
-    for kernel, name in ((delta_inverse_kernel, "delta_inverse"), (gated_delta_span_kernel, "gated_delta_span"))
-)
 
 
 class DeltaPlan(NamedTuple):
@@ -751,6 +659,3 @@ def delta_net(
     _, heads, key_dim, _ = states.shape
     _, read = remember(projected, ba, conv, a_log, dt_bias, inputs, states, plan, key_heads=key_heads)
     return gated_norm(read, projected, *norm, key_dim=key_dim, group=heads // key_heads)
-
-
-COMPILATIONS = (*_DELTA_CONV_COMPILATIONS, *_GATED_DELTA_COMPILATIONS, *_GATED_DELTA_SPAN_COMPILATIONS)

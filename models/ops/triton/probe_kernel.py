@@ -4,10 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, Config
-
-_SIZE = 32
+SIDE = 32
 
 
 @triton.jit
@@ -19,28 +16,13 @@ def probe_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
 
 def largest_error(device: torch.device) -> float:
     """The largest difference from torch's product of the same matrices."""
-    a = (torch.arange(_SIZE * _SIZE, device=device) % 7 - 3).view(_SIZE, _SIZE).half()
-    b = (torch.arange(_SIZE * _SIZE, device=device) % 5 - 2).view(_SIZE, _SIZE).half()
-    out = torch.empty(_SIZE, _SIZE, device=device)
-    probe_kernel[(1,)](a, b, out, _SIZE)
+    a = (torch.arange(SIDE * SIDE, device=device) % 7 - 3).view(SIDE, SIDE).half()
+    b = (torch.arange(SIDE * SIDE, device=device) % 5 - 2).view(SIDE, SIDE).half()
+    out = torch.empty(SIDE, SIDE, device=device)
+    probe_kernel[(1,)](a, b, out, SIDE)
     return float((out - a.float() @ b.float()).abs().max())
 
 
 def version() -> str:
     """Triton's release."""
     return str(triton.__version__)
-
-
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=probe_kernel,
-        variant="fp16",
-        target=target,
-        config=Config(),
-        signature={"a_ptr": "*fp16", "b_ptr": "*fp16", "out_ptr": "*fp32"},
-        constexprs={"SIZE": _SIZE},
-        has_dot=True,
-        has_wide_loads=False,
-    )
-    for target in TARGETS.values()
-)

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from models.ops.triton.compilation import Compilation
-from models.ops.triton.configs import TARGETS, config_of, launch_of
+from models.ops.triton.configs import launch_of
 from models.ops.triton.grids import cdiv, next_power_of_2
 
 # Random numbers: `models.ops.counter_rng` on the device, SplitMix64 (Steele, Lea and Flood, 2014).
@@ -414,35 +413,3 @@ def draw(
         HAS_FILTERED=has_filtered,
         **choice.keywords,
     )
-
-
-def _compilations() -> tuple[Compilation, ...]:
-    signature = {
-        **dict.fromkeys(("logits", "peaks"), "*fp32"),
-        **dict.fromkeys(("columns", "masses", "candidates", "tokens"), "*i64"),
-        **dict.fromkeys(("counts", "found"), "*i32"),
-        **dict.fromkeys(("stride", "vocab_size", "num_draws", "runs"), "i32"),
-    }
-    buckets = {"BUCKETS": BUCKETS}
-    return tuple(
-        Compilation(
-            kernel=kernel,
-            variant=variant,
-            target=target,
-            config=config_of(name, target),
-            signature=signature,
-            constexprs=constexprs,
-            divisible=frozenset({"stride", "vocab_size"}),
-            has_wide_loads=kernel is not draw_kernel,
-        )
-        for target in TARGETS.values()
-        for kernel, name, variant, constexprs in (
-            (weigh_kernel, "weigh", "", {"RUN": RUN, **buckets}),
-            (gather_kernel, "weigh", "", {"ROOM": config_of("draw", target).blocks["ROOM"], **buckets}),
-            (draw_kernel, "draw", "filtered", {"RUN": RUN, "RUNS": 1024, "HAS_FILTERED": True, **buckets}),
-            (draw_kernel, "draw", "plain", {"RUN": RUN, "RUNS": 1024, "HAS_FILTERED": False, **buckets}),
-        )
-    )
-
-
-COMPILATIONS = _compilations()

@@ -1,6 +1,6 @@
 """`Compilation`: one kernel with one configuration for one target, to be compiled ahead of time, without a GPU.
 
-Each file of kernels exports its own as `COMPILATIONS`, which `tools.kernel_report` compiles and records.
+The other modules of this folder export theirs as `COMPILATIONS`, which `tools.kernel_report` compiles and records.
 """
 
 import ast
