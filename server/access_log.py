@@ -49,6 +49,31 @@ def route_path(scope: Scope) -> str:
     return path.removeprefix(prefix) if prefix and path.startswith(prefix + "/") else path
 
 
+class RequestFacts:
+    """What the routes learn of a request for its line in the log; in `scope["state"]["facts"]`."""
+
+    __slots__ = ("cached_tokens", "error", "finish_reason", "model", "output_tokens", "prompt_tokens", "ttft")
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache."""
+        self.output_tokens: int | None = None
+        self.ttft: float | None = None
+        """Seconds from the arrival to the first token of any choice."""
+        self.finish_reason: str | None = None
+        """Of the first choice."""
+        self.error: str | None = None
+        """Message of the error that was answered."""
+
+
+def facts_of(scope: Scope) -> RequestFacts:
+    """The facts of a request; outside the server's own middleware, facts that nobody logs."""
+    facts: RequestFacts = scope.setdefault("state", {}).setdefault("facts", RequestFacts())
+    return facts
+
+
 class RequestOutcome(NamedTuple):
     """How a request ended."""
 
@@ -62,8 +87,8 @@ class RequestOutcome(NamedTuple):
     """From the request's head to the answer's end."""
 
 
-class Entry(msgspec.Struct):
-    """A line of the JSON log."""
+class Entry(msgspec.Struct, omit_defaults=True):
+    """A line of the JSON log. Fields that do not apply to a request are left out."""
 
     time: str
     client: str | None
@@ -75,6 +100,18 @@ class Entry(msgspec.Struct):
     bytes: int
     seconds: float
     request_id: str
+    owner: str | None = None
+    """Name of the API key, where the request had one."""
+    user_agent: str | None = None
+    model: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+    ttft: float | None = None
+    """Seconds from the arrival to the first token."""
+    finish_reason: str | None = None
+    error: str | None = None
+    """Message of the error that was answered."""
 
 
 class AccessLog:
@@ -99,7 +136,7 @@ class AccessLog:
         else:
             _log.log(
                 level,
-                "%s %s %s %d %d B %.3f s %s",
+                "%s %s %s %d %d B %.3f s %s%s",
                 entry.client or "-",
                 entry.method,
                 entry.path,
@@ -107,11 +144,30 @@ class AccessLog:
                 entry.bytes,
                 entry.seconds,
                 entry.request_id,
+                _details(entry),
             )
 
 
+def _details(entry: Entry) -> str:
+    """The rest of a text line: `name=value` of what applies to the request."""
+    named = {
+        "model": entry.model,
+        "prompt": entry.prompt_tokens,
+        "cached": entry.cached_tokens,
+        "output": entry.output_tokens,
+        "ttft": None if entry.ttft is None else f"{entry.ttft:.3f}s",
+        "finish": entry.finish_reason,
+        "key": entry.owner,
+        "agent": entry.user_agent,
+        "error": None if entry.error is None else f'"{entry.error}"',
+    }
+    return "".join(f" {name}={value}" for name, value in named.items() if value is not None)
+
+
 def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
-    client = scope.get("client")
+    client, facts = scope.get("client"), facts_of(scope)
+    owner = scope["state"].get("owner")
+    agent = next((value for name, value in scope["headers"] if name == b"user-agent"), b"")
     return Entry(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         client=None if client is None else _on_one_line(f"{client[0]}:{client[1]}"),
@@ -121,9 +177,23 @@ def _entry(scope: Scope, outcome: RequestOutcome) -> Entry:
         bytes=0 if scope["method"] == "HEAD" else outcome.bytes,
         seconds=round(outcome.seconds, 6),
         request_id=outcome.request_id,
+        owner=None if owner is None or owner.key is None else owner.name,
+        user_agent=_on_one_line(agent.decode("latin-1")) or None,
+        model=facts.model and _on_one_line(facts.model),
+        prompt_tokens=facts.prompt_tokens,
+        cached_tokens=facts.cached_tokens,
+        output_tokens=facts.output_tokens,
+        ttft=None if facts.ttft is None else round(facts.ttft, 6),
+        finish_reason=facts.finish_reason,
+        error=facts.error and _escaped(facts.error),
     )
 
 
 def _on_one_line(text: str) -> str:
-    """`text` with control characters escaped: a request must not write lines of its own."""
-    return text[:_MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode("ascii").replace(" ", "\\x20")
+    """`text` as one word: a request must not write lines, or fields, of its own."""
+    return _escaped(text).replace(" ", "\\x20")
+
+
+def _escaped(text: str) -> str:
+    """`text` with control characters escaped, and shortened."""
+    return text[:_MAX_LOGGED_CHARACTERS].encode("unicode_escape").decode("ascii").replace('"', "'")

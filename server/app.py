@@ -78,7 +78,7 @@ class _Application(FastAPI):
         await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
-        settings = self._settings
+        settings, metrics = self._settings, Frontend.of(self).metrics
         app: ASGIApp = super().build_middleware_stack()
         app = OwnerMiddleware(app, self._keys, settings.keyless_paths)
         if settings.allowed_origins:
@@ -91,9 +91,10 @@ class _Application(FastAPI):
                 expose_headers=(REQUEST_ID_HEADER, "Retry-After", "retry-after-ms"),
             )
         if settings.access_log == "none":
-            return RequestIdMiddleware(app, None)
+            return RequestIdMiddleware(app, None, metrics)
         probe_paths = [endpoint.path for endpoint in all_endpoints() if endpoint.is_probe]
-        return RequestIdMiddleware(app, AccessLog(json=settings.access_log == "json", probe_paths=probe_paths))
+        log = AccessLog(json=settings.access_log == "json", probe_paths=probe_paths)
+        return RequestIdMiddleware(app, log, metrics)
 
     def openapi(self) -> dict[str, Any]:
         """The API's description, which `/openapi.json` answers with."""

@@ -15,7 +15,7 @@ from starlette.routing import Match, Route
 
 from engine.config.spelling import nearest
 from engine.text.io_processor import DoesNotFit, InvalidRequest
-from server.access_log import CLIENT_GONE
+from server.access_log import CLIENT_GONE, facts_of
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +190,9 @@ async def answer(request: Request, error: Exception) -> Response:
     """The response to a request that ended in `error`."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    return as_response(_as_api_error(request, error))
+    reported = _as_api_error(request, error)
+    facts_of(request.scope).error = str(reported)
+    return as_response(reported)
 
 
 def as_response(error: ApiError) -> Response:

@@ -65,8 +65,9 @@ class Frontend:
         self._num_replicas = config.parallel_config.data_parallel_size
         self.metrics = Metrics(self.version, self._num_replicas)
         self.metrics.show_serving(lambda: core.serving)
+        self.metrics.show_core_pids(lambda: core.local_pids)
         self.admission = Admission.of(config, self.metrics)
-        self.hub = Hub(core, self.metrics, self.admission)
+        self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths))
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core

@@ -4,7 +4,11 @@ The hub reports to `Metrics` once a step and once a request, never once a token.
 an engine core have the label `replica`; those of a single core have none.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import math
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from prometheus_client import (
@@ -18,7 +22,9 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from engine.messages import SchedulerStats
 from engine.text.request_state import RequestState
@@ -29,6 +35,11 @@ STEP_KINDS = ("prefill", "decode", "mixed")
 
 _MAX_UNOBSERVED = 1024
 
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+"""Methods that metrics name; a client may invent others without end."""
+
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 _NO_STATS = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, "idle", 0.0)
@@ -38,6 +49,7 @@ _GAUGES = (
     ("kaon_requests_running", "Requests in the running batch."),
     ("kaon_requests_waiting", "Requests waiting to be scheduled."),
     ("kaon_kv_cache_usage_ratio", "Share of KV-cache blocks that running requests hold."),
+    ("kaon_core_resident_memory_bytes", "Memory of the engine core's process, without that of further ranks."),
 )
 _COUNTERS = (
     ("kaon_generation_tokens_total", "Tokens generated."),
@@ -68,6 +80,8 @@ _SINCE_CORE_START = (
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 
+_LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 REJECT_REASONS = (
     "queue_requests",
@@ -80,6 +94,43 @@ REJECT_REASONS = (
     "engine",
     "error",
 )
+
+
+class InterTokenTimes(Collector):
+    """Histogram of the times between a sequence's tokens.
+
+    `observe` is called once a token and sorts nothing: an observation of the library's own histogram costs a tenth of
+    what a streamed chunk does.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._pending: list[float] = []
+        self._counts = [0] * (len(_TOKEN_BUCKETS) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, tokens: int) -> None:
+        """`tokens` tokens arrived together, `seconds` after the one before them."""
+        self._pending += [seconds / tokens] * tokens
+        if len(self._pending) > _MAX_UNOBSERVED:
+            self._count()
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The histogram up to now."""
+        self._count()
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, _TOKEN_BUCKETS), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        yield HistogramMetricFamily(
+            "kaon_inter_token_latency_seconds", "Time between two tokens of a request.", buckets, self._sum
+        )
+
+    def _count(self) -> None:
+        for seconds in self._pending:
+            self._counts[bisect_left(_TOKEN_BUCKETS, seconds)] += 1
+        self._sum += sum(self._pending)
+        self._pending.clear()
 
 
 class Metrics:
@@ -106,6 +157,25 @@ class Metrics:
         self._ttft = histogram("kaon_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_BUCKETS)
         self._tpot = histogram(
             "kaon_time_per_output_token_seconds", "Mean time a token after the first.", _TOKEN_BUCKETS
+        )
+        self._inter_token = InterTokenTimes(registry)
+        self._prompt_length = histogram(
+            "kaon_request_prompt_tokens", "Prompt tokens of a request that was answered.", _LENGTH_BUCKETS
+        )
+        self._output_length = histogram(
+            "kaon_request_output_tokens", "Tokens generated for a request that ended.", _LENGTH_BUCKETS
+        )
+        self._http = Counter(
+            "kaon_http_requests_total",
+            "HTTP requests answered, by method, route and status; 499: the client left before the answer.",
+            ["method", "route", "status"],
+            registry=registry,
+        )
+        self._by_model = Counter(
+            "kaon_model_requests_total",
+            "Requests ended, by the model or adapter that computed them.",
+            ["model"],
+            registry=registry,
         )
         self._duration = histogram("kaon_request_duration_seconds", "Arrival to last token.", _LATENCY_BUCKETS)
         self._queue_time = histogram("kaon_request_queue_seconds", "Waiting for the first step.", SHORT_BUCKETS)
@@ -142,9 +212,23 @@ class Metrics:
         for number, replica in enumerate(self._replicas):
             replica.show_serving(lambda number=number: number in replicas())  # type: ignore[misc]
 
+    def show_core_pids(self, pids: Callable[[], Sequence[int | None]]) -> None:
+        """At each scrape, `pids` returns the process ids of the replicas' cores; None of one on another host."""
+        for number, replica in enumerate(self._replicas):
+            replica.show_pid(lambda number=number: pids()[number])  # type: ignore[misc]
+
+    def http_request(self, method: str, route: str | None, status: int) -> None:
+        """An HTTP request ended. `route` is the path's template; None where the path is no route of the server."""
+        self._http.labels(method if method in _METHODS else "other", route or "none", status).inc()
+
+    def tokens_arrived(self, seconds: float, tokens: int) -> None:
+        """`tokens` further tokens of a request arrived, `seconds` after the one before them."""
+        self._inter_token.observe(seconds, tokens)
+
     def first_token(self, state: RequestState) -> None:
         """A request's first token arrived."""
         self._prompt_tokens.inc(state.num_prompt_tokens)
+        self._prompt_length.observe(state.num_prompt_tokens)
         self._ttft.observe(state.ttft)
         if state.queue_time is not None:
             self._queue_time.observe(state.queue_time)
@@ -165,12 +249,15 @@ class Metrics:
         """A client read its stream too slowly: the request was paused, or ended."""
         self._slow_readers[action].inc()
 
-    def finished(self, state: RequestState, reason: str) -> None:
-        """A request ended, with one of `FINISH_REASONS`."""
+    def finished(self, state: RequestState, reason: str, model: str) -> None:
+        """A request ended, with one of `FINISH_REASONS`. `model`: the served name of the model or adapter."""
         self._finished[reason].inc()
+        self._by_model.labels(model).inc()
         if reason == "length" and not state.token_ids:
             # Nothing was to be generated, so `first_token` has not counted the prompt.
             self._prompt_tokens.inc(state.num_prompt_tokens)
+            self._prompt_length.observe(state.num_prompt_tokens)
+        self._output_length.observe(len(state.token_ids))
         self._duration.observe(state.last_time - state.arrival_time)
         if len(state.token_ids) > 1:
             self._tpot.observe(state.tpot)
@@ -208,7 +295,7 @@ class ReplicaMetrics:
         self, gauges: dict[str, Gauge], counters: dict[str, Counter], steps: Histogram, labels: dict[str, str]
     ) -> None:
         """The metrics are those of all replicas; `labels` are those of this one's samples."""
-        self._serving, self._running, self._waiting, self._kv_usage = _children(gauges, _GAUGES, labels)
+        self._serving, self._running, self._waiting, self._kv_usage, self._memory = _children(gauges, _GAUGES, labels)
         self._generation_tokens, self._restarts, self._resumed = _children(counters, _COUNTERS, labels)
         since_start = [(name, text) for name, text, _ in _SINCE_CORE_START]
         self._since_core_start = _children(counters, since_start, labels)
@@ -246,6 +333,10 @@ class ReplicaMetrics:
         self._is_serving = is_serving
         self._serving.set_function(is_serving)
 
+    def show_pid(self, pid: Callable[[], int | None]) -> None:
+        """At each scrape, `pid` returns the process id of the core; None on another host."""
+        self._memory.set_function(lambda: _resident_bytes(pid()))
+
     def publish(self) -> None:
         """Update the samples."""
         # A core that has died runs nothing and holds no blocks, whatever its last stats were.
@@ -268,6 +359,14 @@ class ReplicaMetrics:
             for seconds in unobserved:
                 self._steps[kind].observe(seconds)
             unobserved.clear()
+
+
+def _resident_bytes(pid: int | None) -> float:
+    """Memory of a process of this host; NaN of one that has ended, or runs on another host (None)."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return math.nan
 
 
 def _children(metrics: dict[str, _Metric], table: Sequence[tuple[str, str]], labels: dict[str, str]) -> list[_Metric]:

@@ -6,30 +6,35 @@ from collections.abc import Awaitable, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access_log import (
+    CLIENT_GONE,
     HEADER,
     REQUEST_ID,
     AccessLog,
+    RequestFacts,
     RequestOutcome,
+    facts_of,
     new_request_id,
     route_path,
     usable_request_id,
 )
 from server.errors import InvalidApiKey, as_response
 from server.limits.keys import ApiKeys, Owner
+from server.metrics import Metrics
 
 _ID_HEADER = HEADER.lower().encode()
 _SCHEME = b"bearer "
 
 
 class RequestIdMiddleware:
-    """Gives each request an id, sends the id with the answer, and logs the request when it has ended.
+    """Gives each request an id, sends the id with the answer, and logs and counts the request when it has ended.
 
     It surrounds everything else, so that every answer has its id and its line in the log, failures included.
     """
 
-    def __init__(self, app: ASGIApp, log: AccessLog | None) -> None:
+    def __init__(self, app: ASGIApp, log: AccessLog | None, metrics: Metrics) -> None:
         self._app = app
         self._log = log
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,13 +42,15 @@ class RequestIdMiddleware:
             return
         arrival_time = time.monotonic()
         request_id = _given_id(scope) or new_request_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, facts=RequestFacts())
         answer = _Answer(send, request_id)
         token = REQUEST_ID.set(request_id)
         try:
             await self._app(scope, receive, answer.send)
         finally:
             REQUEST_ID.reset(token)
+            status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
+            self._metrics.http_request(scope["method"], getattr(scope.get("route"), "path", None), status)
             if self._log is not None:
                 seconds = time.monotonic() - arrival_time
                 self._log.write(
@@ -96,7 +103,9 @@ class OwnerMiddleware:
                 key = _bearer_key(scope)
                 keyed = None if key is None else self._keys.owner(key)
                 if keyed is None and route_path(scope) not in self._keyless_paths:
-                    await as_response(_refusal(key))(scope, receive, send)
+                    refusal = _refusal(key)
+                    facts_of(scope).error = str(refusal)
+                    await as_response(refusal)(scope, receive, send)
                     return
                 owner = keyed or owner
             scope.setdefault("state", {})["owner"] = owner

@@ -20,6 +20,7 @@ from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
+from server.access_log import facts_of
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.limits.keys import Owner
@@ -64,6 +65,7 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
         request = await read_request(http, model, frontend.config.server_config)
         frontend.check_loaded()
         frontend.check_model(request.model)
+        facts_of(http.scope).model = request.model
         yield request, frontend, owner_of(http.scope)
 
 

@@ -71,6 +71,7 @@ class CoreManager:
         size = config.parallel_config.data_parallel_size
         self._hosts = _other_hosts(config)
         placements = place_evenly(size, 1) if self._hosts is None else self._hosts.placements
+        self._nodes = [placement.node for placement in placements]
         available = available_host_memory() // placements[0].num_local if size > 1 else None
         self._rendezvous = _rendezvous(config)
         self._replicas: list[Replica] = []
@@ -115,6 +116,11 @@ class CoreManager:
     def pids(self) -> list[int]:
         """The process ids of the current or latest cores, by replica."""
         return [replica.supervisor.pid for replica in self._replicas]
+
+    @property
+    def local_pids(self) -> list[int | None]:
+        """As `pids`; None for a replica on another host."""
+        return [None if node else pid for node, pid in zip(self._nodes, self.pids, strict=True)]
 
     @property
     def pid(self) -> int:

@@ -19,6 +19,11 @@ class Owner(NamedTuple):
     key: str | None = None
     """Digest of the key, which separates stored responses and cached prefixes; None where no key is needed."""
 
+    @property
+    def name(self) -> str:
+        """For logs and metrics."""
+        return self.party[:12] if self.key is not None else self.party
+
     @classmethod
     def of_key(cls, digest: str) -> Self:
         """The holder of the key with this digest."""

@@ -17,6 +17,7 @@ from engine.config.config import Config
 from engine.messages import AddRequest
 from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
+from server.access_log import RequestFacts, facts_of
 from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
 from server.limits.keys import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
@@ -75,6 +76,7 @@ class Generation:
         timeouts = [each for each in (timeout, self._settings.request_timeout) if each is not None]
         self._timeout = min(timeouts, default=None)
         self._deadline: asyncio.TimerHandle | None = None
+        self._facts = RequestFacts()
         self._id: str | None = None
         """The answer's id, from the submission of the sequences to their end."""
 
@@ -83,6 +85,7 @@ class Generation:
 
         Raises `Overloaded` and other `ApiError`s; if the answer is a stream, only before it begins.
         """
+        self._facts = facts_of(http.scope)
         if stream:
             return EventStream(self.events(renderer), self.end)
         results = WholeResult(len(self._states))
@@ -128,9 +131,11 @@ class Generation:
                     yield joined
             yield b"".join((*events, renderer.closing(self._usage())))
         except ApiError as error:
+            self._facts.error = str(error)
             yield renderer.failure(error)
         except Exception as error:  # noqa: BLE001 - reported to the client, which waits for it
             _log.exception("stream %s failed", renderer.head.id)
+            self._facts.error = f"the stream failed: {error}"
             yield renderer.failure(EngineError(f"the stream failed: {error}"))
         finally:
             self.end()
@@ -212,14 +217,12 @@ class Generation:
             self._deadline.cancel()
         self._hub.cancel(self._states)
         self._hub.admission.release(self._party)
-        _log.debug(
-            "%s: %d choices, %d tokens, %s, %.3f s",
-            id,
-            len(self._states),
-            sum(len(state.token_ids) for state in self._states),
-            self._states[0].finish_reason or "abort",
-            time.monotonic() - self._arrival_time,
-        )
+        facts, usage = self._facts, self._usage()
+        facts.prompt_tokens, facts.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        facts.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        facts.ttft = min((state.ttft for state in self._states if state.token_ids), default=None)
+        facts.finish_reason = self._states[0].finish_reason or "abort"
+        _log.debug("%s: %d choices, %.3f s", id, len(self._states), time.monotonic() - self._arrival_time)
 
 
 def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[bytes]:

@@ -35,12 +35,18 @@ class _Live:
     state: RequestState
     consumer: Consumer
     index: int
+    model: str
+    """The served name of the model or adapter."""
 
 
 class Hub:
     """Owns every live sequence of the server, from `submit` to its last output or `cancel`."""
 
-    def __init__(self, core: CoreManager, metrics: Metrics, admission: Admission) -> None:
+    def __init__(
+        self, core: CoreManager, metrics: Metrics, admission: Admission, models: Sequence[str] = ("model",)
+    ) -> None:
+        """`models`: served names of the model and its adapters, by the adapter's number."""
+        self._models = models
         self.admission = admission
         self.metrics = metrics
         self._core = core
@@ -69,8 +75,8 @@ class Hub:
         except EngineDeadError as error:
             self.metrics.rejected("engine", len(sequences))
             raise EngineError(str(error)) from error
-        for index, ((_, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
-            self._live[state.request_id] = _Live(state, consumer, index)
+        for index, ((request, state), tokens) in enumerate(zip(sequences, queued_tokens, strict=True)):
+            self._live[state.request_id] = _Live(state, consumer, index, self._models[request.adapter])
             self.admission.queue(state.request_id, tokens)
 
     def cancel(self, states: Sequence[RequestState], reason: str = "abort") -> bool:
@@ -80,7 +86,8 @@ class Hub:
         """
         ids = self._live_ids(states)
         for id in ids:
-            self.metrics.finished(self._live.pop(id).state, reason)
+            live = self._live.pop(id)
+            self.metrics.finished(live.state, reason, live.model)
             self.admission.remove(id)
         if ids:
             self._core.abort(ids)
@@ -131,14 +138,17 @@ class Hub:
 
     def _advance(self, live: _Live, output: RequestOutput, stopped_early: list[int]) -> None:
         state = live.state
-        had_tokens = bool(state.token_ids)
+        had_tokens, last_time = bool(state.token_ids), state.last_time
         delta = state.push(output)
-        if not had_tokens and state.token_ids:
+        if had_tokens:
+            if delta.token_ids:
+                self.metrics.tokens_arrived(state.last_time - last_time, len(delta.token_ids))
+        elif state.token_ids:
             self.metrics.first_token(state)
             self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
-            self.metrics.finished(state, delta.finish_reason or "error")
+            self.metrics.finished(state, delta.finish_reason or "error", live.model)
             if not had_tokens:
                 self.admission.remove(state.request_id)
             if state.stopped_early:

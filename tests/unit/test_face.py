@@ -1,8 +1,10 @@
 """What every request passes before its route: keys, request ids, CORS, access log; and what unknown paths answer."""
 
 import gzip
+import hashlib
 import json
 import logging
+import re
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
 from server.limits.keys import ApiKeys, Owner
+from server.metrics import Metrics
 from server.middleware import RequestIdMiddleware
 
 KEY = {"Authorization": "Bearer sk-one"}
@@ -28,6 +31,7 @@ class LoadingCore:
     ready = None
     failure = None
     serving: tuple[int, ...] = ()
+    local_pids = (None,)
 
 
 def application(**settings: Any) -> FastAPI:
@@ -245,6 +249,19 @@ def test_credentials_for_any_origin_are_refused() -> None:
         ServerConfig(allowed_origins=("*",), allow_credentials=True)
 
 
+async def test_requests_are_counted_by_route_and_status() -> None:
+    async with client() as http:
+        for path in ("/livez", "/v1/models/one", "/v1/models/a/b", "/nowhere/1", "/nowhere/2"):
+            await http.get(path)
+        text = (await http.get("/metrics")).text
+    counted = dict(re.findall(r'^kaon_http_requests_total\{method="GET",(.*)\} (\S+)$', text, re.M))
+    assert counted == {
+        'route="/livez",status="200"': "1.0",
+        'route="/v1/models/{model:path}",status="404"': "2.0",
+        'route="none",status="404"': "2.0",
+    }
+
+
 # -- access log -------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +271,22 @@ async def test_a_request_is_one_line_without_its_query(caplog: pytest.LogCapture
     await client().get("/v1/models?api_key=sk-secret", headers={"X-Request-Id": "trace-7"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "server.access_log"]
     assert "GET /v1/models 200 " in line
-    assert line.endswith(" trace-7")
+    assert " trace-7 agent=python-httpx/" in line
     assert "sk-secret" not in caplog.text
+
+
+async def test_a_refused_request_is_logged_with_its_reason_and_no_line_of_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
+    async with client(api_key=["sk-one"]) as http:
+        await http.get("/v1/models")
+        await http.get('/no"where', headers={**KEY, "User-Agent": 'evil\tfinish=stop "x'})
+    first, second = [record.getMessage() for record in caplog.records if record.name == "server.access_log"]
+    assert 'error="the request has no API key; send one as Authorization: Bearer KEY"' in first
+    assert " key=" not in first
+    assert f" key={hashlib.sha256(b'sk-one').hexdigest()[:12]} " in second
+    assert " agent=evil\\tfinish=stop\\x20'x error=\"/no'where is not a path of this server" in second
 
 
 async def test_a_json_line_has_every_part(capfd: pytest.CaptureFixture[str]) -> None:
@@ -306,7 +337,7 @@ async def test_a_client_that_leaves_is_logged_as_499(caplog: pytest.LogCaptureFi
 
     caplog.set_level(logging.INFO)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    await RequestIdMiddleware(breaks_off, AccessLog(json=False))(scope, None, send)  # type: ignore[arg-type]
+    await RequestIdMiddleware(breaks_off, AccessLog(json=False), Metrics("1"))(scope, None, send)  # type: ignore[arg-type]
     assert "/v1/completions 499 4 B" in caplog.text
 
 

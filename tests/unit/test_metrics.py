@@ -1,5 +1,7 @@
 """What `/metrics` shows: sound by Prometheus' naming rules, and true to what the hub reported."""
 
+import math
+import os
 import re
 from collections.abc import Iterator
 
@@ -95,6 +97,12 @@ def test_every_promised_metric_is_there_before_any_request() -> None:
         "kaon_time_to_first_token_seconds": "histogram",
         "kaon_time_per_output_token_seconds": "histogram",
         "kaon_request_duration_seconds": "histogram",
+        "kaon_inter_token_latency_seconds": "histogram",
+        "kaon_request_prompt_tokens": "histogram",
+        "kaon_request_output_tokens": "histogram",
+        "kaon_http_requests": "counter",
+        "kaon_model_requests": "counter",
+        "kaon_core_resident_memory_bytes": "gauge",
         "kaon_request_queue_seconds": "histogram",
         "kaon_step_duration_seconds": "histogram",
         "kaon_build_info": "gauge",
@@ -157,32 +165,63 @@ def test_a_request_is_counted_with_its_times(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
     state = finished_state(tokenizer, tokens=3)
     metrics.first_token(state)
-    metrics.finished(state, "length")
+    metrics.finished(state, "length", "m")
     assert value(metrics, "kaon_prompt_tokens_total") == 7
     assert value(metrics, "kaon_request_queue_seconds_sum") == 0.25
     assert value(metrics, "kaon_requests_finished_total", reason="length") == 1
     for histogram in ("time_to_first_token", "time_per_output_token", "request_duration"):
         assert value(metrics, f"kaon_{histogram}_seconds_count") == 1
+    assert value(metrics, "kaon_request_prompt_tokens_sum") == 7
+    assert value(metrics, "kaon_request_output_tokens_sum") == 3
+    assert value(metrics, "kaon_model_requests_total", model="m") == 1
+
+
+def test_the_time_between_tokens_counts_once_a_token() -> None:
+    metrics = Metrics("1")
+    for _ in range(2000):
+        metrics.tokens_arrived(0.0625, 1)
+    metrics.tokens_arrived(0.5, 4)
+    name = "kaon_inter_token_latency_seconds"
+    assert value(metrics, f"{name}_count") == 2004
+    assert value(metrics, f"{name}_sum") == pytest.approx(125.5)
+    assert value(metrics, f"{name}_bucket", le="0.05") == 0
+    assert value(metrics, f"{name}_bucket", le="0.075") == 2000
+    assert value(metrics, f"{name}_bucket", le="0.15") == value(metrics, f"{name}_bucket", le="+Inf") == 2004
+
+
+def test_http_requests_have_bounded_labels() -> None:
+    metrics = Metrics("1")
+    metrics.http_request("POST", "/v1/completions", 200)
+    metrics.http_request("BREW", None, 405)
+    assert value(metrics, "kaon_http_requests_total", method="POST", route="/v1/completions", status="200") == 1
+    assert value(metrics, "kaon_http_requests_total", method="other", route="none", status="405") == 1
+
+
+def test_memory_of_a_core_is_read_at_the_scrape_and_nan_on_another_host() -> None:
+    metrics = Metrics("1", 2)
+    metrics.show_core_pids(lambda: [os.getpid(), None])
+    assert value(metrics, "kaon_core_resident_memory_bytes", replica="0") > 2**20
+    assert math.isnan(value(metrics, "kaon_core_resident_memory_bytes", replica="1"))
 
 
 def test_a_prompt_behind_which_nothing_is_generated_is_counted(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
     state = RequestState(1, [5] * 7, SamplingParams(max_tokens=0), tokenizer)
     state.push(RequestOutput(1, [], finished=True, finish_reason="max_tokens"))
-    metrics.finished(state, "length")
+    metrics.finished(state, "length", "m")
     assert value(metrics, "kaon_prompt_tokens_total") == 7
     assert value(metrics, "kaon_time_to_first_token_seconds_count") == 0
 
 
 def test_a_single_token_has_no_time_a_token(tokenizer: Tokenizer) -> None:
     metrics = Metrics("1")
-    metrics.finished(finished_state(tokenizer, tokens=1), "length")
+    metrics.finished(finished_state(tokenizer, tokens=1), "length", "m")
     assert value(metrics, "kaon_time_per_output_token_seconds_count") == 0
 
 
 def test_two_servers_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
     one, other = Metrics("1"), Metrics("1")
-    one.finished(finished_state(tokenizer, tokens=1), "stop")
+    one.finished(finished_state(tokenizer, tokens=1), "stop", "m")
     assert value(other, "kaon_requests_finished_total", reason="stop") == 0
 
 
@@ -212,4 +251,4 @@ def test_one_core_has_no_label_and_the_names_are_the_same() -> None:
     assert not any("replica" in sample.labels for family in one.values() for sample in family.samples)
     labelled = {name for name, each in several.items() if any("replica" in sample.labels for sample in each.samples)}
     assert "kaon_time_to_first_token_seconds" not in labelled
-    assert len(labelled) == 13
+    assert len(labelled) == 14
