@@ -6,8 +6,9 @@ each number; an error beyond the bound has no explanation in rounding. The start
 the same cases, which `models.ops.triton.cases` declares next to each family's references.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -68,16 +69,19 @@ class Problems:
         return torch.rand(rows, below, generator=self._generator).topk(count).indices.to(self.device)
 
 
-class Case(Protocol):
+class Case(ABC):
     """A problem of one operator: sizes, types and flags, and a loaded model's weights, of which no copy is made."""
 
+    __slots__ = ()
     operator: ClassVar[str]
     """One of the operators of `kernel_backend`, or `latents`, attention of latents."""
 
     @property
     def key(self) -> Hashable:
         """Equal for cases that the same kernels compute, of which one is compared."""
+        return self
 
+    @abstractmethod
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """Compute the problem with the kernels and with torch. Raises what the kernels raise."""
 

@@ -1,12 +1,13 @@
 """Drafts are kept, and replaced, as the references keep and replace them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from models.ops.counter_rng import acceptance_keys, request_key, uniform
 from models.ops.triton import rejection
-from models.ops.triton.cases import sampling as reference
 from tests.parity.triton_interpreter import DEVICE
 
 NUM_DRAFTS = [3, 0, 1, 4, 2]
@@ -21,13 +22,55 @@ def lists(found: tuple[torch.Tensor, torch.Tensor]) -> list[list[int]]:
     return [row[:number] for row, number in zip(kept, num_kept, strict=True)]
 
 
+def reference_keep_equal(sampled: torch.Tensor, drafts: torch.Tensor, first_drafts: torch.Tensor) -> list[list[int]]:
+    """Each row's tokens."""
+    kept = []
+    firsts = first_drafts.tolist()
+    for row, (first, past) in enumerate(itertools.pairwise(firsts)):
+        tokens = sampled[first + row : past + row + 1].tolist()
+        number = 0
+        while number < past - first and tokens[number] == drafts[first + number]:
+            number += 1
+        kept.append(tokens[: number + 1])
+    return kept
+
+
+def reference_keep_likely(
+    target: torch.Tensor,
+    proposed: torch.Tensor,
+    drafts: torch.Tensor,
+    first_drafts: torch.Tensor,
+    acceptance: list[list[float]],
+    bits: list[list[int]],
+) -> list[list[int]]:
+    """Each row's tokens. By row and position, `acceptance` are numbers in [0, 1), `bits` such numbers times 2^64."""
+    kept = []
+    firsts = first_drafts.tolist()
+    for row, (first, past) in enumerate(itertools.pairwise(firsts)):
+        tokens: list[int] = []
+        for nth, draft in enumerate(drafts[first:past].tolist()):
+            p, q = float(target[first + row + nth, draft]), float(proposed[first + nth, draft])
+            if acceptance[row][nth] * q >= p:
+                break
+            tokens.append(draft)
+        ended = len(tokens)
+        left = target[first + row + ended]
+        if first + ended < past:
+            left = (left - proposed[first + ended]).clamp(min=0.0)
+        running = (left * 2.0**40).to(torch.int64).cumsum(0)
+        total = int(running[-1])
+        drawn = int((running <= (bits[row][ended] * total >> 64)).sum())
+        kept.append([*tokens, drawn if total else int(drafts[first + ended])])
+    return kept
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_drafts_that_are_sampled_are_kept(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     drafts = torch.randint(2, (sum(NUM_DRAFTS),), generator=generator)
     sampled = torch.randint(2, (sum(NUM_DRAFTS) + len(NUM_DRAFTS),), generator=generator)
     found = rejection.keep_equal(sampled.to(DEVICE), drafts.to(DEVICE), FIRST_DRAFTS.to(DEVICE), MOST)
-    assert lists(found) == reference.reference_keep_equal(sampled, drafts, FIRST_DRAFTS)
+    assert lists(found) == reference_keep_equal(sampled, drafts, FIRST_DRAFTS)
 
 
 def numbers(keys: np.ndarray, positions: list[int], count: int) -> list[list[float]]:
@@ -58,7 +101,7 @@ def test_drafts_are_kept_by_chance_and_replaced_from_what_is_left(vocab_size: in
         torch.tensor(positions, device=DEVICE),
         MOST,
     )
-    expected = reference.reference_keep_likely(
+    expected = reference_keep_likely(
         target,
         proposed,
         drafts,

@@ -16,7 +16,6 @@ from models.ops.memory import upload
 from models.ops.triton import logits as logprobs
 from models.ops.triton import logits as sampling
 from models.ops.triton import sampling as draw
-from models.ops.triton.cases import sampling as draw_reference
 from models.ops.triton.cases import sampling as logprobs_reference
 from models.ops.triton.cases import sampling as sampling_reference
 from tests.parity.test_cpu_sampling import key_of
@@ -199,6 +198,36 @@ def test_log_probabilities_and_ranks_are_those_of_torch(width: int, most: int) -
         assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
 
 
+def reference_draw(
+    logits: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    least_likely: float,
+    bits: int,
+    is_filtered: bool,
+) -> int:
+    """The token of a row of finite maximum, in integers. # [V] float32
+
+    `least_likely`: how far from the peak a token may be. `bits`: the row's number in [0, 1), times 2^64.
+    """
+    distance = (logits.max() - logits) / torch.tensor(temperature, dtype=torch.float32)
+    weights = (torch.exp(-distance) * 2.0**40).to(torch.int64)
+    order = torch.arange(len(logits))
+    if is_filtered:
+        order = distance.sort(stable=True).indices
+        running = weights[order].cumsum(0)
+        kept = min(top_k, int((distance <= least_likely).sum()))
+        if top_p < 1.0:
+            needed = torch.tensor(top_p, dtype=torch.float64) * running[top_k - 1].double()
+            kept = min(kept, 1 + int((running.double() < needed.ceil()).sum()))
+        order = order[:kept]
+    running = weights[order].cumsum(0)
+    target = bits * int(running[-1]) >> 64
+    return int(order[int((running <= target).sum())])
+
+
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, float]) -> None:
     # Equal tokens, and numbers at the edges of their shares.
@@ -210,7 +239,7 @@ def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, floa
     has_filtered = bool(random.filtered[0])
     draw.draw(logits.to(DEVICE), found.peaks, found.tokens, columns, has_filtered=has_filtered)
     for nth, row in enumerate(random.rows):
-        expected = draw_reference.reference_draw(
+        expected = reference_draw(
             logits[row],
             temperature=float(random.temperature[nth]),
             top_k=int(random.top_k[nth]),

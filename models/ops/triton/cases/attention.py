@@ -21,7 +21,7 @@ _WIDEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCase:
+class AttentionCase(Case):
     """Attention of a layer, and its store of keys and values."""
 
     operator: ClassVar[str] = "attention"
@@ -40,7 +40,6 @@ class AttentionCase:
 
     @property
     def key(self) -> Hashable:
-        """See `Case`."""
         norms = None if self.norms is None else tuple((norm.eps, norm.offset) for norm in self.norms)
         options = replace(self.options, k_scale=1.0, v_scale=1.0)
         return replace(self, norms=None, options=options), norms

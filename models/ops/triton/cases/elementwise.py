@@ -1,6 +1,6 @@
 """Torch references and self-test cases of norms and gated activations."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,7 +51,7 @@ _ROWS = 21
 
 
 @dataclass(frozen=True, slots=True)
-class NormCase:
+class NormCase(Case):
     """A norm of rows, by itself or with the residual's sum before or after it."""
 
     operator: ClassVar[str] = "norm"
@@ -61,11 +61,6 @@ class NormCase:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     modes: tuple[int, ...] = (PLAIN, ADD_NORM, NORM_ADD)
-
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each mode on the same rows."""
@@ -95,7 +90,7 @@ class NormCase:
 
 
 @dataclass(frozen=True, slots=True)
-class ActivationCase:
+class ActivationCase(Case):
     """A gated activation of rows."""
 
     operator: ClassVar[str] = "activation"
@@ -103,13 +98,7 @@ class ActivationCase:
     gating: Gating
     dtype: torch.dtype
 
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
-
     def compare(self, problems: Problems) -> Iterator[Finding]:
-        """See `Case`."""
         gate_up = problems.normal(_ROWS, 2 * self.features, dtype=self.dtype, scale=3.0)
         activation, alpha, limit = self.gating
         found = gated(gate_up, activation, alpha=alpha, limit=limit)

@@ -111,7 +111,7 @@ _STEEPEST = 1.13
 
 
 @dataclass(frozen=True, slots=True)
-class RouteCase:
+class RouteCase(Case):
     """The choice of each token's experts."""
 
     operator: ClassVar[str] = "moe"
@@ -123,11 +123,6 @@ class RouteCase:
     num_groups: int = 1
     top_groups: int = 1
     scaling_factor: float = 1.0
-
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: chosen experts must score as high as the best and have their own weights; near ties may go
@@ -163,7 +158,7 @@ class RouteCase:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsCase:
+class ExpertsCase(Case):
     """A layer of experts, with its own weights, of which no copy is made."""
 
     operator: ClassVar[str] = "moe"
@@ -188,7 +183,6 @@ class ExpertsCase:
 
     @property
     def key(self) -> Hashable:
-        """See `Case`."""
         weights = tuple(
             (weight.shape, weight.dtype)
             if isinstance(weight, torch.Tensor)

@@ -1,6 +1,6 @@
 """Torch reference and self-test case of gated delta nets."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -134,7 +134,7 @@ _STEEPEST = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaCase:
+class DeltaCase(Case):
     """A layer between its projections."""
 
     operator: ClassVar[str] = "recurrent"
@@ -146,11 +146,6 @@ class DeltaCase:
     eps: float
     dtype: torch.dtype
     weight_dtype: torch.dtype
-
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each part is computed from what the kernels of the part before gave."""

@@ -104,7 +104,7 @@ _BEYOND = 30
 
 
 @dataclass(frozen=True, slots=True)
-class IndexCase:
+class IndexCase(Case):
     """Scores of an indexer, and its store of keys."""
 
     operator: ClassVar[str] = "latents"
@@ -114,11 +114,6 @@ class IndexCase:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     block_size: int
-
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: keys as they are stored, and scores."""
@@ -140,7 +135,7 @@ class IndexCase:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentCase:
+class LatentCase(Case):
     """Attention to latents, absorbed and expanded, and its store."""
 
     operator: ClassVar[str] = "latents"
@@ -160,7 +155,6 @@ class LatentCase:
 
     @property
     def key(self) -> Hashable:
-        """See `Case`."""
         inputs = self.inputs.norm.eps, self.inputs.is_interleaved
         return replace(self, cache_scale=1.0, inputs=None), inputs  # type: ignore[arg-type]
 

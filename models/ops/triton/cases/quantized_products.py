@@ -118,7 +118,7 @@ def random_weight(problems: Problems, kind: str, *shape: int, dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class ProductCase:
+class ProductCase(Case):
     """A product with a linear layer's weight."""
 
     operator: ClassVar[str] = "linear"

@@ -1,7 +1,6 @@
 """Torch references and the self-test case of sampling: changes of logits, argmax, draws, log probabilities, drafts."""
 
-import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -55,44 +54,6 @@ def reference_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, logits.gather(1, tokens[:, None])[:, 0]
 
 
-# Sampling, one row at a time, in integers.
-
-_ONE = 2.0**40
-
-
-def reference_draw(
-    logits: torch.Tensor,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    least_likely: float,
-    bits: int,
-    is_filtered: bool,
-) -> int:
-    """The token of a row of finite maximum. # [V] float32
-
-    `least_likely`: how far from the likeliest a token may be. `bits`: the row's number in [0, 1), times 2^64.
-    """
-    distance = (logits.max() - logits) / torch.tensor(temperature, dtype=torch.float32)
-    weights = (torch.exp(-distance) * _ONE).to(torch.int64)
-    order = torch.arange(len(logits))
-    if is_filtered:
-        order = distance.sort(stable=True).indices
-        running = weights[order].cumsum(0)
-        kept = min(top_k, int((distance <= least_likely).sum()))
-        if top_p < 1.0:
-            needed = torch.tensor(top_p, dtype=torch.float64) * running[top_k - 1].double()
-            kept = min(kept, 1 + int((running.double() < needed.ceil()).sum()))
-        order = order[:kept]
-    running = weights[order].cumsum(0)
-    target = bits * int(running[-1]) >> 64
-    return int(order[int((running <= target).sum())])
-
-
-# Log probabilities and ranks.
-
-
 def reference_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logprobs:
     """As the kernel's launcher."""
     normaliser = logits.logsumexp(-1, keepdim=True)
@@ -101,51 +62,6 @@ def reference_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int
     ranks = 1 + ((logits > own) | ((logits == own) & (ids < token_ids[:, None]))).sum(-1)
     best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return Logprobs((own - normaliser)[:, 0], ranks, best, logits.gather(1, best) - normaliser)
-
-
-# Verification of drafts, one row and one draft at a time.
-
-
-def reference_keep_equal(sampled: torch.Tensor, drafts: torch.Tensor, first_drafts: torch.Tensor) -> list[list[int]]:
-    """Each row's tokens."""
-    kept = []
-    firsts = first_drafts.tolist()
-    for row, (first, past) in enumerate(itertools.pairwise(firsts)):
-        tokens = sampled[first + row : past + row + 1].tolist()
-        number = 0
-        while number < past - first and tokens[number] == drafts[first + number]:
-            number += 1
-        kept.append(tokens[: number + 1])
-    return kept
-
-
-def reference_keep_likely(
-    target: torch.Tensor,
-    proposed: torch.Tensor,
-    drafts: torch.Tensor,
-    first_drafts: torch.Tensor,
-    acceptance: list[list[float]],
-    bits: list[list[int]],
-) -> list[list[int]]:
-    """Each row's tokens. By row and position, `acceptance` are numbers in [0, 1), `bits` such numbers times 2^64."""
-    kept = []
-    firsts = first_drafts.tolist()
-    for row, (first, past) in enumerate(itertools.pairwise(firsts)):
-        tokens: list[int] = []
-        for nth, draft in enumerate(drafts[first:past].tolist()):
-            p, q = float(target[first + row + nth, draft]), float(proposed[first + nth, draft])
-            if acceptance[row][nth] * q >= p:
-                break
-            tokens.append(draft)
-        ended = len(tokens)
-        left = target[first + row + ended]
-        if first + ended < past:
-            left = (left - proposed[first + ended]).clamp(min=0.0)
-        running = (left * _ONE).to(torch.int64).cumsum(0)
-        total = int(running[-1])
-        drawn = int((running <= (bits[row][ended] * total >> 64)).sum())
-        kept.append([*tokens, drawn if total else int(drafts[first + ended])])
-    return kept
 
 
 _EDGE = 1e-5
@@ -163,16 +79,11 @@ _FILTERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingCase:
+class SamplingCase(Case):
     """From logits of a vocabulary to tokens."""
 
     operator: ClassVar[str] = "sampling"
     vocab_size: int
-
-    @property
-    def key(self) -> Hashable:
-        """See `Case`."""
-        return self
 
     def compare(self, problems: Problems) -> Iterator[Finding]:
         """See `Case`: each of the sampler's steps by itself."""
