@@ -18,10 +18,13 @@ from server.access_log import (
     usable_request_id,
 )
 from server.errors import InvalidApiKey, as_response
+from server.ignored import HEADER as IGNORED_HEADER
+from server.ignored import IgnoredLog, collect, header_value
 from server.limits.keys import ApiKeys, Owner
 from server.metrics import Metrics
 
 _ID_HEADER = HEADER.lower().encode()
+_IGNORED_HEADER = IGNORED_HEADER.encode()
 _SCHEME = b"bearer "
 
 
@@ -35,6 +38,7 @@ class RequestIdMiddleware:
         self._app = app
         self._log = log
         self._metrics = metrics
+        self._ignored_log = IgnoredLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,28 +47,32 @@ class RequestIdMiddleware:
         arrival_time = time.monotonic()
         request_id = _given_id(scope) or new_request_id()
         scope.setdefault("state", {}).update(request_id=request_id, facts=RequestFacts())
-        answer = _Answer(send, request_id)
         token = REQUEST_ID.set(request_id)
-        try:
-            await self._app(scope, receive, answer.send)
-        finally:
-            REQUEST_ID.reset(token)
-            status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
-            self._metrics.http_request(scope["method"], getattr(scope.get("route"), "path", None), status)
-            if self._log is not None:
-                seconds = time.monotonic() - arrival_time
-                self._log.write(
-                    scope, RequestOutcome(request_id, answer.status, answer.complete, answer.bytes, seconds)
-                )
+        with collect() as ignored:
+            answer = _Answer(send, request_id, ignored, self._ignored_log)
+            try:
+                await self._app(scope, receive, answer.send)
+            finally:
+                REQUEST_ID.reset(token)
+                status = answer.status if answer.status is not None and answer.complete else CLIENT_GONE
+                self._metrics.http_request(scope["method"], getattr(scope.get("route"), "path", None), status)
+                if self._log is not None:
+                    seconds = time.monotonic() - arrival_time
+                    self._log.write(
+                        scope, RequestOutcome(request_id, answer.status, answer.complete, answer.bytes, seconds)
+                    )
 
 
 class _Answer:
     """Counts what is sent of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
-    __slots__ = ("_header", "_send", "bytes", "complete", "status")
+    __slots__ = ("_header", "_ignored", "_ignored_log", "_send", "bytes", "complete", "status")
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog) -> None:
+        """`ignored`: what the request had left out, complete when the answer begins."""
         self._send = send
+        self._ignored = ignored
+        self._ignored_log = ignored_log
         self._header = (_ID_HEADER, request_id.encode())
         self.status: int | None = None
         self.bytes = 0
@@ -77,6 +85,10 @@ class _Answer:
         elif message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), self._header]
+            if self._ignored:
+                value = header_value(self._ignored)
+                self._ignored_log.write(value)
+                message["headers"].append((_IGNORED_HEADER, value))
         return self._send(message)
 
 

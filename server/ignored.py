@@ -1,0 +1,73 @@
+"""What of a request was accepted and left out: one list a request, reported in a header of the answer and in the log.
+
+Any route calls `ignore`; `RequestIdMiddleware` calls `collect` around the request and adds the header to the answer.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_log = logging.getLogger(__name__)
+
+HEADER = "x-kaon-ignored"
+
+_MAX_HEADER = 1024
+"""Characters of the header; what does not fit is counted."""
+
+_MAX_REMEMBERED = 256
+
+_VISIBLE = frozenset(map(chr, range(0x20, 0x7F))) - {","}
+
+_IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
+
+
+def ignore(what: str) -> None:
+    """Record that the current request's `what` was left out: a field's path, with a reason in brackets if one helps.
+
+    No effect outside of a request.
+    """
+    ignored = _IGNORED.get()
+    if ignored is not None and what not in ignored:
+        ignored.append(what)
+
+
+@contextmanager
+def collect() -> Iterator[list[str]]:
+    """Collect what `ignore` records, also in threads that copy the context, until the end of the block."""
+    ignored: list[str] = []
+    token = _IGNORED.set(ignored)
+    try:
+        yield ignored
+    finally:
+        _IGNORED.reset(token)
+
+
+def header_value(ignored: list[str]) -> bytes:
+    """The header's value: `tools[3] (web_search), input[5] (image)`, in visible ASCII."""
+    shown: list[str] = []
+    length = 0
+    for number, each in enumerate(ignored):
+        text = "".join(character if character in _VISIBLE else "?" for character in each[:_MAX_HEADER])
+        length += len(text) + 2
+        if shown and length > _MAX_HEADER:
+            shown.append(f"{len(ignored) - number} more")
+            break
+        shown.append(text)
+    return ", ".join(shown).encode("ascii")
+
+
+class IgnoredLog:
+    """Warns of what requests had ignored: once for each combination, because agents repeat theirs with every turn."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def write(self, value: bytes) -> None:
+        """Log the header's value; at level debug if it was logged before."""
+        level = logging.DEBUG if value in self._seen else logging.WARNING
+        self._seen[value] = None
+        if len(self._seen) > _MAX_REMEMBERED:
+            self._seen.popitem(last=False)
+        _log.log(level, "accepted and left out of a request: %s", value.decode("ascii"))
