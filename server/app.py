@@ -32,7 +32,7 @@ def create_app(
     The caller owns `core` and ends it. `keys`: default: those that `config` names.
     """
     frontend = Frontend(config, core)
-    service = ResponsesService(config.server_config)
+    service = ResponsesService(config.server_config, frontend.accounts)
     settings = config.server_config
 
     @asynccontextmanager

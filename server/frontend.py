@@ -25,6 +25,7 @@ from engine.text.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from models.errors import CheckpointError
 from server.errors import ModelNotFound, NotReady, ShuttingDown
+from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.keys import Owner
 from server.metrics import Metrics
@@ -66,6 +67,7 @@ class Frontend:
         self.metrics = Metrics(self.version, self._num_replicas)
         self.metrics.show_serving(lambda: core.serving)
         self.metrics.show_core_pids(lambda: core.local_pids)
+        self.accounts = Accounts()
         self.admission = Admission.of(config, self.metrics)
         self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths))
         self.failure: str | None = None

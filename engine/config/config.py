@@ -189,7 +189,12 @@ class ServerConfig(Section):
     """Most responses (`/v1/responses`) kept in memory; the least recently used makes room; 0 keeps none."""
 
     max_stored_response_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
-    """Most bytes that they keep, conversations included."""
+    """Most bytes that they keep, conversations and the events of running background responses included; over it, the
+    owner that keeps most makes room."""
+
+    max_background_responses_per_key: Annotated[int, Field(ge=1)] | None = None
+    """Most background responses of one API key, or address, that run at a time; default: a quarter of
+    `max_stored_responses`."""
 
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
     """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`,

@@ -9,6 +9,8 @@ import msgspec
 from fastapi import FastAPI
 
 from engine.config.config import ServerConfig
+from server.limits.accounts import Accounts
+from server.limits.keys import Owner
 from server.responses.rendering import ResponsesRenderer
 from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.responses import ResponseObject
@@ -30,8 +32,15 @@ class _Run:
 class ResponsesService:
     """The responses of one server."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.store = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
+    def __init__(self, config: ServerConfig, accounts: Accounts | None = None) -> None:
+        self.store = ResponseStore(
+            config.max_stored_responses,
+            config.max_stored_response_bytes,
+            accounts,
+            self._end_for_room,
+            config.max_background_responses_per_key,
+        )
+        self._max_bytes = config.max_stored_response_bytes
         self._runs: dict[str, _Run] = {}
 
     @classmethod
@@ -40,7 +49,7 @@ class ResponsesService:
         service: Self = app.state.responses
         return service
 
-    def keep(self, response: ResponseObject, owner: object, turn: Turn) -> None:
+    def keep(self, response: ResponseObject, owner: Owner, turn: Turn) -> None:
         """Store a response that has ended: the answer to `turn`. A background one is in the store already."""
         body = msgspec.json.encode(response)
         turn = turn.answered(response.output)
@@ -57,7 +66,7 @@ class ResponsesService:
         renderer: ResponsesRenderer,
         events: AsyncIterator[bytes],
         on_end: Callable[[], object],
-        owner: object,
+        owner: Owner,
         turn: Turn,
         log: EventLog | None,
     ) -> None:
@@ -72,7 +81,7 @@ class ResponsesService:
         except StoreFull:
             on_end()
             raise
-        task = asyncio.create_task(_consume(events, log), name=id)
+        task = asyncio.create_task(self._consume(events, stored), name=id)
         self._runs[id] = _Run(stored, renderer, on_end, task)
         task.add_done_callback(lambda _: self._ended(id))
 
@@ -82,6 +91,25 @@ class ResponsesService:
         if run is None or not stored.running:
             return
         last_event = run.renderer.cancel()
+        if stored.events is not None:
+            stored.events.append(last_event)
+        run.task.cancel()
+
+    def _end_for_room(self, stored: StoredResponse) -> None:
+        """End a background response whose events exceed what may be stored. It loses them, and keeps its answer."""
+        run = self._runs.get(stored.id)
+        if run is None:  # It is being added, and has no events yet.
+            return
+        num_bytes = stored.size
+        if stored.events is not None:
+            stored.events.drop()
+        last_event = run.renderer.failure(
+            StoreFull(
+                f"the response was ended because its events had grown to {num_bytes} bytes, and this server stores at "
+                f"most {self._max_bytes} bytes of all responses (max_stored_response_bytes); stream it without "
+                "background, or ask for fewer tokens or log probabilities"
+            )
+        )
         if stored.events is not None:
             stored.events.append(last_event)
         run.task.cancel()
@@ -103,8 +131,9 @@ class ResponsesService:
         if run.stored.events is not None:
             run.stored.events.close()
 
-
-async def _consume(events: AsyncIterator[bytes], log: EventLog | None) -> None:
-    async for each in events:
-        if log is not None:
-            log.append(each)
+    async def _consume(self, events: AsyncIterator[bytes], stored: StoredResponse) -> None:
+        log = stored.events
+        async for each in events:
+            if log is not None:
+                log.append(each)
+                self.store.grown(stored, log.num_bytes)

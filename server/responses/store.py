@@ -1,18 +1,23 @@
 """`ResponseStore`: the responses that clients may retrieve and continue, in memory, within bounds.
 
-A conversation is a chain of `Turn`s. A turn is referenced by its response and by the turns that continue it: its items
-are stored once, and as long as anything stored needs them, even if its own response is deleted. `stored_items` makes
-items from the input of a request; an `EventLog` holds the events of a background response for clients that follow it.
+When a bound is exceeded, the owner that holds most of the store makes room: first with the responses that it used
+least recently, then by the end of one that still runs. A conversation is a chain of `Turn`s. A turn is referenced by
+its response and by the turns that continue it: its items are stored once, and as long as anything stored needs them,
+even if its own response is deleted. `stored_items` makes items from the input of a request; an `EventLog` holds the
+events of a background response for clients that follow it.
 """
 
 import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
 from server.errors import ApiError, BadRequest
+from server.limits.accounts import Accounts, Resource
+from server.limits.keys import Owner
 from server.schemas.responses import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -37,6 +42,12 @@ from server.schemas.responses import (
 _EVENT_END = b"\n\n"
 _ITEM_OVERHEAD = 512
 """Memory of an item without its text."""
+
+_EVENT_OVERHEAD = 48
+"""Memory of an event of a log without its bytes."""
+
+_FOLLOWED_BYTES = 64 * 2**10
+"""A follower of a log gets about so much at a time: one that reads slowly holds no copy of the whole log."""
 _WHY_NOT_FOUND = "it never existed, was created with store false, was deleted, or was evicted for newer ones"
 
 
@@ -53,7 +64,7 @@ class PreviousResponseNotFound(BadRequest):
 
 
 class StoreFull(ApiError):
-    """The responses that are still running fill the store."""
+    """The responses that are still running fill the store, or their owner's share of it."""
 
     status = 429
     type = "rate_limit_error"
@@ -64,13 +75,15 @@ class StoreFull(ApiError):
 class Turn:
     """The items that one response added to its conversation, and the turns before them."""
 
-    __slots__ = ("input", "num_references", "output", "previous", "size")
+    __slots__ = ("input", "num_references", "output", "party", "previous", "size")
 
     def __init__(self, previous: "Turn | None", input: Sequence[Item]) -> None:
         self.previous = previous
         self.input = tuple(input)
         self.output: tuple[Item, ...] = ()
         self.num_references = 0
+        self.party = ""
+        """The owner to which the store accounts the turn: that of the first response which refers to it."""
         self.size = _size(self.input)
         """Bytes of this turn's own items."""
 
@@ -107,15 +120,25 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
+        self._first = 0
+        """Sequence number of the first event that is kept."""
         self._is_closed = False
         self._changed = asyncio.Event()
         self.num_bytes = 0
+        """Memory of the events that are kept."""
 
     def append(self, events: bytes) -> None:
         """Add one or several events, and wake the followers."""
-        self._events += [event + _EVENT_END for event in events.split(_EVENT_END) if event]
-        self.num_bytes += len(events)
+        new = [event + _EVENT_END for event in events.split(_EVENT_END) if event]
+        self._events += new
+        self.num_bytes += len(events) + _EVENT_OVERHEAD * len(new)
         self._wake()
+
+    def drop(self) -> None:
+        """Forget the events so far; those who follow them go on with the next one."""
+        self._first += len(self._events)
+        self._events.clear()
+        self.num_bytes = 0
 
     def close(self) -> None:
         """End the log: no more events follow."""
@@ -126,13 +149,25 @@ class EventLog:
         """The events from number `start` to the last one, as they are added."""
         while True:
             changed = self._changed
-            if events := self._events[start:]:
+            start = max(start, self._first)
+            if events := self._some_from(start):
                 start += len(events)
                 yield b"".join(events)
             elif self._is_closed:
                 return
             else:
                 await changed.wait()
+
+    def _some_from(self, start: int) -> list[bytes]:
+        """The events from number `start` on, up to about `_FOLLOWED_BYTES`."""
+        events: list[bytes] = []
+        room = _FOLLOWED_BYTES
+        for event in islice(self._events, start - self._first, None):
+            events.append(event)
+            room -= len(event)
+            if room <= 0:
+                break
+        return events
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -147,7 +182,7 @@ class StoredResponse:
     def __init__(
         self,
         id: str,
-        owner: object,
+        owner: Owner,
         turn: Turn,
         body: Callable[[], bytes],
         *,
@@ -170,15 +205,36 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Bounded by number and bytes; evicts the least recently used responses."""
+    """Bounded by number and bytes, which `accounts` counts by owner.
 
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
+    Only the holder of the key that a response was made with finds it; where no key is needed, everybody does.
+    """
+
+    def __init__(
+        self,
+        max_responses: int,
+        max_bytes: int,
+        accounts: Accounts | None = None,
+        end_running: Callable[[StoredResponse], object] = lambda stored: None,
+        max_running_per_owner: int | None = None,
+    ) -> None:
+        """`end_running` ends a running response that has to make room, by `finish`.
+
+        `max_running_per_owner`: default: a quarter of `max_responses`.
+        """
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self._accounts = Accounts() if accounts is None else accounts
+        self._end_running = end_running
+        self._max_running_per_owner = max_running_per_owner or max(1, max_responses // 4)
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._items: dict[tuple[object, str], list[Item]] = {}
-        """Items by owner and id, once for each turn that has them."""
-        self.num_bytes = 0
+        self._items: dict[tuple[str | None, str], list[Item]] = {}
+        """Items by owner's key and id, once for each turn that has them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is stored."""
+        return self._accounts.total("stored_bytes")
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -192,15 +248,15 @@ class ResponseStore:
         """Items that references may name."""
         return len(self._items)
 
-    def get(self, id: str, owner: object) -> StoredResponse:
-        """The response with this id. Raises `ResponseNotFound`, also for one of another owner."""
+    def get(self, id: str, owner: Owner) -> StoredResponse:
+        """The response with this id. Raises `ResponseNotFound`, also for one of another key."""
         stored = self._responses.get(id)
-        if stored is None or stored.owner != owner:
+        if stored is None or stored.owner.key != owner.key:
             raise ResponseNotFound(f"Response with id {id[:80]!r} not found: {_WHY_NOT_FOUND}", param="response_id")
         self._responses.move_to_end(id)
         return stored
 
-    def previous_turn(self, id: str, owner: object) -> Turn:
+    def previous_turn(self, id: str, owner: Owner) -> Turn:
         """The turn of the response to continue. Raises `BadRequest` if it is not stored, or still running."""
         try:
             stored = self.get(id, owner)
@@ -215,95 +271,140 @@ class ResponseStore:
             )
         return stored.turn
 
-    def item(self, id: str, owner: object) -> Item | None:
+    def item(self, id: str, owner: Owner) -> Item | None:
         """The item of a stored response, input or output."""
-        found = self._items.get((owner, id))
+        found = self._items.get((owner.key, id))
         return found[0] if found else None
 
     def put(self, stored: StoredResponse) -> None:
         """Add `stored` and evict others for it. One that has ended and exceeds the whole store is not added.
 
-        Raises `StoreFull` if it is running and the other running ones leave no room.
+        Raises `StoreFull` if it is running and its owner has no room for it.
         """
         if stored.running:
             self._check_room(stored)
+            self._accounts.change(stored.owner.party, "background_responses", 1)
         elif stored.size + stored.turn.total_size() > self._max_bytes:
             return
         self._responses[stored.id] = stored
-        self.num_bytes += stored.size
+        self._accounts.change(stored.owner.party, "stored_responses", 1)
+        self._accounts.change(stored.owner.party, "stored_bytes", stored.size)
         self._add_reference(stored.turn, stored.owner)
-        self._evict()
+        self._make_room()
+
+    def grown(self, stored: StoredResponse, size: int) -> None:
+        """A running response has grown to `size`; others are evicted for it, or it has to end."""
+        if self._responses.get(stored.id) is stored and stored.running:
+            self._resize(stored, size)
+            self._make_room()
 
     def finish(self, stored: StoredResponse, turn: Turn, body: bytes, size: int) -> None:
         """`stored` has ended with `turn` and `body`, and can be evicted from now on; see `put`."""
-        stored.running = False
+        if stored.running:
+            stored.running = False
+            self._accounts.change(stored.owner.party, "background_responses", -1)
         stored.body = lambda: body
         if self._responses.get(stored.id) is not stored:
             return
         self._add_reference(turn, stored.owner)
         self._remove_reference(stored.turn, stored.owner)
-        self.num_bytes += size - stored.size
-        stored.turn, stored.size = turn, size
+        stored.turn = turn
+        self._resize(stored, size)
         if size + turn.total_size() > self._max_bytes:
             self._remove(stored)
-        self._evict()
+        self._make_room()
 
-    def delete(self, id: str, owner: object) -> StoredResponse:
+    def delete(self, id: str, owner: Owner) -> StoredResponse:
         """Remove a response. Its items stay for responses that continue it. Raises `ResponseNotFound`."""
         stored = self.get(id, owner)
         self._remove(stored)
         return stored
 
     def _check_room(self, stored: StoredResponse) -> None:
-        running = [each for each in self._responses.values() if each.running]
-        if len(running) >= self._max_responses:
+        accounts, party = self._accounts, stored.owner.party
+        own, running = accounts.used(party, "background_responses"), accounts.total("background_responses")
+        if running >= self._max_responses:
             raise StoreFull(
-                f"{len(running)} background responses are running, and this server keeps at most "
+                f"{running} background responses are running, and this server keeps at most "
                 f"{self._max_responses} (max_stored_responses); wait for one to end"
             )
-        num_bytes = sum(each.size + each.turn.size for each in running) + stored.size + stored.turn.size
-        if num_bytes > self._max_bytes:
+        if own >= self._max_running_per_owner:
             raise StoreFull(
-                f"the background responses that run hold {num_bytes} bytes with this one, and this server keeps at "
-                f"most {self._max_bytes} (max_stored_response_bytes); wait for one to end"
+                f"{own} background responses of this key or address are running, and this server runs at most "
+                f"{self._max_running_per_owner} (max_background_responses_per_key); wait for one to end"
+            )
+        num_bytes: dict[str, int] = {party: stored.size + stored.turn.size}
+        for each in self._responses.values():
+            if each.running:
+                num_bytes[each.owner.party] = num_bytes.get(each.owner.party, 0) + each.size + each.turn.size
+        # An owner that holds less than another one is admitted, and the other one makes room.
+        if sum(num_bytes.values()) > self._max_bytes and num_bytes[party] >= max(num_bytes.values()):
+            raise StoreFull(
+                f"the background responses of this key or address that run hold {num_bytes[party]} bytes with this "
+                f"one, and this server keeps at most {self._max_bytes} for all (max_stored_response_bytes); wait for "
+                "one to end"
             )
 
-    def _evict(self) -> None:
-        while len(self._responses) > self._max_responses or self.num_bytes > self._max_bytes:
-            oldest = next((each for each in self._responses.values() if not each.running), None)
-            if oldest is None:
-                return
-            self._remove(oldest)
+    def _make_room(self) -> None:
+        while (resource := self._exceeded()) and self._make_some_room(resource):
+            pass
+
+    def _make_some_room(self, resource: Resource) -> bool:
+        """Remove or end one response, of the owner that uses most of `resource`; whether there was any."""
+        users = self._accounts.users(resource)
+        for party in sorted(users, key=users.__getitem__, reverse=True):
+            own = [each for each in self._responses.values() if each.owner.party == party]
+            oldest = next((each for each in own if not each.running), None)
+            if oldest is not None:
+                self._remove(oldest)
+                return True
+            if own and resource == "stored_bytes":  # The number of running ones is bounded when they begin.
+                largest = max(own, key=lambda each: each.size)
+                self._end_running(largest)
+                return not largest.running
+        return False
+
+    def _exceeded(self) -> Resource | None:
+        """What exceeds its bound."""
+        if self._accounts.total("stored_bytes") > self._max_bytes:
+            return "stored_bytes"
+        return "stored_responses" if len(self._responses) > self._max_responses else None
+
+    def _resize(self, stored: StoredResponse, size: int) -> None:
+        self._accounts.change(stored.owner.party, "stored_bytes", size - stored.size)
+        stored.size = size
 
     def _remove(self, stored: StoredResponse) -> None:
         del self._responses[stored.id]
-        self.num_bytes -= stored.size
+        self._accounts.change(stored.owner.party, "stored_responses", -1)
+        self._accounts.change(stored.owner.party, "stored_bytes", -stored.size)
         self._remove_reference(stored.turn, stored.owner)
 
-    def _add_reference(self, turn: Turn | None, owner: object) -> None:
+    def _add_reference(self, turn: Turn | None, owner: Owner) -> None:
         while turn is not None:
             turn.num_references += 1
             if turn.num_references > 1:
                 return
-            self.num_bytes += turn.size
+            turn.party = owner.party
+            self._accounts.change(turn.party, "stored_bytes", turn.size)
             for item in (*turn.input, *turn.output):
-                self._items.setdefault((owner, item.id), []).append(item)
+                self._items.setdefault((owner.key, item.id), []).append(item)
             turn = turn.previous
 
-    def _remove_reference(self, turn: Turn | None, owner: object) -> None:
+    def _remove_reference(self, turn: Turn | None, owner: Owner) -> None:
         while turn is not None:
             turn.num_references -= 1
             if turn.num_references:
                 return
-            self.num_bytes -= turn.size
+            self._accounts.change(turn.party, "stored_bytes", -turn.size)
             for item in (*turn.input, *turn.output):
                 self._remove_item(item, owner)
             turn = turn.previous
 
-    def _remove_item(self, item: Item, owner: object) -> None:
-        found = self._items[owner, item.id]
+    def _remove_item(self, item: Item, owner: Owner) -> None:
+        found = self._items[owner.key, item.id]
         if len(found) == 1:
-            del self._items[owner, item.id]
+            del self._items[owner.key, item.id]
         else:
             found.remove(item)
 

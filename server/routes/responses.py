@@ -8,6 +8,7 @@ from fastapi import Request, Response
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
 from server.frontend import Frontend, owner_of
+from server.limits.keys import Owner
 from server.request_builder import PreparedChat, accept, new_sequences, read_request
 from server.responses.conversion import prepare
 from server.responses.rendering import ResponsesRenderer
@@ -61,11 +62,11 @@ async def create_response(http: Request) -> Response:
     service = ResponsesService.of(http.app)
     async with accept(http, ResponsesRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner.party, 1)
-        turn, chat = await _prepare(request, frontend, service, owner.key)
+        turn, chat = await _prepare(request, frontend, service, owner)
 
         def keep(response: ResponseObject) -> None:
             if request.store:
-                service.keep(response, owner.key, turn)
+                service.keep(response, owner, turn)
 
         sequences = new_sequences(
             request,
@@ -82,7 +83,7 @@ async def create_response(http: Request) -> Response:
     if not request.background:
         return await generation.respond(http, renderer, stream=request.stream)
     log = EventLog() if request.stream else None
-    service.start(renderer, generation.events(renderer), generation.end, owner.key, turn, log)
+    service.start(renderer, generation.events(renderer), generation.end, owner, turn, log)
     return json_response(renderer.snapshot()) if log is None else EventStream(log.follow(0))
 
 
@@ -99,12 +100,12 @@ async def count_input_tokens(http: Request) -> Response:
     frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
     frontend.check_model(request.model)
-    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope).key)
+    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
 async def _prepare(
-    request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: object
+    request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner
 ) -> tuple[Turn, PreparedChat]:
     """The turn that `request` adds to its conversation, and the chat that answers it. Raises `BadRequest`."""
     store, id = service.store, request.previous_response_id
@@ -137,7 +138,7 @@ async def retrieve_response(http: Request, response_id: str) -> Response:
 async def delete_response(http: Request, response_id: str) -> Response:
     """Delete a stored response; one that is running ends. Responses that continue it stay as they are."""
     service = _serving(http)
-    service.cancel(service.store.delete(response_id, owner_of(http.scope).key))
+    service.cancel(service.store.delete(response_id, owner_of(http.scope)))
     return as_json(DeletedResponse(response_id))
 
 
@@ -176,7 +177,7 @@ async def list_input_items(http: Request, response_id: str) -> Response:
 
 
 def _stored(http: Request, id: str) -> StoredResponse:
-    return _serving(http).store.get(id, owner_of(http.scope).key)
+    return _serving(http).store.get(id, owner_of(http.scope))
 
 
 def _serving(http: Request) -> ResponsesService:

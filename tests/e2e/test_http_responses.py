@@ -297,6 +297,9 @@ def test_a_response_belongs_to_the_key_that_made_it(start_server: Callable[..., 
             ask(yours, previous_response_id=id)
         for _ in range(2):
             ask(yours, max_output_tokens=1)
+        assert mine.responses.retrieve(id).id == id
+        for _ in range(2):
+            ask(mine, max_output_tokens=1)
         with pytest.raises(openai.NotFoundError):
             mine.responses.retrieve(id)
         running = ask(mine, "Tell me a story.", background=True, stream=True, **ENDLESS)

@@ -3,10 +3,13 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from server.limits.accounts import Accounts
+from server.limits.keys import ANYONE, Owner
 from server.responses.store import ResponseNotFound, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.responses import InputText, MessageItem
 
-OWNERS = st.sampled_from(["me", "you", None])
+PARTIES = [Owner.of_key("me"), Owner.of_key("you"), ANYONE, Owner.of_address("10.0.0.1")]
+OWNERS = st.sampled_from(PARTIES)
 TEXTS = st.sampled_from(["", "x" * 500, "x" * 3000])
 ITEM_IDS = st.sampled_from(["one", "two"]) | st.none()
 
@@ -18,15 +21,22 @@ class StoreMachine(RuleBasedStateMachine):
         self._stored: dict[str, StoredResponse] = {}
         """All that was ever put."""
         self._deleted: set[str] = set()
+        self._ended: set[str] = set()
+        """Those that the store ended."""
 
     @initialize(max_responses=st.integers(0, 4), max_bytes=st.sampled_from([0, 4000, 20000]))
     def begin(self, max_responses: int, max_bytes: int) -> None:
         self.max_responses, self.max_bytes = max_responses, max_bytes
-        self.store = ResponseStore(max_responses, max_bytes)
+        self.accounts = Accounts()
+        self.store = ResponseStore(max_responses, max_bytes, self.accounts, self._end, max_running_per_owner=3)
+
+    def _end(self, stored: StoredResponse) -> None:
+        self.store.finish(stored, stored.turn, b"failed", 10)
+        self._ended.add(stored.id)
 
     @rule(owner=OWNERS, text=TEXTS, item_id=ITEM_IDS, running=st.booleans(), data=st.data())
-    def put(self, owner: str | None, text: str, item_id: str | None, running: bool, data: st.DataObject) -> None:
-        own = [each for each in self._stored.values() if each.owner == owner and not each.running]
+    def put(self, owner: Owner, text: str, item_id: str | None, running: bool, data: st.DataObject) -> None:
+        own = [each for each in self._stored.values() if each.owner.key == owner.key and not each.running]
         before = data.draw(st.none() | st.sampled_from(own)) if own else None
         turn = Turn(None if before is None else before.turn, [self._item(text, item_id)])
         self._count += 1
@@ -47,12 +57,18 @@ class StoreMachine(RuleBasedStateMachine):
             stored = data.draw(st.sampled_from(running))
             self.store.finish(stored, stored.turn.answered([self._item(text, None)]), b"", len(text))
 
+    @rule(size=st.sampled_from([500, 3000, 30000]), data=st.data())
+    def grow(self, size: int, data: st.DataObject) -> None:
+        if running := [each for each in self._stored.values() if each.running]:
+            stored = data.draw(st.sampled_from(running))
+            self.store.grown(stored, stored.size + size)
+
     @rule(data=st.data(), owner=OWNERS, forget=st.booleans())
-    def use(self, data: st.DataObject, owner: str | None, forget: bool) -> None:
+    def use(self, data: st.DataObject, owner: Owner, forget: bool) -> None:
         if self._stored:
             stored = data.draw(st.sampled_from(list(self._stored.values())))
             found = self._find(stored, owner)
-            assert not (found and stored.owner != owner)
+            assert not (found and stored.owner.key != owner.key)
             assert not (found and stored.id in self._deleted)
             if found and forget:
                 self.store.delete(stored.id, owner)
@@ -82,13 +98,19 @@ class StoreMachine(RuleBasedStateMachine):
         turns = {id(turn): (turn, each.owner) for each in kept for turn in each.turn.chain()}
         reached = sum(turn.size for turn, _ in turns.values()) + sum(each.size for each in kept)
         assert self.store.num_bytes == reached
-        found = {(owner, item.id) for turn, owner in turns.values() for item in (*turn.input, *turn.output)}
-        for owner in ("me", "you", None):
+        assert sum(self.accounts.users("stored_bytes").values()) == reached
+        for owner in PARTIES:
+            own = [each for each in kept if each.owner == owner]
+            assert self.accounts.used(owner.party, "stored_responses") == len(own)
+            running = [each for each in self._stored.values() if each.owner == owner and each.running]
+            assert self.accounts.used(owner.party, "background_responses") == len(running) <= 3
+        found = {(owner.key, item.id) for turn, owner in turns.values() for item in (*turn.input, *turn.output)}
+        for owner in PARTIES:
             for name in ("one", "two"):
-                assert (self.store.item(name, owner) is not None) == ((owner, name) in found)
+                assert (self.store.item(name, owner) is not None) == ((owner.key, name) in found)
         assert self.store.num_items == len(found)
 
-    def _find(self, stored: StoredResponse, owner: str | None) -> bool:
+    def _find(self, stored: StoredResponse, owner: Owner) -> bool:
         """Whether it is kept; looking it up counts as use."""
         try:
             return self.store.get(stored.id, owner) is stored

@@ -9,6 +9,7 @@ from openai.types.responses import Response
 from engine.config.config import ServerConfig
 from engine.text.request_state import RequestDelta
 from server.errors import NotReady
+from server.limits.keys import ANYONE
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, ResponseNotFound, StoredResponse, StoreFull, Turn
 from server.schemas.responses import InputText, MessageItem
@@ -24,10 +25,10 @@ class Run:
         self.steps: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
         self.was_closed = False
         self.renderer = renderer_of(background=True)
-        self.renderer._on_end = lambda answer: service.keep(answer, None, TURN)
+        self.renderer._on_end = lambda answer: service.keep(answer, ANYONE, TURN)
         self.id = self.renderer.head.id
         self.ends = 0
-        service.start(self.renderer, self._events(), self._on_end, None, TURN, log)
+        service.start(self.renderer, self._events(), self._on_end, ANYONE, TURN, log)
 
     def write(self, text: str, *, last: bool = False) -> None:
         self.steps.put_nowait(RequestDelta(text, [1], None, last, "stop" if last else None))
@@ -69,7 +70,7 @@ async def followed(log: EventLog, start: int = 0) -> bytes:
 async def test_a_response_runs_by_itself_and_can_be_read_at_any_time() -> None:
     service = ResponsesService(ServerConfig())
     run = Run(service)
-    stored = service.store.get(run.id, None)
+    stored = service.store.get(run.id, ANYONE)
     assert state_of(stored) == ("queued", "")
     run.write("Hel")
     await settle()
@@ -77,7 +78,7 @@ async def test_a_response_runs_by_itself_and_can_be_read_at_any_time() -> None:
     run.write("lo", last=True)
     await settle()
     assert state_of(stored) == ("completed", "Hello")
-    (said,) = service.store.previous_turn(run.id, None).output
+    (said,) = service.store.previous_turn(run.id, ANYONE).output
     assert isinstance(said, MessageItem)
     assert said.text == "Hello"
     service.cancel(stored)
@@ -106,7 +107,7 @@ async def test_all_who_follow_see_all_events_from_where_they_want() -> None:
 async def test_a_cancelled_response_ends_there(begun: bool) -> None:
     service, log = ResponsesService(ServerConfig()), EventLog()
     run = Run(service, log)
-    stored = service.store.get(run.id, None)
+    stored = service.store.get(run.id, ANYONE)
     if begun:
         run.write("Hel")
         await settle()
@@ -125,11 +126,11 @@ async def test_a_response_that_is_deleted_stops_running() -> None:
     service = ResponsesService(ServerConfig())
     run = Run(service)
     await settle()
-    service.cancel(service.store.delete(run.id, None))
+    service.cancel(service.store.delete(run.id, ANYONE))
     await settle()
     assert run.was_closed
     with pytest.raises(ResponseNotFound):
-        service.store.get(run.id, None)
+        service.store.get(run.id, ANYONE)
     assert service.store.num_bytes == 0
 
 
@@ -140,7 +141,7 @@ async def test_the_end_of_the_server_is_told_by_those_that_run(monkeypatch: pyte
     await settle()
     run.steps.put_nowait(NotReady("the server is shutting down"))
     await service.close()
-    stored = service.store.get(run.id, None)
+    stored = service.store.get(run.id, ANYONE)
     response = Response.model_validate_json(stored.body())
     assert response.status == "failed"
     assert response.error is not None
@@ -152,7 +153,7 @@ async def test_what_does_not_end_with_the_server_is_cancelled(monkeypatch: pytes
     monkeypatch.setattr("server.responses.service._CLOSE_SECONDS", 0.01)
     service = ResponsesService(ServerConfig())
     run = Run(service)
-    stored = service.store.get(run.id, None)
+    stored = service.store.get(run.id, ANYONE)
     await service.close()
     await settle()
     assert state_of(stored) == ("cancelled", "")
@@ -181,3 +182,39 @@ async def test_the_events_of_a_response_count_as_stored_bytes() -> None:
         sizes.append(service.store.num_bytes)
         logged = 0 if log is None else log.num_bytes
     assert sizes[1] - sizes[0] >= 0.9 * logged
+
+
+async def test_a_response_whose_events_exceed_the_store_ends_in_words_and_its_followers_learn_it() -> None:
+    service, log = ResponsesService(ServerConfig(max_stored_response_bytes=20_000)), EventLog()
+    run = Run(service, log)
+    stored = service.store.get(run.id, ANYONE)
+    slow = log.follow(0)
+    first = await anext(slow)
+    largest = 0
+    while stored.running:
+        run.write("x" * 100)
+        await settle()
+        largest = max(largest, service.store.num_bytes)
+    assert largest <= 20_000
+    await settle()
+    assert run.was_closed
+    assert run.ends == 1
+    response = Response.model_validate_json(stored.body())
+    assert response.status == "failed"
+    assert response.error is not None
+    assert "max_stored_response_bytes" in response.error.message
+    assert response.output_text.startswith("xxxx")
+    rest = b"".join([events async for events in slow])
+    assert first.startswith(b"event: response.created")
+    assert rest.startswith(b"event: response.failed")
+    assert await followed(log) == await followed(log, 3) == rest
+
+
+async def test_a_follower_that_reads_slowly_holds_a_piece_of_the_log_at_a_time() -> None:
+    log = EventLog()
+    for number in range(1000):
+        log.append(b"data: %05d %b\n\n" % (number, b"x" * 1000))
+    log.close()
+    pieces = [piece async for piece in log.follow(10)]
+    assert max(map(len, pieces)) < 70_000
+    assert b"".join(pieces).count(b"data: ") == 990
