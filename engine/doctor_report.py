@@ -66,6 +66,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Of the host, that is available."""
     shared_memory_mib: float | None = None
     """Of /dev/shm, in all; None: there is none."""
+    sandbox_gaps: tuple[str, ...] = ()
+    """What the kernel or container lacks to confine the processes that handle untrusted input, a sentence each."""
     has_numa_balancing: bool = False
     """Whether the kernel moves memory to the processors that use it."""
 

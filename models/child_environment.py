@@ -15,11 +15,3 @@ def code_environment() -> dict[str, str]:
     """
     path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
     return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
-
-
-def sandbox_environment() -> dict[str, str]:
-    """The environment of a child that processes untrusted input: without Kaon's settings, and with this checkout alone
-    on the import path.
-    """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KAON_")}
-    return {**kept, "PYTHONPATH": _ROOT}

@@ -85,6 +85,7 @@ def lines(report: Report) -> list[str]:
         ]
         found.append(f"memory    {facts.memory_gib:.1f} GiB available")
         found.append(f"CPU       {facts.cpu_library or 'no compiled'} operators")
+        found += [f"sandbox   {gap}" for gap in facts.sandbox_gaps] or ["sandbox   Landlock and seccomp"]
         found += [f"{name:<10}{version or 'not installed'}" for name, version in _libraries(facts)]
         if facts.aiter is not None:
             found += [f"aiter     {name}: {_use(facts, name)}" for name in facts.aiter_reasons]

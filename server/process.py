@@ -25,7 +25,8 @@ from typing import NoReturn
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from engine.config.release import release
-from engine.distributed.processes import configure_logging, name_process
+from engine.distributed.processes import configure_logging, forbid_inspection, name_process
+from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
 
@@ -34,8 +35,10 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_ARG_START, _ARG_END = 47, 48
-"""Indices in /proc/self/stat, from 0, of the start and end address of the command line."""
+_COMMAND_LINE, _ENVIRONMENT = 47, 49
+"""Indices in /proc/self/stat, from 0, of the start address of the command line and of the environment; their end
+addresses follow."""
+_KEY_VARIABLE = "KAON_API_KEY"
 
 
 def run(config: Config) -> int:
@@ -54,9 +57,13 @@ def _run(config: Config, started: float) -> int:
         return _run_node(_without_keys(config))
     name_process("kaon-api")
     _set_up_logging(config.server_config)
+    for gap in gaps():
+        _log.warning("%s", gap)
     try:
         keys = ApiKeys.of(config.server_config)
         config = _without_keys(config)
+        if keys:
+            forbid_inspection()
         tls = tls_context(config.server_config)
         listener = _listen(config.server_config, _is_keyless(config.server_config, keys))
         with _recorded_signals() as signals:
@@ -146,21 +153,32 @@ def _run_node(config: Config) -> int:
 
 def _without_keys(config: Config) -> Config:
     """`config` for everything but `ApiKeys`: without keys, which also leave the environment and the command line."""
-    os.environ.pop("KAON_API_KEY", None)
-    if config.server_config.api_key:
-        try:
+    variable = os.environ.pop(_KEY_VARIABLE, None)
+    try:
+        if variable:
+            _mask(_ENVIRONMENT, [f"{_KEY_VARIABLE}={variable}"])
+        if config.server_config.api_key:
             mask_command_line(key.get_secret_value() for key in config.server_config.api_key)
-        except OSError as error:
-            _log.warning("an API key given as a flag stays visible in the list of processes: %s", error)
+    except OSError as error:
+        _log.warning(
+            "API keys given as a flag or a variable stay visible to other processes of this user: %s; "
+            "api_key_file shows none",
+            error,
+        )
     return config.model_copy(update={"server_config": config.server_config.model_copy(update={"api_key": ()})})
 
 
 def mask_command_line(secrets: Iterable[str]) -> None:
     """Overwrite `secrets` in this process' command line, which `ps` shows. Raises `OSError` if the kernel refuses."""
+    _mask(_COMMAND_LINE, secrets)
+
+
+def _mask(region: int, secrets: Iterable[str]) -> None:
+    """Overwrite `secrets` in what /proc shows of the memory region with that index in /proc/self/stat."""
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         # The second field is the process' name in parentheses, which may contain spaces.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = (int(fields[index - 2]) for index in (_ARG_START, _ARG_END))
+        start, end = (int(fields[index - 2]) for index in (region, region + 1))
         memory.seek(start)
         arguments = masked = memory.read(end - start)
         for secret in secrets:

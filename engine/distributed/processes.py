@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 
 
@@ -81,6 +82,14 @@ def end_with_parent(
 def end_with_parent_even_if_stuck() -> None:
     """Have the kernel kill this process when the thread that started it ends: no Python needs to run for it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def forbid_inspection() -> None:
+    """Keep other processes of this user from this one's memory and environment, and it from core dumps; root may look.
+
+    Children that run another program are not affected.
+    """
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def wait_or_kill(process: "subprocess.Popen[Any]", timeout: float) -> None:

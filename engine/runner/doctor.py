@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.doctor_report import Facts, Gpu, Report, problems
+from engine.text import sandbox
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,7 @@ def gather() -> Facts:
         closed_devices=closed,
         closed_groups=groups,
         shared_memory_mib=_shared_memory(),
+        sandbox_gaps=sandbox.gaps(),
         has_numa_balancing=_has_numa_balancing(),
     )
     try:

@@ -1,20 +1,23 @@
 """`render_untrusted`: a chat template that a request brings, rendered in a process that can be killed.
 
 Jinja's sandbox keeps a template from the interpreter's insides, but not from computing for ever, in a loop or within
-one operation that no thread could be stopped in. Called by `InputOutputProcessor`.
+one operation that no thread could be stopped in. A template that escapes from it is still confined by the kernel
+(`engine.text.sandbox`). Called by `InputOutputProcessor`.
 """
 
+import codecs
+import importlib
 import json
-import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.text.chat_template import ChatTemplate
-from models.child_environment import sandbox_environment
+from engine.text.sandbox import confine, forbid_processes, sandbox_environment
 from models.errors import CheckpointError
 
 # The child process renders one untrusted template and ends. It reads a JSON object from stdin, and writes `+` and the
@@ -30,10 +33,10 @@ TITLE = "the request's chat template"
 
 def main() -> None:
     """Render under limits that the kernel holds: what is over its time ends by SIGPROF."""
+    _load_what_templates_may_need()
+    confine(MEMORY_BYTES, 2 * CPU_SECONDS)
+    forbid_processes()
     job = json.loads(sys.stdin.buffer.read())
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     try:
         template = ChatTemplate({"default": job["template"]}, job["special_tokens"], TITLE, MAX_CHARACTERS)
@@ -44,6 +47,16 @@ def main() -> None:
         answer = f"-{TITLE} needs more than {MEMORY_BYTES >> 20} MiB of memory"
     signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.buffer.write(answer.encode("utf-8", "surrogatepass"))
+
+
+def _load_what_templates_may_need() -> None:
+    """Import what Jinja and Python import, and read the files that they read, only when it is used."""
+    for name in ("jinja2.constants", "jinja2.debug", "pprint", "textwrap", "unicodedata"):
+        importlib.import_module(name)
+    for codec in ("ascii", "latin-1", "unicode-escape", "utf-8", "utf-16", "utf-32"):
+        codecs.lookup(codec)
+    time.tzset()
+    time.localtime()
 
 
 if __name__ == "__main__":

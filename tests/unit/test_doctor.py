@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.doctor_report import Facts, Gpu, problems
@@ -156,6 +157,9 @@ def test_what_was_found_is_printed_line_by_line() -> None:
     assert "aiter     not installed" in printed
     assert "ptxas     12.8" in printed
     assert "operator  norm by triton" in printed
+    assert "sandbox   Landlock and seccomp" in printed
+    without = msgspec.structs.replace(facts, sandbox_gaps=("there is no Landlock",))
+    assert "sandbox   there is no Landlock" in doctor.lines(doctor.Report(facts=without, problems=[]))
     assert printed[-1] == "wrong     it rains"
 
 

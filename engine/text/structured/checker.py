@@ -1,12 +1,12 @@
 """Checks grammars that nobody vouches for. Run as a process by `engine.text.structured.compiler`.
 
 The library is native code: it can take minutes over a hostile schema, or overflow its stack, and no thread of the
-server could be saved from that. Here the kernel ends what is over its limits, and the parent starts anew.
+server could be saved from that. Here the kernel ends what is over its limits, and the parent starts anew. What it can
+reach besides is bounded by `engine.text.sandbox`.
 """
 
 import random
 import re
-import resource
 import signal
 import struct
 import sys
@@ -16,6 +16,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.text.sandbox import confine, forbid_processes
 from engine.text.structured.parser_setup import CHECK_CPU_SECONDS, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES, PARSER_LIMITS
 from engine.text.structured.spec import reason_in_words, without_forcing
 
@@ -176,9 +177,7 @@ def _walk(matcher: LLMatcher) -> str | None:
 
 def main() -> None:
     """Answer checks on standard input until it ends. Messages are msgpack, each behind its length."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (CHECK_MEMORY_BYTES, CHECK_MEMORY_BYTES))
+    confine(CHECK_MEMORY_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.stack_size(CHECK_STACK_BYTES)
     thread = threading.Thread(target=_serve)
@@ -187,6 +186,7 @@ def main() -> None:
 
 
 def _serve() -> None:
+    forbid_processes()
     frame = _read()
     if frame is None:
         return

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from engine.text.sandbox import sandbox_environment
 from engine.text.structured.spec import CheckUnavailable, GrammarSpec, InvalidGrammar, lark_of
-from models.child_environment import sandbox_environment
 
 # The process that checks grammars, as the front end sees it.
 
