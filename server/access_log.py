@@ -19,6 +19,9 @@ _log = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 
+ANTHROPIC_HEADER = "request-id"
+"""The same header in answers to requests of Anthropic's API, besides `HEADER`."""
+
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request that is being handled; None outside of one."""
 

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from server import errors, openapi
+from server.access_log import ANTHROPIC_HEADER, AccessLog
 from server.access_log import HEADER as REQUEST_ID_HEADER
-from server.access_log import AccessLog
 from server.endpoints import ENDPOINTS, all_endpoints
 from server.frontend import Frontend
 from server.limits.keys import ApiKeys
@@ -88,7 +88,7 @@ class _Application(FastAPI):
                 allow_methods=settings.allowed_methods,
                 allow_headers=settings.allowed_headers,
                 allow_credentials=settings.allow_credentials,
-                expose_headers=(REQUEST_ID_HEADER, "Retry-After", "retry-after-ms"),
+                expose_headers=(REQUEST_ID_HEADER, ANTHROPIC_HEADER, "Retry-After", "retry-after-ms"),
             )
         if settings.access_log == "none":
             return RequestIdMiddleware(app, None, metrics)

@@ -1,6 +1,7 @@
-"""The errors that clients receive, and their one handler: every failure is answered with OpenAI's error object.
+"""The errors that clients receive, and their one handler: every failure is answered with an error object.
 
-They are raised anywhere in `server`, and `server.responses.store` adds its own; `install` adds the handler.
+It is OpenAI's, or Anthropic's where the request is of their API. Errors are raised anywhere in `server`, and
+`server.responses.store` adds its own; `install` adds the handler.
 """
 
 import logging
@@ -12,10 +13,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from engine.config.spelling import nearest
 from engine.text.io_processor import DoesNotFit, InvalidRequest
-from server.access_log import CLIENT_GONE, facts_of
+from server.access_log import CLIENT_GONE, facts_of, route_path
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,18 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    """Body of every answer that is not a success, in Anthropic's form; also the data of an event `error`."""
+
+    error: AnthropicErrorDetail
+    request_id: str | None
+
+
 class ApiError(Exception):
     """A failure that is reported to the client: a sentence for people, and OpenAI's fields for programs."""
 
@@ -51,6 +65,12 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """The error object as JSON."""
         return msgspec.json.encode(ErrorBody(ErrorDetail(str(self), self.type, self.param, self.code)))
+
+    def anthropic_body(self, request_id: str | None) -> bytes:
+        """Anthropic's error object as JSON."""
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        detail = AnthropicErrorDetail(_ANTHROPIC_TYPES.get(self.status, default), str(self))
+        return msgspec.json.encode(AnthropicError(detail, request_id))
 
 
 class BadRequest(ApiError):
@@ -156,6 +176,21 @@ class PoisonousRequest(EngineError):
     headers = {"x-should-retry": "false"}  # noqa: RUF012
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors by status, where they are neither `invalid_request_error` nor `api_error`."""
+
+_ANTHROPIC_STATUS = {503: 529}
+"""Anthropic's statuses for ours, where they differ."""
+
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 _UNSUPPORTED_PARTS = {
@@ -192,12 +227,24 @@ async def answer(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
     reported = _as_api_error(request, error)
     facts_of(request.scope).error = str(reported)
-    return as_response(reported)
+    return as_response(reported, request.scope)
 
 
-def as_response(error: ApiError) -> Response:
-    """The response that reports `error`."""
+def as_response(error: ApiError, scope: Scope) -> Response:
+    """The response that reports `error` to the request of `scope`, in the form of its API."""
+    if speaks_anthropic(scope):
+        body = error.anthropic_body(scope.get("state", {}).get("request_id"))
+        status = _ANTHROPIC_STATUS.get(error.status, error.status)
+        return Response(body, status, error.headers, media_type="application/json")
     return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is of Anthropic's API: by its path, or by the header that Anthropic's clients send always."""
+    path = route_path(scope)
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def refusal(error: InvalidRequest, message: str | None = None, param: str | None = None) -> BadRequest:
@@ -236,6 +283,8 @@ def _routes(app: FastAPI) -> list[Route]:
 def _route_sentence(request: Request, error: HTTPException, headers: Mapping[str, str]) -> str:
     path = request.url.path
     if error.status_code == 404:
+        if path.startswith("/v1/messages/batches"):
+            return f"{path} is of Anthropic's API for message batches, which this server does not have; see /docs"
         part = path.removeprefix("/v1/").partition("/")[0]
         if path.startswith("/v1/") and part in _UNSUPPORTED_PARTS:
             return (

@@ -113,7 +113,14 @@ class Frontend:
             special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
         )
         self._loaded = LoadedModel(
-            InputOutputProcessor(tokenizer, template, ready.model, defaults, self.config.bos_token_id),
+            InputOutputProcessor(
+                tokenizer,
+                template,
+                ready.model,
+                defaults,
+                self.config.bos_token_id,
+                clips_max_tokens=self.config.server_config.max_tokens_overflow == "clamp",
+            ),
             AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers),
             grammars,
             ready.model.max_model_len,

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access_log import (
+    ANTHROPIC_HEADER,
     CLIENT_GONE,
     HEADER,
     REQUEST_ID,
@@ -17,13 +18,14 @@ from server.access_log import (
     route_path,
     usable_request_id,
 )
-from server.errors import InvalidApiKey, as_response
+from server.errors import InvalidApiKey, as_response, speaks_anthropic
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
 from server.limits.keys import ApiKeys, Owner
 from server.metrics import Metrics
 
 _ID_HEADER = HEADER.lower().encode()
+_ANTHROPIC_ID_HEADER = ANTHROPIC_HEADER.encode()
 _IGNORED_HEADER = IGNORED_HEADER.encode()
 _SCHEME = b"bearer "
 
@@ -49,7 +51,7 @@ class RequestIdMiddleware:
         scope.setdefault("state", {}).update(request_id=request_id, facts=RequestFacts())
         token = REQUEST_ID.set(request_id)
         with collect() as ignored:
-            answer = _Answer(send, request_id, ignored, self._ignored_log)
+            answer = _Answer(send, request_id, ignored, self._ignored_log, speaks_anthropic(scope))
             try:
                 await self._app(scope, receive, answer.send)
             finally:
@@ -66,14 +68,17 @@ class RequestIdMiddleware:
 class _Answer:
     """Counts what is sent of an answer. `send` is a plain function: a coroutine would slow every streamed chunk."""
 
-    __slots__ = ("_header", "_ignored", "_ignored_log", "_send", "bytes", "complete", "status")
+    __slots__ = ("_headers", "_ignored", "_ignored_log", "_send", "bytes", "complete", "status")
 
-    def __init__(self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog) -> None:
+    def __init__(
+        self, send: Send, request_id: str, ignored: list[str], ignored_log: IgnoredLog, speaks_anthropic: bool
+    ) -> None:
         """`ignored`: what the request had left out, complete when the answer begins."""
         self._send = send
         self._ignored = ignored
         self._ignored_log = ignored_log
-        self._header = (_ID_HEADER, request_id.encode())
+        names = (_ID_HEADER, _ANTHROPIC_ID_HEADER) if speaks_anthropic else (_ID_HEADER,)
+        self._headers = [(name, request_id.encode()) for name in names]
         self.status: int | None = None
         self.bytes = 0
         self.complete = False
@@ -84,7 +89,7 @@ class _Answer:
             self.complete = not message.get("more_body", False)
         elif message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), self._header]
+            message["headers"] = [*message.get("headers", ()), *self._headers]
             if self._ignored:
                 value = header_value(self._ignored)
                 self._ignored_log.write(value)
@@ -112,29 +117,31 @@ class OwnerMiddleware:
             client = scope.get("client")
             owner = Owner.of_address(client[0] if client else None)
             if self._keys:
-                key = _bearer_key(scope)
-                keyed = None if key is None else self._keys.owner(key)
+                keys = _sent_keys(scope)
+                keyed = next(filter(None, map(self._keys.owner, keys)), None)
                 if keyed is None and route_path(scope) not in self._keyless_paths:
-                    refusal = _refusal(key)
+                    refusal = _refusal(keys)
                     facts_of(scope).error = str(refusal)
-                    await as_response(refusal)(scope, receive, send)
+                    await as_response(refusal, scope)(scope, receive, send)
                     return
                 owner = keyed or owner
             scope.setdefault("state", {})["owner"] = owner
         await self._app(scope, receive, send)
 
 
-def _bearer_key(scope: Scope) -> bytes | None:
-    """The key of the request; None if it has none, empty if it has several."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if not values:
-        return None
-    [value] = values if len(values) == 1 else [b""]
-    return value[len(_SCHEME) :].strip() if value[: len(_SCHEME)].lower() == _SCHEME else b""
+def _sent_keys(scope: Scope) -> list[bytes]:
+    """The keys of the request, of which one must be valid: `Authorization: Bearer`, and Anthropic's `x-api-key`.
+
+    Empty ones stand for a header that is sent twice or is of another scheme.
+    """
+    bearers = [value for name, value in scope["headers"] if name == b"authorization"]
+    named = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    keys = [value[len(_SCHEME) :] if value[: len(_SCHEME)].lower() == _SCHEME else b"" for value in bearers]
+    return [values[0].strip() if len(values) == 1 else b"" for values in (keys, named) if values]
 
 
-def _refusal(key: bytes | None) -> InvalidApiKey:
-    if key is None:
-        return InvalidApiKey("the request has no API key; send one as Authorization: Bearer KEY")
+def _refusal(keys: list[bytes]) -> InvalidApiKey:
+    if not keys:
+        return InvalidApiKey("the request has no API key; send one as Authorization: Bearer KEY, or as x-api-key")
     # The first words are OpenAI's: clients look for them.
     return InvalidApiKey("Incorrect API key provided; send one of this server's as Authorization: Bearer KEY")

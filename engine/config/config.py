@@ -173,6 +173,10 @@ class ServerConfig(Section):
     allow_unknown_fields: bool = False
     """Ignore request fields that the API does not know, instead of answering 400."""
 
+    max_tokens_overflow: Literal["clamp", "error"] = "clamp"
+    """What becomes of a request whose `max_tokens` is beyond the room that its prompt leaves in the context: `clamp`
+    lowers it to that room, because agents send one large number always; `error` answers 400."""
+
     max_request_bytes: Annotated[int, Field(ge=1024)] = 10 * 2**20
     """Largest request body accepted, in bytes; over it the answer is 413."""
 

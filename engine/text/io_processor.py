@@ -106,6 +106,15 @@ class InvalidRequest(ValueError):
 class DoesNotFit(InvalidRequest):
     """Prompt and completion are longer than the context or the cache; a shorter prompt may fit."""
 
+    def __init__(
+        self, message: str, param: str, prompt_tokens: int = 0, limit: int = 0, completion_tokens: int = 0
+    ) -> None:
+        """The lengths that do not fit and their limit; `completion_tokens` is 0 if the prompt alone is too long."""
+        super().__init__(message, param)
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+        self.completion_tokens = completion_tokens
+
 
 class CheckedPrompt(NamedTuple):
     """A prompt that can run with its parameters."""
@@ -138,9 +147,11 @@ class InputOutputProcessor:
         model: ModelInfo,
         defaults: GenerationDefaults = OPENAI_DEFAULTS,
         bos_token_id: int | None = None,
+        *,
+        clips_max_tokens: bool = False,
     ) -> None:
         """`defaults` are the values of sampling fields that requests leave out; `bos_token_id` is the tokenizer's, if
-        it is None.
+        it is None. `clips_max_tokens`: have `check` clip every `max_tokens`.
         """
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -149,6 +160,7 @@ class InputOutputProcessor:
         """The prompt of a completion that brings none; None: it must bring one."""
         self.fill_in = FillIn.of(tokenizer)
         """Writes fill-in prompts; None if the tokenizer has no marks for them."""
+        self._clips_max_tokens = clips_max_tokens
         self._vocab_size = model.vocab_size
         self._context = model.max_model_len
         self._cache = model.block_size * model.num_kvcache_blocks
@@ -177,8 +189,9 @@ class InputOutputProcessor:
         """The prompt, if vocabulary, context and cache allow it. Raises `InvalidRequest`.
 
         `max_tokens` beyond the room that context and cache leave is refused; with `clip_max_tokens`, which is for a
-        default that the client did not set, it is clipped to that room.
+        default that the client did not set, it is clipped to that room, as it always is by a processor that clips.
         """
+        clip_max_tokens |= self._clips_max_tokens
         self._check_token_ids(token_ids, "prompt")
         self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
         self._check_token_ids(params.logit_bias or (), "logit_bias")
@@ -194,6 +207,9 @@ class InputOutputProcessor:
                 f"{field} is {value}, but {self._limit_in_words()}, which leaves room for {room} "
                 f"after a prompt of {len(token_ids)} tokens; lower {field} or shorten the prompt",
                 field,
+                len(token_ids),
+                min(self._context, self._cache),
+                value,
             )
         return CheckedPrompt(token_ids, params, min(params.max_tokens, room))
 
@@ -347,6 +363,8 @@ class InputOutputProcessor:
                 f"prompt has {how_exact}{prompt_tokens} tokens, but {self._limit_in_words()}, which leaves room for "
                 f"at most {min(self._context, self._cache) - least}{one}; shorten the prompt",
                 "prompt",
+                prompt_tokens,
+                min(self._context, self._cache) - least,
             )
         return room
 

@@ -245,7 +245,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "5"}]}, "input"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"max_output_tokens": 10**6, "extra_body": {"min_tokens": 10**5}}, "min_tokens"),
     ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
     ({"extra_body": {"conversation": "conv_0"}}, "conversation"),
 ]

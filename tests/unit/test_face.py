@@ -49,6 +49,50 @@ def client(**settings: Any) -> httpx.AsyncClient:
     return client_of(application(**settings))
 
 
+# -- errors in Anthropic's form ---------------------------------------------------------------------------------
+
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind"),
+    [
+        ("POST", "/v1/messages", {}, 401, "authentication_error"),
+        ("POST", "/v1/messages?beta=true", {"x-api-key": "sk-wrong"}, 401, "authentication_error"),
+        ("GET", "/v1/models", VERSION, 401, "authentication_error"),
+        ("POST", "/v1/messages/batches", {"x-api-key": "sk-one"}, 404, "not_found_error"),
+        ("POST", "/v1/complete", {**VERSION, "x-api-key": "sk-one"}, 404, "not_found_error"),
+        ("GET", "/v1/models/x", {**VERSION, "x-api-key": "sk-one"}, 404, "not_found_error"),
+    ],
+)
+async def test_failures_of_anthropics_api_have_its_error_object_and_request_id(
+    method: str, path: str, headers: dict[str, str], status: int, kind: str
+) -> None:
+    answer = await client(api_key=["sk-one"]).request(method, path, headers=headers)
+    assert answer.status_code == status
+    error = answer.json()
+    assert (error["type"], error["error"]["type"], bool(error["error"]["message"])) == ("error", kind, True)
+    assert error["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_openais_paths_do_not_have_anthropics_header() -> None:
+    assert "request-id" not in (await client().get("/v1/models")).headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", "sk-one")], 200),
+        ([("x-api-key", "sk-one"), ("Authorization", "Bearer of-another-service")], 200),
+        ([("x-api-key", "of-another-service"), ("Authorization", "Bearer sk-one")], 200),
+        ([("x-api-key", "sk-two")], 401),
+        ([("x-api-key", "sk-one"), ("x-api-key", "sk-one")], 401),
+    ],
+)
+async def test_a_key_may_come_in_anthropics_header(headers: list[tuple[str, str]], status: int) -> None:
+    assert (await client(api_key=["sk-one"]).get("/v1/models", headers=headers)).status_code == status
+
+
 # -- keys -------------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +327,7 @@ async def test_a_refused_request_is_logged_with_its_reason_and_no_line_of_its_ow
         await http.get("/v1/models")
         await http.get('/no"where', headers={**KEY, "User-Agent": 'evil\tfinish=stop "x'})
     first, second = [record.getMessage() for record in caplog.records if record.name == "server.access_log"]
-    assert 'error="the request has no API key; send one as Authorization: Bearer KEY"' in first
+    assert 'error="the request has no API key; send one as Authorization: Bearer KEY, or as x-api-key"' in first
     assert " key=" not in first
     assert f" key={hashlib.sha256(b'sk-one').hexdigest()[:12]} " in second
     assert " agent=evil\\tfinish=stop\\x20'x error=\"/no'where is not a path of this server" in second

@@ -8,7 +8,7 @@ import pytest
 from engine.messages import ModelInfo, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
-from engine.text.io_processor import InputOutputProcessor, InvalidRequest
+from engine.text.io_processor import DoesNotFit, InputOutputProcessor, InvalidRequest
 from engine.text.tokenizer import Tokenizer
 
 ModelInfos = Callable[..., ModelInfo]
@@ -138,6 +138,18 @@ def test_max_tokens_that_nobody_asked_for_are_cut_to_the_rest(processor: InputOu
     params = SamplingParams(max_tokens=2**31 - 1, temperature=0.5)
     request = processor.preprocess([5] * 10, params, request_id=1, clip_max_tokens=True).request
     assert request.sampling_params == SamplingParams(max_tokens=54, temperature=0.5)
+
+
+def test_a_processor_that_clips_cuts_every_max_tokens_to_the_rest(
+    byte_level: Tokenizer, model_info: ModelInfos
+) -> None:
+    clips = InputOutputProcessor(byte_level, None, model_info(), clips_max_tokens=True)
+    assert clips.check([5] * 10, SamplingParams(max_tokens=32000)).max_tokens == 54
+    assert clips.check([5] * 10, SamplingParams(max_tokens=53)).max_tokens == 53
+    with pytest.raises(DoesNotFit) as raised:
+        clips.check([5] * 70, SamplingParams(max_tokens=32000))
+    error = raised.value
+    assert (error.prompt_tokens, error.limit, error.completion_tokens) == (70, 63, 0)
 
 
 def test_min_tokens_beyond_the_rest_are_refused_also_when_max_tokens_are_cut(processor: InputOutputProcessor) -> None:
