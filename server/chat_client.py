@@ -284,14 +284,20 @@ class _Parser(argparse.ArgumentParser):
         raise ChatError(f"{message}; kaon chat --help lists the flags", exit_code=2)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def chat_parser() -> argparse.ArgumentParser:
+    """The parser of `kaon chat`'s flags."""
     parser = _Parser(
         prog="kaon chat",
         description="Chat in the terminal. Piped input works too: each line is a turn, and only answers are printed.",
         epilog=f"Without MODEL and --url: the server on port {DEFAULT_PORT}, or else the embedded model.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="MODEL", nargs="?", help="start a server for this directory or hub id")
+    parser.add_argument(
+        "checkpoint",
+        metavar="MODEL | URL",
+        nargs="?",
+        help="start a server for this directory or hub id, or chat with the server at this http address",
+    )
     parser.add_argument("--url", help="chat with the server at this address")
     parser.add_argument("--api-key", metavar="KEY", help="key of the server (default: KAON_API_KEY)")
     parser.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
@@ -300,7 +306,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--temperature", metavar="T", type=float, help="0 takes the most probable words; higher is more random"
     )
     parser.add_argument("--max-tokens", metavar="N", type=int, help="longest answer, in tokens")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    options = chat_parser().parse_args(argv)
+    if options.url is None and (options.checkpoint or "").startswith(("http://", "https://")):
+        options.url, options.checkpoint = options.checkpoint, None
     if options.url is not None and options.checkpoint is not None:
         raise ChatError("MODEL starts a server and --url names a running one; give one of them", exit_code=2)
     return options

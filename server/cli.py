@@ -1,4 +1,4 @@
-"""The `kaon` command: `serve`, `chat`, `doctor`, `--version`. Imports what the command at hand needs, and no more."""
+"""The `kaon` command. Imports what the command at hand needs, and no more."""
 
 import os
 import sys
@@ -8,8 +8,12 @@ USAGE = """\
 Kaon, an OpenAI-compatible LLM inference server
 
 usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; without MODEL the embedded model
-       kaon chat [MODEL] [flags]    chat in the terminal with a running server, or with one of its own
+       kaon chat [MODEL | URL]      chat in the terminal with a running server, or with one of its own
+       kaon pull ID [REVISION]      download what serving needs of a hub repository
+       kaon list                    checkpoints in the hub's cache
+       kaon rm ID [ID ...]          delete checkpoints from the hub's cache
        kaon doctor [--json]         what models run on here, and what is wrong
+       kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh
        kaon --version
 
 `kaon serve --help` and `kaon chat --help` list the flags.
@@ -52,6 +56,34 @@ def _chat(arguments: list[str], command: str) -> int:
         return _complain(f"kaon chat: {error}", error.exit_code)
 
 
+def _checkpoints(arguments: list[str], command: str) -> int:
+    from server.checkpoints import run
+
+    return run(arguments, command)
+
+
+def _completion(arguments: list[str], command: str) -> int:
+    """Print a script that a shell evaluates: `eval "$(kaon completion bash)"`."""
+    import argparse
+
+    import shtab
+
+    from engine.config.settings import serve_parser
+    from server.chat_client import chat_parser
+
+    shells = shtab.SUPPORTED_SHELLS
+    if len(arguments) != 1 or arguments[0] not in shells:
+        return _complain(f"usage: kaon completion {{{','.join(shells)}}}", _BAD_USAGE)
+    parser = argparse.ArgumentParser("kaon")
+    commands = parser.add_subparsers()
+    parsers = {"serve": serve_parser(), "chat": chat_parser()}
+    for name in _COMMANDS:
+        if not name.startswith("-"):
+            commands.add_parser(name, parents=[parsers[name]] if name in parsers else [], add_help=False, help=name)
+    sys.stdout.write(shtab.complete(parser, arguments[0]))
+    return _OK
+
+
 def _doctor(arguments: list[str], command: str) -> int:
     from server.doctor import run
 
@@ -85,7 +117,11 @@ def _complain(sentence: str, exit_code: int) -> int:
 _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "serve": _serve,
     "chat": _chat,
+    "pull": _checkpoints,
+    "list": _checkpoints,
+    "rm": _checkpoints,
     "doctor": _doctor,
+    "completion": _completion,
     "--version": _version,
     "-V": _version,
     "--help": _help,

@@ -238,10 +238,12 @@ class ServerConfig(Section):
         "/readyz",
         "/health",
         "/ping",
+        "/",
+        "/favicon.ico",
         "/docs",
         "/openapi.json",
     )
-    """Paths that need no key where all others do: probes, and the description of the API."""
+    """Paths that need no key where all others do: probes, the first page, and the description of the API."""
 
     allowed_origins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any."""

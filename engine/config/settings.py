@@ -216,7 +216,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
-    parser = _build_parser()
+    parser = serve_parser()
     try:
         known, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -246,7 +246,8 @@ def _refuse_truth_as_model(known: argparse.Namespace, argv: Sequence[str]) -> No
             raise SettingsError(f"{flag} takes no value; write {flag}, or --no-{flag[2:]} for the contrary")
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def serve_parser() -> argparse.ArgumentParser:
+    """The parser of `kaon serve`'s flags."""
     parser = _Parser(
         prog="kaon serve",
         usage="kaon serve [MODEL] [--config FILE] [flags]",

@@ -1,5 +1,7 @@
 """`GET /` and `/docs`: where to begin, for people. The framework itself answers `/openapi.json`, for programs."""
 
+from html import escape
+
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
@@ -12,12 +14,54 @@ from server.schemas.models import Welcome
 endpoints = ENDPOINTS.register("docs")(EndpointFamily())
 
 
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#0b7285"/>'
+    '<path d="M10 7v18M22 7 11 16l11 9" fill="none" stroke="#fff" stroke-width="3.4" stroke-linecap="round"/></svg>'
+)
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Kaon</title>
+<link rel="icon" href="{root}/favicon.ico" type="image/svg+xml">
+<style>
+body {{ font: 16px/1.6 system-ui, sans-serif; max-width: 40rem; margin: 4rem auto; padding: 0 1rem; }}
+:root {{ color-scheme: light dark; }}
+h1 svg {{ width: 1em; vertical-align: -0.12em; margin-right: 0.3em; }}
+dt {{ margin-top: 0.6rem; }}
+dd {{ margin: 0; opacity: 0.75; }}
+</style>
+<h1>{icon}Kaon {version}</h1>
+<p>This is an OpenAI-compatible LLM inference server. Clients use this address with <code>/v1</code> after it as their
+base URL.</p>
+<dl>
+<dt><a href="{root}/docs">/docs</a><dd>the API, with examples for curl
+<dt><a href="{root}/v1/models">/v1/models</a><dd>the models that are served
+<dt><a href="{root}/readyz">/readyz</a><dd>whether requests are served now
+<dt><a href="{root}/metrics">/metrics</a><dd>Prometheus metrics
+<dt><a href="{root}/openapi.json">/openapi.json</a><dd>the API, for programs
+</dl>
+</html>
+"""
+
+
 @endpoints.get("/", Welcome)
 async def welcome(http: Request) -> Response:
-    """What this server is, and where its API is described."""
+    """What this server is, and where its API is described: a page for browsers, JSON for programs."""
     root = http.scope.get("root_path", "")
     version = Frontend.of(http.app).version
+    if "text/html" in http.headers.get("accept", ""):
+        page = _PAGE.format(root=escape(root), version=escape(version), icon=_ICON)
+        return HTMLResponse(page, headers={"Vary": "Accept"})
     return as_json(Welcome("Kaon", version, f"{root}/v1/models", f"{root}/docs", f"{root}/openapi.json"))
+
+
+@endpoints.get("/favicon.ico", "image/svg+xml", in_schema=False)
+async def favicon() -> Response:
+    """The icon that browsers ask for."""
+    return Response(_ICON, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
 
 @endpoints.get("/docs", "text/html", in_schema=False)

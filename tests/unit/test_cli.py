@@ -1,8 +1,10 @@
 """The `kaon` command: exit codes, one-sentence complaints, and how little it imports for each command."""
 
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -71,7 +73,7 @@ def test_a_bad_setting_is_one_sentence_on_stderr_and_exit_code_2(capsys: pytest.
 
 def test_an_address_of_another_machine_is_told_as_such() -> None:
     with pytest.raises(OSError, match=r"^host is 192\.0\.2\.1, which is no address of this machine$"):
-        server.process._listen(ServerConfig(host="192.0.2.1", port=0))
+        server.process._listen(ServerConfig(host="192.0.2.1", port=0), is_keyless=False)
 
 
 def test_help_of_serve_has_every_section_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,3 +125,91 @@ def test_version_and_help_import_next_to_nothing() -> None:
 def test_help_of_serve_and_reading_the_settings_import_nothing_heavy() -> None:
     assert not imported_by("from server.cli import main; main(['serve', '--help'])") & HEAVY
     assert not imported_by("from engine.config.settings import load_config; load_config([])") & HEAVY
+
+
+# -- checkpoints of the hub -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path) -> Path:
+    """A cache with one whole checkpoint, one without weights, and a data set."""
+    cache = tmp_path / "hub"
+    for name, files in {
+        "models--acme--whole": ("config.json", "model.safetensors"),
+        "models--acme--part": ("config.json",),
+        "datasets--acme--words": ("words.txt",),
+    }.items():
+        snapshot = cache / name / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (cache / name / "refs").mkdir()
+        (cache / name / "refs" / "main").write_text("0" * 40)
+        (cache / name / "blobs").mkdir()
+        for file in files:
+            (cache / name / "blobs" / file).write_bytes(bytes(1000))
+            (snapshot / file).symlink_to(cache / name / "blobs" / file)
+    return cache
+
+
+def kaon(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: the hub's library reads where its cache is when it is imported."""
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "server", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_cached_checkpoints_are_listed_and_deleted(hub_cache: Path) -> None:
+    listed = kaon(hub_cache, "list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["ID", "acme/part", "acme/whole"]
+    assert [line.endswith("incomplete") for line in listed] == [False, True, False]
+    unknown = kaon(hub_cache, "rm", "acme/whole", "acme/other")
+    assert (unknown.returncode, unknown.stderr) == (
+        1,
+        "kaon rm: acme/other is not in the cache; kaon list shows what is; nothing was deleted\n",
+    )
+    done = kaon(hub_cache, "rm", "acme/whole")
+    assert done.stderr == ""
+    assert done.stdout == "deleted acme/whole: 2.0K freed\n"
+    assert not (hub_cache / "models--acme--whole").exists()
+    assert (hub_cache / "datasets--acme--words").exists()
+
+
+def test_a_checkpoint_that_the_hub_does_not_give_is_one_sentence(hub_cache: Path) -> None:
+    missing = kaon(hub_cache, "pull", "acme/missing")
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("kaon pull: model is acme/missing: no such directory, and as a hub id the hub")
+    assert missing.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["pull"], ["pull", "a", "b", "c"], ["list", "x"], ["rm"], ["rm", "--all"]])
+def test_a_wrong_use_of_these_commands_shows_the_right_one(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert f"usage: kaon {arguments[0]}" in capsys.readouterr().err
+
+
+# -- completion -------------------------------------------------------------------------------------------------
+
+
+def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def completed(*words: str) -> set[str]:
+        ask = f'COMP_WORDS=("kaon" {" ".join(map(repr, words))}); COMP_CWORD={len(words)}; _shtab_kaon'
+        print_them = "printf '%s\\n' \"${COMPREPLY[@]}\""
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{ask}\n{print_them}"], capture_output=True, text=True, check=True
+        )
+        return set(done.stdout.split())
+
+    assert {"serve", "chat", "pull", "doctor"} <= completed("")
+    assert {"--max-num-seqs", "--max-num-batched-tokens"} <= completed("serve", "--max-num")
+    assert completed("chat", "--temp") == {"--temperature"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["ksh"], ["bash", "zsh"]])
+def test_other_shells_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("usage: kaon completion {bash,zsh,")

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -100,7 +101,7 @@ async def test_a_key_may_come_in_anthropics_header(headers: list[tuple[str, str]
     "header",
     [{}, {"Authorization": "Bearer sk-wrong"}, {"Authorization": "Basic sk-one"}, {"Authorization": "Bearer"}],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/version", "/", "/nowhere"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/version", "/nowhere"])
 async def test_without_a_key_of_the_ring_a_path_is_401_in_openais_form(path: str, header: dict[str, str]) -> None:
     answer = await client(api_key=["sk-one"]).get(path, headers=header)
     assert answer.status_code == 401
@@ -410,7 +411,7 @@ async def test_a_path_that_is_nearly_one_is_told_which(path: str, meant: str) ->
     assert answer.json()["error"]["message"] == f"{path} is not a path of this server; did you mean {meant}?"
 
 
-@pytest.mark.parametrize("path", ["/", "/generate", "/favicon.ico", "/v1", "/" + "v1/models" * 5000])
+@pytest.mark.parametrize("path", ["/", "/generate", "/v1", "/" + "v1/models" * 5000])
 async def test_another_path_is_told_where_they_are_listed(path: str) -> None:
     answer = await client().get(path + "x")
     assert answer.json()["error"]["message"] == f"{path}x is not a path of this server; /docs lists them"
@@ -447,6 +448,23 @@ async def test_behind_a_prefix_links_and_description_have_it_and_keys_do_not_min
         assert (welcome["docs"], welcome["models"]) == ("/llm/docs", "/llm/v1/models")
         assert (await http.get("/openapi.json")).json()["servers"] == [{"url": "/llm"}]
         assert "/llm/openapi.json" in (await http.get("/llm/docs")).text
+
+
+async def test_a_browser_gets_a_page_with_links_and_an_icon() -> None:
+    async with client(root_path="/llm", api_key=["sk-one"]) as http:
+        page = await http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert set(re.findall(r'href="([^"]+)"', page.text)) == {
+            "/llm/favicon.ico",
+            "/llm/docs",
+            "/llm/v1/models",
+            "/llm/readyz",
+            "/llm/metrics",
+            "/llm/openapi.json",
+        }
+        icon = await http.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+    ElementTree.fromstring(icon.text)
 
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"])
