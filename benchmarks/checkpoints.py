@@ -8,9 +8,12 @@ prompt, is plain text, so any server can stream it at once.
 import itertools
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from models.demo import CHECKPOINT_DIR
 
 SEED = 5
 END_TOKEN = "<|end|>"
@@ -72,6 +75,18 @@ def write(checkpoint: Checkpoint, root: Path) -> Path:
     _write_model(folder, checkpoint, plain)
     (folder / _STAMP).touch()
     return folder
+
+
+def write_random(directory: Path, config: Any, largest_file: str = "4GB") -> None:
+    """A model of random bfloat16 weights, of a configuration of transformers, with the embedded model's tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size=largest_file)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CHECKPOINT_DIR / file, directory / file)
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> list[int]:

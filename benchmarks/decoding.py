@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from benchmarks.checkpoints import QWEN3_06B
+from benchmarks.checkpoints import QWEN3_06B, write_random
 from benchmarks.report import Table
 from engine.client.llm_engine import LLMEngine
 from engine.config.config import PrecisionConfig, SpeculativeConfig
@@ -32,14 +32,6 @@ QUANTIZATION_ROUNDS = 3
 TEXTS_A_CATEGORY = 20
 QUANTIZATION_STREAMS = (1, 8, 32)
 _CONTEXT, _NEW_TOKENS = 128, 32
-_FIELDS = {
-    "architectures": ["Qwen3ForCausalLM"],
-    **QWEN3_06B.sizes,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
 
 
 class Perplexity(NamedTuple):
@@ -134,46 +126,11 @@ def speeds(repeats: int) -> dict[str, Speed]:
 
 
 def write_checkpoint(directory: Path) -> None:
-    """Random weights, and the embedded model's tokenizer."""
-    import torch
-    from safetensors.torch import save_file
+    """Random weights in the shape of Qwen3-0.6B."""
+    from transformers import Qwen3Config
 
-    from models.demo import CHECKPOINT_DIR
-
-    sizes = QWEN3_06B.sizes
-    hidden, intermediate, dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
-    heads, kv_heads = dim * sizes["num_attention_heads"], dim * sizes["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    whole = {
-        f"model.layers.{index}.{name}.weight": shape
-        for index in range(sizes["num_hidden_layers"])
-        for name, shape in shapes.items()
-    }
-    whole["model.norm.weight"] = (hidden,)
-    whole["model.embed_tokens.weight"] = (sizes["vocab_size"], hidden)
-    draw = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if len(shape) == 1
-        else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=draw)
-        for name, shape in whole.items()
-    }
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(_FIELDS))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / file).write_bytes((CHECKPOINT_DIR / file).read_bytes())
+    config = Qwen3Config(**QWEN3_06B.sizes, max_position_embeddings=4096, tie_word_embeddings=True)
+    write_random(directory, config)
 
 
 def _engine(model: str | None, rounding: str) -> LLMEngine:

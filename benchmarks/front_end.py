@@ -12,15 +12,14 @@ import socket
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from benchmarks.report import Table
+from benchmarks.served import ROOT, chunks
 from benchmarks.stub_core import STEP_SECONDS
 
-ROOT = Path(__file__).parent.parent
 REPEATS = 5
 
 
@@ -63,20 +62,10 @@ async def measure(load: Load, port: int, server: psutil.Process) -> Result:
 
 
 async def _stream(load: Load, port: int) -> int:
-    """Chunks of one stream, each a `data:` event."""
+    """Number of chunks of one stream."""
     prompt = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in load.endpoint else {"prompt": "Hi"}
-    body = json.dumps({"model": "kaon-demo", "max_tokens": load.tokens, "stream": True, **prompt})
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        f"POST {load.endpoint} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-    )
-    count = 0
-    while line := await reader.readline():
-        count += line.startswith(b"data: {")
-        if line == b"data: [DONE]\n":
-            break
-    writer.close()
-    return count
+    body = {"model": "kaon-demo", "max_tokens": load.tokens, **prompt}
+    return sum([1 async for _ in chunks(port, load.endpoint, body)])
 
 
 def serve_floor(port: int) -> None:
@@ -90,6 +79,7 @@ def serve_floor(port: int) -> None:
         for _ in range(json.loads(request[request.index(b"{") :])["max_tokens"]):
             await asyncio.sleep(FLOOR.step_seconds)
             writer.transport.write(chunk)
+        writer.write(b"data: [DONE]\n")
         writer.close()
 
     async def main() -> None:

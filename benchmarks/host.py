@@ -99,6 +99,7 @@ def _in_a_process(target: str, *, is_dry: bool) -> Found:
 def section(found: dict[str, Found]) -> str:
     """The section's Markdown."""
     from benchmarks.gpu.absent import STEPS
+    from benchmarks.gpu.parts import Finding, table
 
     parts = [_WHAT.format(machine=machine(), triton=version("triton"))]
     for name, text in zip(_PARTS, (_OPERATORS, _TURNS), strict=True):
@@ -106,19 +107,9 @@ def section(found: dict[str, Found]) -> str:
             beyond = [values[_BEYOND] for _, values in of_target[name] if _BEYOND in values]
             met = sum(float(each) <= _MOST_BEYOND for each in beyond)
             parts.append(text.format(target=target, steps=STEPS, met=met, all=len(beyond)))
-            parts.append(_table(of_target[name]))
+            findings = [Finding(name, case, values) for case, values in of_target[name]]
+            parts.append("\n".join(table(findings)) + "\n")
     return "\n".join(parts)
-
-
-def _table(cases: list[tuple[str, dict[str, float | str]]]) -> str:
-    columns = list(dict.fromkeys(column for _, values in cases for column in values))
-    lines = [["", *columns], ["---", *("---:" for _ in columns)]]
-    lines += [[name, *(_cell(values.get(column, "")) for column in columns)] for name, values in cases]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _cell(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3f}" if value < 1 else f"{value:.1f}"
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import zmq
 
+from benchmarks.checkpoints import write_random
 from benchmarks.report import Table
 from engine.batch import ScheduledBatch
 from engine.client.core_manager import CoreManager
@@ -27,6 +28,7 @@ from engine.client.llm_engine import LLMEngine
 from engine.client.placement import Placement
 from engine.config.config import Config, ParallelConfig, ServerConfig
 from engine.distributed.curve import CurveAuthenticator
+from engine.distributed.host_resources import own_cpus
 from engine.distributed.rank_link import SharedMemory, StepAddress
 from engine.distributed.rank_steps import decode_step, encode_step, rank_batch
 from engine.distributed.step_transport import SharedMemorySteps, StepSource, StepTransport, TcpSteps, open_steps
@@ -34,12 +36,11 @@ from engine.messages import AddRequest
 from engine.runner.input_batch import InputBatch, StepInputs
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from models.ops.cpu.collectives import SharedMemoryCollectives
-from models.ops.cpu.runtime import load_library
-from models.parallel.process_group import ProcessGroupCollectives, Rendezvous
-
-if TYPE_CHECKING:
-    from models.parallel.tensor_parallel import Exchange
+from models.demo import CHECKPOINT_DIR
+from models.ops.cpu import runtime
+from models.ops.cpu.collectives import SharedMemoryCollectives, SharedMemoryExchange
+from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
+from models.parallel.tensor_parallel import Exchange
 
 
 @contextmanager
@@ -48,9 +49,6 @@ def second_process(module: str, *arguments: object, descriptors: tuple[int, ...]
 
     Raises `RuntimeError` where it fails.
     """
-    # Not above: what lists the benchmarks needs no torch.
-    from engine.distributed.host_resources import own_cpus
-
     command = [sys.executable, "-m", module, *map(str, arguments)]
     allowed = os.sched_getaffinity(0)
     mine, theirs = own_cpus(0, 2), own_cpus(1, 2)
@@ -196,7 +194,7 @@ def _by_gloo(rank: int, store: str) -> list[float]:
 
 
 def _by_memory(rank: int, descriptor: int) -> list[float]:
-    library = load_library()
+    library = runtime.load_library()
     if library is None:
         raise RuntimeError("the operators were not built")
     return _reduce_seconds(SharedMemoryCollectives(library, rank, 2, descriptor).all_reduce)
@@ -319,10 +317,8 @@ PROMPT = [5, 9, 17, 4, 8]
 """Of the steps' requests, which decode one sequence on each busy replica."""
 
 
-def _exchanges(exchange: "Exchange", replica: int) -> list[float]:
+def _exchanges(exchange: Exchange, replica: int) -> list[float]:
     """Seconds of each: tokens to their experts, which do nothing, and back."""
-    import torch
-
     local = range(replica * EXPERTS // 2, (replica + 1) * EXPERTS // 2)
     hidden = torch.ones(EXCHANGE_TOKENS, HIDDEN, dtype=torch.bfloat16)
     ids = torch.randn(EXCHANGE_TOKENS, EXPERTS, generator=torch.Generator().manual_seed(replica)).topk(TOP_K).indices
@@ -342,12 +338,6 @@ def _exchanges(exchange: "Exchange", replica: int) -> list[float]:
 
 
 def _by(kind: str, where: str, replica: int) -> list[float]:
-    import torch
-
-    from models.ops.cpu import runtime
-    from models.ops.cpu.collectives import SharedMemoryExchange
-    from models.parallel.process_group import ReplicaWorld
-
     torch.set_num_threads(1)
     if kind == "gloo":
         world = ReplicaWorld(
@@ -380,11 +370,8 @@ def exchange_rows() -> Iterator[tuple[str, ...]]:
     os.close(memory)
 
 
-def _write_checkpoint(directory: Path) -> Path:
-    """Random weights, and the embedded model's tokenizer."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from models.demo import CHECKPOINT_DIR
+def _write_mixture(directory: Path) -> None:
+    from transformers import Qwen3MoeConfig
 
     sizes = dict.fromkeys(("hidden_size", "head_dim", "moe_intermediate_size", "intermediate_size"), 64)
     config = Qwen3MoeConfig(
@@ -397,16 +384,10 @@ def _write_checkpoint(directory: Path) -> Path:
         num_experts_per_tok=2,
         max_position_embeddings=512,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / file).write_bytes((CHECKPOINT_DIR / file).read_bytes())
-    return directory
+    write_random(directory, config)
 
 
-def _lockstep_engine(path: Path, replicas: int, collectives: str) -> "LLMEngine":
-    from engine.client.llm_engine import LLMEngine
-    from engine.config.config import ParallelConfig
-
+def _lockstep_engine(path: Path, replicas: int, collectives: str) -> LLMEngine:
     return LLMEngine(
         str(path),
         parallel_config=ParallelConfig.model_validate(
@@ -427,9 +408,7 @@ def _lockstep_engine(path: Path, replicas: int, collectives: str) -> "LLMEngine"
     )
 
 
-def _lockstep_step_seconds(engine: "LLMEngine", busy: int) -> float:
-    from engine.sampling_params import SamplingParams
-
+def _lockstep_step_seconds(engine: LLMEngine, busy: int) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=EXCHANGE_STEPS, ignore_eos=True)
     start = time.perf_counter()
     engine.generate([PROMPT] * busy, params, use_tqdm=False)
@@ -440,7 +419,8 @@ def step_rows() -> Iterator[tuple[str, ...]]:
     """Each kind of step in turn."""
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        path = _write_checkpoint(Path(directory))
+        path = Path(directory)
+        _write_mixture(path)
         with (
             _lockstep_engine(path, 1, "shared_memory") as alone,
             _lockstep_engine(path, 2, "shared_memory") as two,

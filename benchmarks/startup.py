@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,10 +17,11 @@ from unittest import mock
 import httpx
 import psutil
 
+from benchmarks.checkpoints import write_random
 from benchmarks.report import Table
+from benchmarks.served import Served, chunks
 from engine.client.llm_engine import LLMEngine
 from engine.client.replica import Journal, JournalEntry
-from engine.distributed.core_process import CORE_MODULE
 from engine.messages import AddRequest, RequestOutput, StepOutputs
 from engine.sampling_params import SamplingParams
 
@@ -40,20 +40,12 @@ class Start(NamedTuple):
 def start_once() -> Start:
     """Start `kaon serve`, wait for its start line, ask one question, and end it."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "server", "serve", "--port", "0", "--log-level", "warning"]
-    process = psutil.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        line: str = process.stdout.readline()
+    with Served() as server:
         ready = time.monotonic() - began
-        url = next(word for word in line.split() if word.startswith("http://"))
         body = {"model": "kaon-demo", "prompt": "The capital of France is", "max_tokens": 4}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=30).raise_for_status()
-        (core,) = process.children()
-        maps_torch = any("torch" in mapped.path for mapped in process.memory_maps())
-        return Start(ready, process.memory_info().rss, core.memory_info().rss, maps_torch)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
+        maps_torch = any("torch" in mapped.path for mapped in server.process.memory_maps())
+        return Start(ready, server.process.memory_info().rss, server.core.memory_info().rss, maps_torch)
 
 
 def startup_table(repeats: int = STARTS) -> Table:
@@ -82,16 +74,15 @@ def startup_table(repeats: int = STARTS) -> Table:
 # it reuses, and a loader can only use the first kind.
 
 LOADS = 5
-_LAYERS, _HIDDEN, _INTERMEDIATE, _VOCABULARY, _HEADS, _HEAD_DIM = 14, 1024, 3072, 65536, 16, 64
-_SHARDS = 4
 
 
 def loading_table(repeats: int = LOADS) -> Table:
     """Medians over `repeats` processes a measurement, in turn."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        model_bytes = _write_checkpoint(directory)
-        shard_bytes = max(file.stat().st_size for file in directory.glob("*.safetensors"))
+        _write_checkpoint(directory)
+        shards = [file.stat().st_size for file in directory.glob("*.safetensors")]
+        model_bytes = sum(shards)
         seconds: dict[str, list[float]] = {}
         peaks = []
         for _ in range(repeats + 1):
@@ -110,59 +101,29 @@ def loading_table(repeats: int = LOADS) -> Table:
             ("load", "load the model"),
         )
     ]
-    beyond = max(peaks) - model_bytes - shard_bytes
+    beyond = max(peaks) - model_bytes - max(shards)
     rows.append((f"peak beyond the model and a shard: {beyond / 1e6:.0f} MB", "", ""))
     return Table(
         "Loading",
-        f"A checkpoint of {model_bytes / 1e6:.0f} MB in {_SHARDS} files, in the page cache; medians of {repeats}.",
+        f"A checkpoint of {model_bytes / 1e6:.0f} MB in {len(shards)} files, in the page cache; medians of {repeats}.",
         "at least 70 % of the read bandwidth; peak memory at most the model, one file and 300 MB.",
         ("", "s", "GB/s"),
         rows,
     )
 
 
-def _write_checkpoint(directory: Path) -> int:
-    """A Llama of random weights in bfloat16; its bytes."""
-    import torch
-    from safetensors.torch import save_file
+def _write_checkpoint(directory: Path) -> None:
+    from transformers import LlamaConfig
 
-    layer = {
-        "self_attn.q_proj": (_HEADS * _HEAD_DIM, _HIDDEN),
-        "self_attn.k_proj": (_HEADS * _HEAD_DIM, _HIDDEN),
-        "self_attn.v_proj": (_HEADS * _HEAD_DIM, _HIDDEN),
-        "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD_DIM),
-        "mlp.gate_proj": (_INTERMEDIATE, _HIDDEN),
-        "mlp.up_proj": (_INTERMEDIATE, _HIDDEN),
-        "mlp.down_proj": (_HIDDEN, _INTERMEDIATE),
-        "input_layernorm": (_HIDDEN,),
-        "post_attention_layernorm": (_HIDDEN,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        f"model.layers.{index}.{name}.weight": shape for index in range(_LAYERS) for name, shape in layer.items()
-    }
-    shapes["model.embed_tokens.weight"] = shapes["lm_head.weight"] = (_VOCABULARY, _HIDDEN)
-    shapes["model.norm.weight"] = (_HIDDEN,)
-    names = sorted(shapes)
-    weight_map = {}
-    for shard in range(_SHARDS):
-        file = f"model-{shard + 1:05}-of-{_SHARDS:05}.safetensors"
-        mine = names[shard::_SHARDS]
-        save_file({name: torch.rand(shapes[name]).bfloat16() for name in mine}, directory / file)
-        weight_map.update(dict.fromkeys(mine, file))
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": _VOCABULARY,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INTERMEDIATE,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "dtype": "bfloat16",
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    config = LlamaConfig(
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=14,
+        num_attention_heads=16,
+        max_position_embeddings=4096,
+    )
+    write_random(directory, config, largest_file="180MB")
 
 
 def _load(directory: Path) -> float:
@@ -216,7 +177,6 @@ def _measure(what: str, directory: Path) -> None:
 # dies.  The server that is killed is a real one; what the journal costs is seen on one engine in this process, with
 # the journal and without in turn.
 
-ROOT = Path(__file__).parent.parent
 KILLS = 7
 ROUNDS = 15
 STREAMS = 32
@@ -224,48 +184,20 @@ TOKENS = 400
 STEPS = 2000
 
 
-class Served:
-    """`kaon serve` with the embedded model."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", "--cpu-kvcache-gib", "0.25"]
-        self.process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, text=True)
-        line: str = self.process.stdout.readline()
-        self.port = int(next(word for word in line.split() if word.startswith("http://")).rpartition(":")[2])
-
-    def kill_core(self) -> None:
-        (core,) = (child for child in self.process.children() if CORE_MODULE in child.cmdline())
-        core.kill()
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-
-
-async def stream(port: int, tokens: int, arrivals: list[float] | None = None) -> None:
+async def _stream(server: Served, arrivals: list[float]) -> None:
     """One stream to its end. The times at which its chunks came go to `arrivals`."""
-    fields = {"model": "kaon-demo", "prompt": "A story", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    body = json.dumps({**fields, "temperature": 0})
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-    )
-    while line := await reader.readline():
-        if arrivals is not None and line.startswith(b"data: {"):
-            arrivals.append(time.monotonic())
-        if line == b"data: [DONE]\n":
-            writer.close()
-            return
-    raise RuntimeError("the stream was cut")
+    body = {"model": "kaon-demo", "prompt": "A story", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+    async for _ in chunks(server.port, "/v1/completions", body):
+        arrivals.append(time.monotonic())
 
 
 async def recovery(server: Served, streams: int) -> tuple[float, float]:
     """Seconds from the core's kill to the first token of the first and of the last stream that goes on."""
     arrivals: list[list[float]] = [[] for _ in range(streams)]
-    tasks = [asyncio.create_task(stream(server.port, 2000, times)) for times in arrivals]
+    tasks = [asyncio.create_task(_stream(server, times)) for times in arrivals]
     while min(map(len, arrivals)) < 50:
         await asyncio.sleep(0.01)
-    server.kill_core()
+    server.core.kill()
     killed = time.monotonic()
     await asyncio.gather(*tasks)
     # What was on its way when the core died still arrives; the silence after it is the longest there is.
@@ -332,12 +264,9 @@ def journal_cost() -> tuple[float, float]:
 
 def recovery_table(kills: int = KILLS) -> Table:
     """Medians."""
-    server = Served()
-    try:
+    with Served("--cpu-kvcache-gib", "0.25") as server:
         alone = [asyncio.run(recovery(server, 1))[0] for _ in range(kills)]
         many = [asyncio.run(recovery(server, STREAMS)) for _ in range(kills)]
-    finally:
-        server.end()
     microseconds, size = journal_cost()
     compared = ratios()
     firsts, lasts = zip(*many, strict=True)

@@ -1,10 +1,7 @@
 """Host time of an engine step: the scheduler's loop with a stub for the model, and what a grammar adds."""
 
 import itertools
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -15,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Table
+from benchmarks.served import Served
 from engine.batch import ScheduledBatchOutput
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
@@ -134,18 +132,11 @@ class WideTokenizer:
 
 def first_use_milliseconds() -> tuple[float, float, float]:
     """From request to one-token answer over HTTP: a server's first schema ever, new ones after it, a known one."""
-    command = [sys.executable, "-m", "server", "serve", "--port", "0", "--log-level", "warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            url = next(word for word in process.stdout.readline().split() if word.startswith("http://"))
-            with httpx.Client(base_url=url, timeout=30) as client:
-                ask(client, None)
-                first = ask(client, schema())
-                others = [ask(client, schema(str(number))) for number in range(9)]
-                known = [ask(client, schema()) for _ in range(9)]
-        finally:
-            process.send_signal(signal.SIGINT)
+    with Served() as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        ask(client, None)
+        first = ask(client, schema())
+        others = [ask(client, schema(str(number))) for number in range(9)]
+        known = [ask(client, schema()) for _ in range(9)]
     return first, statistics.median(others), statistics.median(known)
 
 

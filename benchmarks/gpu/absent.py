@@ -1,8 +1,6 @@
 """A GPU that is not there: kernels are launched as for it and compute nothing; and the engine's loop on top of it."""
 
-import json
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from triton.runtime import driver
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import Case, Values
-from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner
+from benchmarks.gpu.steps import BLOCK_SIZE, Loop, SizedRunner, load_shape
 from engine.config.config import Config
 from engine.core.scheduler import Scheduler
 from engine.runner import loaded_model
@@ -29,7 +27,6 @@ from engine.runner.device import Graph, HostDevice
 from engine.runner.graphs import GraphRunner
 from engine.runner.kv_cache import PageCommitter
 from engine.runner.launched_step import LaunchedStep
-from engine.runner.loaded_model import load_model
 from engine.runner.model_runner import ModelRunner
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
@@ -195,21 +192,7 @@ def _loop(bench: Bench, batch: int, *, has_graphs: bool) -> Loop:
         enforce_eager=not has_graphs,
         **({"cudagraph_capture_sizes": (batch,)} if has_graphs else {}),
     )
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(_FIELDS))
-        model_config = ModelConfig.from_checkpoint(Path(name))
-        backend = TritonAttentionBackend(bench.device)
-        loaded = load_model(
-            config,
-            Path(name),
-            model_config,
-            bench.device,
-            bench.dtype,
-            operators=None,
-            backend=backend,
-            seam=IdleDevice(),
-            read_weights=weights_of_ones,
-        )
+    loaded = load_shape(bench, config, _FIELDS, IdleDevice(), weights_of_ones)
     assert config.num_kvcache_blocks is not None
     runner = SizedRunner(loaded, config.num_kvcache_blocks)
     # A GPU's memory is committed when it is taken.

@@ -214,7 +214,7 @@ def section(described: Mapping[str, str], findings: Sequence[Finding]) -> str:
         found = [finding for finding in findings if finding.part == part.name]
         if found:
             parts.append(
-                f"### {part.title}\n\n{part.what}\n\nTarget: {part.target}\n\n" + "\n".join(_table(found)) + "\n"
+                f"### {part.title}\n\n{part.what}\n\nTarget: {part.target}\n\n" + "\n".join(table(found)) + "\n"
             )
     return "\n".join(parts)
 
@@ -230,7 +230,7 @@ def as_text(part: Part, findings: Sequence[Finding]) -> str:
     return "\n".join((part.title, *lines, ""))
 
 
-def _table(findings: Sequence[Finding]) -> list[str]:
+def table(findings: Sequence[Finding]) -> list[str]:
     """Lines of a Markdown table."""
     heads, *rows = _cells(findings)
     dashes = ["---", *("---:" for _ in heads[1:])]

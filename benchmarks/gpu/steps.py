@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,12 @@ from engine.core.scheduler import Scheduler
 from engine.core.step_pipeline import StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import RequestOutput
+from engine.runner.device import Device
 from engine.runner.launched_step import LaunchedStep
-from engine.runner.loaded_model import load_model
+from engine.runner.loaded_model import LoadedModel, load_model
 from engine.runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.sequence import Sequence as EngineSequence
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.context import set_kv_cache_data
@@ -132,6 +132,25 @@ class SizedRunner(ModelRunner):
         return self.caches.block_bytes // BLOCK_SIZE
 
 
+def load_shape(
+    bench: Bench, config: Config, fields: Mapping[str, Any], seam: Device, read_weights: Callable[..., CausalLM]
+) -> LoadedModel:
+    """A model of these fields of config.json, which attends by Triton."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(fields))
+        return load_model(
+            config,
+            Path(name),
+            ModelConfig.from_checkpoint(Path(name)),
+            bench.device,
+            bench.dtype,
+            operators=None,
+            backend=TritonAttentionBackend(bench.device),
+            seam=seam,
+            read_weights=read_weights,
+        )
+
+
 def runner_of(
     bench: Bench, shape: str, *, max_num_seqs: int, max_model_len: int, num_blocks: int, sizes: tuple[int, ...] = ()
 ) -> SizedRunner:
@@ -153,21 +172,7 @@ def runner_of(
         enforce_eager=not sizes,
         **({"cudagraph_capture_sizes": sizes} if sizes else {}),
     )
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(fields_of(bench, shape)))
-        model_config = ModelConfig.from_checkpoint(Path(name))
-        backend = TritonAttentionBackend(bench.device)
-        loaded = load_model(
-            config,
-            Path(name),
-            model_config,
-            bench.device,
-            bench.dtype,
-            operators=None,
-            backend=backend,
-            seam=bench.seam,
-            read_weights=random_weights,
-        )
+    loaded = load_shape(bench, config, fields_of(bench, shape), bench.seam, random_weights)
     needed, free = num_blocks * loaded.layer_caches().block_bytes, bench.free_bytes()
     if needed > free:
         raise MemoryError(f"a KV cache of {needed / 2**30:.1f} GiB does not fit, {free / 2**30:.1f} GiB are free")
@@ -424,7 +429,7 @@ class Loop:
         params = SamplingParams(temperature=0.0, max_tokens=steps + _GAP_WARM + 8, ignore_eos=True)
         vocab_size = runner.model_config.vocab_size
         self.scheduler.extend(
-            EngineSequence(random_ids(context, vocab_size, row), BLOCK_SIZE, params, id=row) for row in range(batch)
+            Sequence(random_ids(context, vocab_size, row), BLOCK_SIZE, params, id=row) for row in range(batch)
         )
         self.num_outputs = 0
         while self.num_outputs < batch:
