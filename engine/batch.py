@@ -157,6 +157,7 @@ class ScheduledBatchOutput:
     `token_ids` has the tokens accepted for a sequence; a row whose prompt is not yet fully computed is absent.
     `draft_token_ids` has the drafts for its next step, of drafters that run in the worker. `logprobs` has one entry a
     token, for the rows that asked for them; `prompt_logprobs` one entry a token of the batch's `prompt_spans`.
+    `vectors` has the vector, as float32 in bytes, of each row whose prompt is pooled and is now fully computed.
     `errors` has the reason for each row that could not be sampled, which is absent from the other fields, and
     `refusals` the same where the request itself left no token to sample.
     """
@@ -167,6 +168,7 @@ class ScheduledBatchOutput:
     errors: dict[int, str] | None = None
     refusals: dict[int, str] | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
+    vectors: dict[int, bytes] | None = None
     req_ids: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

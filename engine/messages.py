@@ -22,11 +22,23 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The token's rank by probability, from 1; 0: unknown."""
 
 
+class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is wanted of a prompt that is pooled: one vector, and no token."""
+
+    dimensions: int | None = None
+    """Leading elements of the vector that are kept (Matryoshka); None: all."""
+    activate: bool = True
+    """Apply the model's last function: to unit length for embeddings, to probabilities for classes."""
+    first_text_tokens: int | None = None
+    """Of a pair of texts, the tokens of the first, for models whose embedding tells the two apart; None: one text."""
+
+
 class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     """The tokens that one engine step sampled for one request. A request's last output has `finished` set.
 
     `finish_reason` is the engine's: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `grammar` (no token may
-    follow), `abort` or `error` (then `error` has the reason); `openai_finish_reason` translates it.
+    follow), `pooled` (then `vector` is set), `abort` or `error` (then `error` has the reason); `openai_finish_reason`
+    translates it.
     """
 
     request_id: int
@@ -48,6 +60,8 @@ class RequestOutput(msgspec.Struct, array_like=True, gc=False):
     time: float | None = None
     """When the tokens were read from the device. On the wire: seconds since `AddRequest.sent_time`; the front end's
     journal makes it a time on its `time.monotonic` clock. None where no step brought the output."""
+    vector: bytes | None = None
+    """Of a request that pools its prompt: little-endian float32."""
 
 
 def terminal_output(
@@ -92,6 +106,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     """It was in the step in which the last core died: it is computed alone in its first step."""
     owner: str = ""
     """The party among which the scheduler shares its time fairly."""
+    pooling: PoolingParams | None = None
+    """Pool the prompt to a vector, and generate nothing; `sampling_params` then has a `max_tokens` of 0."""
     sent_time: float = 0.0
     """When the front end sent it, on that host's `time.monotonic` clock; set by the journal."""
 

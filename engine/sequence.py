@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Self
 
-from engine.messages import AddRequest, TokenLogprobs
+from engine.messages import AddRequest, PoolingParams, TokenLogprobs
 from engine.sampling_params import SamplingParams
 from kvcache.hashing import chain_salt
 
@@ -60,6 +60,7 @@ class Sequence:
         is_suspect: bool = False,
         sent_time: float | None = None,
         owner: str = "",
+        pooling: PoolingParams | None = None,
     ) -> None:
         """`resumed_token_ids` were generated in a core that died; they are computed as the prompt is.
 
@@ -112,6 +113,8 @@ class Sequence:
         """State of the request's grammar after the tokens generated so far; set before the sequence is queued."""
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling_params.prompt_logprobs is None else []
         """Those computed so far of the prompt's tokens after the first; None: not asked for, or sent."""
+        self.pooling = pooling
+        """How the prompt is pooled to a vector, with which the sequence ends; None: it generates."""
 
         self.sent_time = time.monotonic() if sent_time is None else sent_time
         self.arrive_time = time.time()
@@ -137,6 +140,7 @@ class Sequence:
             is_suspect=request.suspect,
             sent_time=sent_time,
             owner=request.owner,
+            pooling=request.pooling,
         )
 
     def __len__(self) -> int:

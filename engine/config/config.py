@@ -403,6 +403,12 @@ class Config(Section):
     model_impl: Literal["auto", "kaon", "transformers"] = "auto"
     """Whose model code runs: `kaon`'s, transformers' own, or by default Kaon's where it has the architecture."""
 
+    task: tuple[Literal["generate", "embed", "classify"], ...] = ()
+    """What the model is served for, as `generate,embed`; default: as its checkpoint says, else `generate`."""
+
+    matryoshka: Literal["auto", "on", "off"] = "auto"
+    """Whether embeddings may be cut to fewer `dimensions`; `auto`: as the checkpoint says."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
 

@@ -105,6 +105,8 @@ class DPEngineCoreProc(EngineCore):
         *,
         window: int | None = None,
         blocks_at_first: int | None = None,
+        splits_prompts: bool = True,
+        generates: bool = True,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
     ) -> None:
@@ -116,6 +118,8 @@ class DPEngineCoreProc(EngineCore):
             output_queue,
             window=window,
             blocks_at_first=blocks_at_first,
+            splits_prompts=splits_prompts,
+            generates=generates,
             prepare_ahead=prepare_ahead,
             record=record,
         )

@@ -18,6 +18,7 @@ from engine.core.step_pipeline import ModelRunnerInterface, OnRead, StepPipeline
 from engine.distributed.flight_record import FlightRecord
 from engine.messages import (
     AbortRequests,
+    PoolingParams,
     RequestOutput,
     Shutdown,
     StepOutputs,
@@ -55,14 +56,20 @@ class EngineCore:
         *,
         window: int | None = None,
         blocks_at_first: int | None = None,
+        splits_prompts: bool = True,
+        generates: bool = True,
         prepare_ahead: Callable[[], bool] | None = None,
         record: FlightRecord | None = None,
     ) -> None:
-        """`window` and `blocks_at_first` are the scheduler's. `record` names the sequences in the steps that run.
+        """`window`, `blocks_at_first` and `splits_prompts` are the scheduler's. `generates`: False where all that the
+        model does is to pool prompts. `record` names the sequences in the steps that run.
 
         `prepare_ahead`, called while the core is idle, makes later steps faster, and returns whether to call it again.
         """
-        self.scheduler = Scheduler(config, window=window, blocks_at_first=blocks_at_first)
+        self.scheduler = Scheduler(
+            config, window=window, blocks_at_first=blocks_at_first, splits_prompts=splits_prompts
+        )
+        self._canary_pooling = None if generates else PoolingParams()
         self.runner = runner
         self.input_queue = input_queue
         self.output_queue = output_queue
@@ -97,7 +104,8 @@ class EngineCore:
         """Run one request of one token through scheduler and model. Raises `RuntimeError` if that does not work."""
         error = self._try_canary()
         if error is not None:
-            raise RuntimeError(f"the model produced no token: {error}")
+            what = "token" if self._canary_pooling is None else "vector"
+            raise RuntimeError(f"the model produced no {what}: {error}")
 
     def pull_and_process_input_queue(self) -> None:
         """Take in all messages that have arrived. With nothing to compute, answer them and wait for another."""
@@ -207,7 +215,7 @@ class EngineCore:
         def compute(batch: ScheduledBatch, seqs: dict[int, Sequence]) -> FailedStep | None:
             return self._compute(batch, seqs, lambda read, kind, seconds: outputs.extend(read))
 
-        canary = Sequence([0], self._block_size, _CANARY_PARAMS, id=_CANARY_ID)
+        canary = Sequence([0], self._block_size, _CANARY_PARAMS, id=_CANARY_ID, pooling=self._canary_pooling)
         self.scheduler.add(canary)
         failed = self._isolation.run([canary], compute)
         if failed is not None:

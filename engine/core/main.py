@@ -182,6 +182,8 @@ def _core(loaded: LoadedModel, sockets: CoreSockets, record: FlightRecord, links
     options: dict[str, Any] = {
         "window": loaded.window,
         "blocks_at_first": loaded.blocks_at_first,
+        "splits_prompts": loaded.splits_prompts,
+        "generates": loaded.generates,
         "prepare_ahead": runner.prepare_ahead,
         "record": record,
     }

@@ -109,12 +109,14 @@ class Scheduler:
         *,
         window: int | None = None,
         blocks_at_first: int | None = None,
+        splits_prompts: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`window`: tokens that a query sees in the model's widest layer, its own included; None: all before it.
 
         With a window, a sequence gives back the blocks that none of its later tokens sees. `blocks_at_first`: initial
-        size of a cache that grows with its use; None: all of it. `clock` is that of `Sequence.arrive_time`.
+        size of a cache that grows with its use; None: all of it. `splits_prompts`: False where each token sees the
+        whole prompt, which is then computed in one step. `clock` is that of `Sequence.arrive_time`.
         """
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -123,6 +125,7 @@ class Scheduler:
         self.stop_token_ids = frozenset(config.stop_token_ids or ())
         self.block_manager = BlockManager(config, blocks_at_first=blocks_at_first)
         self.window = window
+        self.splits_prompts = splits_prompts
         self.waiting = WaitingQueue(getattr(config, "priority_aging_seconds", DEFAULT_AGING_SECONDS))
         self.running: deque[Sequence] = deque()
         self.prev_time = 0.0
@@ -195,6 +198,8 @@ class Scheduler:
         """Make steps smaller than one that ran out of memory. False where it cannot be smaller."""
         if self.drafts.suspend():
             return True
+        if not self.splits_prompts and num_rows == 1:
+            return False
         if not self.limits.shrink(num_tokens, num_rows):
             return False
         while len(self.running) > self.limits.num_rows:
@@ -312,8 +317,12 @@ class Scheduler:
             num_cached = self.block_manager.count_cached_tokens(seq)
             num_new = max(1, seq.num_tokens - num_cached)
             count = min(num_new, step.budget)
-            if count < num_new and not self._may_split(step, num_new):
-                break
+            if count < num_new:
+                if not self.splits_prompts and not step.seqs:
+                    # It is computed alone, however long it is.
+                    count = num_new
+                elif not self._may_split(step, num_new):
+                    break
             if not self.block_manager.can_allocate(seq):
                 break
             self.waiting.popleft()
@@ -321,6 +330,8 @@ class Scheduler:
 
     def _may_split(self, step: StepBuilder, num_new: int) -> bool:
         """Whether a prompt that the rest of the budget cannot hold starts with a chunk."""
+        if not self.splits_prompts:
+            return False
         return self.mixed or (num_new > self.limits.num_tokens and not step.num_prefills)
 
     def _admit(self, step: StepBuilder, seq: Sequence, start: int, count: int) -> None:
@@ -532,6 +543,8 @@ class Scheduler:
                     accepted.clear()
                     seq.leave_reason = output.finish_reason = "max_tokens"
             outputs.append(output)
+        if fwd_output.vectors:
+            outputs += self._take_vectors(seqs, fwd_output.vectors, now, finished)
         if self.use_spec:
             self.retract(self.drafts.take(seqs, fwd_output, verified))
         if fwd_output.logprobs:
@@ -549,6 +562,28 @@ class Scheduler:
         if refusals:
             outputs += self._fail_rows(seqs, refusals, bad_request=True)
         return finished, outputs
+
+    def _take_vectors(
+        self, seqs: list[Sequence], vectors: Mapping[int, bytes], now: float, finished: list[Sequence]
+    ) -> list[RequestOutput]:
+        """The outputs of sequences whose prompts a step has pooled, which are added to `finished`.
+
+        Vectors of sequences that no longer run are dropped.
+        """
+        outputs = []
+        for seq in seqs:
+            vector = vectors.get(seq.id)
+            if vector is None or seq.status is not SequenceStatus.RUNNING or seq in self._prefilling:
+                continue
+            seq.first_token_time = time.time()
+            seq.leave_reason = "pooled"
+            output = RequestOutput(seq.id, [], finished=True, finish_reason="pooled", time=now - seq.sent_time)
+            output.queue_time = max(0.0, seq.schedule_time - seq.arrive_time)
+            output.num_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+            output.vector = vector
+            finished.append(seq)
+            outputs.append(output)
+        return outputs
 
     def _set_ends(self, seq: Sequence) -> None:
         """Note on a sequence which tokens may end it, and the length that does."""

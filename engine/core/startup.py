@@ -56,6 +56,10 @@ class LoadedModel(NamedTuple):
     """Initial blocks of a KV cache that grows with its use; None: all."""
     world: "World | None" = None
     """The group of the replicas that compute in lockstep."""
+    splits_prompts: bool = True
+    """Whether a prompt may be computed in several steps."""
+    generates: bool = True
+    """Whether the model generates tokens; otherwise it only pools prompts."""
 
 
 def load_model(
@@ -122,6 +126,8 @@ def load_model(
         window=runner.window,
         blocks_at_first=runner.blocks_at_first,
         world=world,
+        splits_prompts=not loaded.is_encoder,
+        generates=loaded.generates,
     )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from engine.batch import AppendedBlocks, PromptSpan, ScheduledBatch
 from engine.distributed.step_transport import StepTransport
+from engine.messages import PoolingParams
 from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 
@@ -31,6 +32,7 @@ class NewRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: list[int]
     block_table: list[int]
     adapter: int
+    pooling: PoolingParams | None = None
 
 
 class StepMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -92,7 +94,9 @@ def encode_step(
             num_scheduled_tokens=batch.num_scheduled_tokens,
             context_lens=batch.context_lens,
             num_decodes=batch.total_seqs_num_decode,
-            new_rows=[NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter) for seq in batch.new_seqs],
+            new_rows=[
+                NewRow(seq.slot, seq.token_ids, seq.block_table, seq.adapter, seq.pooling) for seq in batch.new_seqs
+            ],
             appended_blocks=batch.appended_blocks,
             prompt_spans=[(span.first, len(span.token_ids)) for span in batch.prompt_spans],
             is_greedy=is_greedy,
@@ -123,7 +127,7 @@ def rank_batch(message: StepMessage, block_size: int) -> RankBatch:
 
 
 def _sequence(row: NewRow, block_size: int) -> Sequence:
-    seq = Sequence(row.token_ids, block_size, _GREEDY, id=-1, adapter=row.adapter)
+    seq = Sequence(row.token_ids, block_size, _GREEDY, id=-1, adapter=row.adapter, pooling=row.pooling)
     seq.slot, seq.block_table = row.slot, row.block_table
     return seq
 

@@ -26,8 +26,10 @@ from engine.distributed.rank_steps import RankGroup
 from engine.runner.loaded_model import LoadedModel, load_model, start_operators
 from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
 from models.architectures.config import CheckpointConfig, ModelConfig
+from models.architectures.registry import ARCHITECTURES
 from models.attention.backend import require_backend
 from models.config.fields import Fields
+from models.config.pooling import PoolingConfig, read_pooling
 from models.loading.checkpoint import read_checkpoint_config
 from models.ops import registry as backends
 from models.ops.aiter.cases import Sizes
@@ -161,8 +163,11 @@ def load_rank(
     `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
     """
     _require_quantization(config.quantization_config.quantization, path)
-    model_config = read_checkpoint_config(path, config.model_impl)
-    config = _with_checkpoint(config, model_config)
+    pooling = read_pooling(
+        path, config.task, has_architecture=ARCHITECTURES.__contains__, matryoshka=config.matryoshka
+    )
+    model_config = read_checkpoint_config(path, config.model_impl, pooling)
+    config = _with_checkpoint(config, model_config, pooling)
     device = _resolve_device(config, shard, share)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
     _choose_kernels(device, config.kernel_backend, sizes)
@@ -205,10 +210,12 @@ def load_rank(
         parallel=parallel,
         available_bytes=share.available_bytes if shard is None else shard.available_bytes,
         num_local_replicas=share.num_local,
+        pooling=pooling,
         progress=sys.stderr.isatty() and (shard is None or shard.rank == 0),
     )
     if config.enable_prefix_caching and not loaded.config.enable_prefix_caching:
-        logger.info("prefix caching is off: %s keeps a state that no prefix shares", model_config.architecture)
+        why = "keeps a state that no prefix shares" if pooling is None else "pools the hidden states of whole prompts"
+        logger.info("prefix caching is off: %s %s", model_config.architecture, why)
     if loaded.layer_caches().have_states and (caution := ptxas.caution(device)) is not None:
         logger.info("%s", caution)
     return LoadedRank(loaded, pinned, group, world)
@@ -377,8 +384,16 @@ def _choose_kernels(device: torch.device, wanted: Sequence[str], sizes: Sizes) -
         logger.log(logging.WARNING if choice.reason else logging.INFO, "%s", choice)
 
 
-def _with_checkpoint(config: Config, model: CheckpointConfig) -> Config:
+def _with_checkpoint(config: Config, model: CheckpointConfig, pooling: PoolingConfig | None) -> Config:
     """`config` with what the checkpoint decides. Raises `ValueError` for a context beyond the model's own."""
+    own = model.max_model_len
+    if pooling is not None and pooling.max_length is not None:
+        own = max(2, min(own, pooling.max_length))
+    max_model_len = config.max_model_len or own
+    max_num_batched_tokens = config.max_num_batched_tokens
+    if pooling is not None and pooling.is_encoder:
+        # It computes a prompt in one step.
+        max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ValueError(
             f"max_model_len is {config.max_model_len}, but the checkpoint's context is {model.max_model_len} tokens; "
@@ -389,7 +404,8 @@ def _with_checkpoint(config: Config, model: CheckpointConfig) -> Config:
         eos = model.eos_token_ids[0]
     return config.model_copy(
         update={
-            "max_model_len": config.max_model_len or model.max_model_len,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
             "bos_token_id": model.bos_token_id if config.bos_token_id is None else config.bos_token_id,
             "eos_token_id": eos,
             "stop_token_ids": config.stop_token_ids or tuple(token for token in model.eos_token_ids if token != eos),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import AppendedBlocks, PromptSpan
+from engine.messages import PoolingParams
 from engine.sampling.parameters import SamplingColumns, SamplingRows
 from engine.sampling.verification import accepted_positions
 from engine.sequence import Sequence
@@ -40,12 +41,28 @@ class StepRows(Protocol):
     def draft_tokens(self) -> list[int]: ...
 
 
+class PooledSpan(NamedTuple):
+    """A step's tokens of a prompt that is pooled."""
+
+    row: int
+    slot: int
+    first: int
+    """Index of its first token among the step's."""
+    end: int
+    """Index after its last."""
+    position: int
+    """Of its first token in the prompt."""
+    is_last: bool
+    """Whether it ends the prompt."""
+    params: PoolingParams
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's arrays: B rows, decodes first, of T tokens together. At S positions a token is sampled.
 
     A row is sampled after its last known token; one that verifies drafts after each draft as well, and one that
-    computes only a part of a prompt not at all.
+    computes only a part of a prompt, or whose prompt is pooled, not at all.
     """
 
     input_ids: npt.NDArray[np.int64]  # [T]
@@ -71,6 +88,8 @@ class StepInputs:
     """Tokens of a decode: one, and the drafts that are verified with it."""
     has_drafts: bool = False
     """Whether a row verifies drafts."""
+    pooled: Rows[PooledSpan] = ()
+    """The rows whose prompts are pooled; no token is sampled for them."""
 
     @property
     def sampled_positions(self) -> npt.NDArray[np.int64]:
@@ -144,6 +163,8 @@ class InputBatch:
         self._num_read = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens of each slot that the host knows: the last one may have been sampled and not read yet."""
         self._adapters: npt.NDArray[np.int32] | None = None
+        self._pooling: dict[int, PoolingParams] = {}
+        """Of the slots whose sequences pool their prompts."""
         self._sampling = SamplingColumns(max_num_seqs=max_num_seqs, vocab_size=vocab_size, seed=seed)
 
     @property
@@ -187,6 +208,10 @@ class InputBatch:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         num_tokens = self._num_tokens[slots]
         sampled = np.flatnonzero(seq_lens >= num_tokens)
+        pooled: list[PooledSpan] = []
+        if self._pooling:
+            pooled = self._pooled_spans(slots, seq_lens, query_lens, ends)
+            sampled = np.setdiff1d(sampled, [span.row for span in pooled], assume_unique=True)
         last_tokens = ends[sampled] - 1
         slot_mapping = self._block_table[token_slots, blocks] * np.int64(self.block_size) + offsets
         if drafts:
@@ -224,7 +249,25 @@ class InputBatch:
             adapters=self._adapters_of(slots),
             query_len=query_len,
             has_drafts=bool(drafts),
+            pooled=pooled,
         )
+
+    def _pooled_spans(
+        self,
+        slots: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int64],
+        query_lens: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+    ) -> list[PooledSpan]:
+        """# 4 x [B]; `ends`: the index after each row's last token."""
+        spans = []
+        for row, slot in enumerate(slots.tolist()):
+            params = self._pooling.get(slot)
+            if params is not None:
+                length, count, end = int(seq_lens[row]), int(query_lens[row]), int(ends[row])
+                is_last = length >= self._num_tokens[slot]
+                spans.append(PooledSpan(row, slot, end - count, end, length - count, bool(is_last), params))
+        return spans
 
     def sampling_rows(self, inputs: StepInputs) -> SamplingRows:
         """`inputs.sampling`, once the tokens of all earlier steps have been read."""
@@ -272,6 +315,10 @@ class InputBatch:
             self._adapters = np.zeros(len(self._num_tokens), dtype=np.int32)
         if self._adapters is not None:
             self._adapters[slot] = seq.adapter
+        if seq.pooling is not None:
+            self._pooling[slot] = seq.pooling
+        elif self._pooling:
+            self._pooling.pop(slot, None)
         self._sampling.write(slot, seq)
 
 

@@ -6,17 +6,19 @@ Sampled tokens stay on the device by slot; a row whose last token has not been r
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from engine.batch import ScheduledBatch, ScheduledBatchOutput
 from engine.messages import TokenLogprobs
 from engine.runner.device import Download, oom_in_step
 from engine.runner.input_batch import StepInputs
+from engine.runner.pooling import PooledVectors
 from engine.sampling.parameters import SamplingRows
 from engine.sampling.sampler import LaunchedTokens, SampledTokens
 from engine.sampling.verification import NO_TOKEN, accepted_positions, is_verifying
 
 if TYPE_CHECKING:
-    from engine.runner.model_runner import ModelRunner
+    from engine.runner.model_runner import ModelRunner, StepResult
 
 
 class LaunchedStep:
@@ -28,13 +30,14 @@ class LaunchedStep:
         batch: ScheduledBatch,
         inputs: StepInputs,
         slots: torch.Tensor,
-        logits: torch.Tensor | LaunchedTokens,
-        prompt_logprobs: dict[int, list[TokenLogprobs]] | None,
+        result: "StepResult",
     ) -> None:
         """`slots`: those that sample, on the device."""
         self._runner, self._batch, self._inputs, self._slots = runner, batch, inputs, slots
-        self._logits: torch.Tensor | LaunchedTokens | None = logits
-        self._prompt_logprobs = prompt_logprobs
+        self._logits: torch.Tensor | LaunchedTokens | None = result.logits
+        self._prompt_logprobs = result.prompt_logprobs
+        self._pooled = result.pooled
+        self._vectors = None if result.pooled is None else runner.device_batch.downloads.begin(_words(result.pooled))
         self._tokens: LaunchedTokens | None = None
         self._downloads: list[Download] = []
 
@@ -66,11 +69,22 @@ class LaunchedStep:
             self._runner.device_batch.downloads.give_back(download)
         output = self._runner.finish(self._batch, self._inputs, sampled)
         output.prompt_logprobs = self._prompt_logprobs
+        if self._pooled is not None and self._vectors is not None:
+            shape = self._pooled.values.shape
+            values = self._vectors.wait().view(torch.float32)[: shape.numel()].view(shape).clone()
+            self._runner.device_batch.downloads.give_back(self._vectors)
+            self._runner.add_vectors(output, self._batch, self._pooled, values)
         return output
 
     def wait(self) -> None:
         """Wait until the device has come to the end of what is enqueued. Raises what it failed with."""
         self._runner.device_batch.device.record().synchronize()
+
+
+def _words(pooled: PooledVectors) -> torch.Tensor:
+    """The vectors as the 64-bit words that `Downloads` copies, with one more number where theirs is odd."""
+    flat = pooled.values.flatten()
+    return F.pad(flat, (0, len(flat) % 2)).view(torch.int64)
 
 
 def mark_unusable(sampled: SampledTokens, inputs: StepInputs) -> SampledTokens:

@@ -16,8 +16,11 @@ from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
+from models.config.pooling import PoolingConfig
 from models.layers.base import CausalLM
+from models.layers.pooling import PoolingHead
 from models.loading import loader
+from models.loading.pooling import load_head
 from models.lora.adapters import load_adapters
 from models.ops.cpu import runtime
 from models.ops.cpu.runtime import Library
@@ -45,6 +48,20 @@ class LoadedModel:
     """The CPU's compiled operators, where they compute the model."""
     num_local_replicas: int = 1
     """Replicas that share the host's memory."""
+    pooling: PoolingConfig | None = None
+    """How the model pools prompts; None: it does not."""
+    pooling_head: PoolingHead | None = None
+    """On rank 0, the layers on pooled vectors."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates tokens."""
+        return self.pooling is None or "generate" in self.config.task
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether each token of a prompt sees all others, so that prompts are computed whole."""
+        return self.pooling is not None and self.pooling.is_encoder
 
     @property
     def max_model_len(self) -> int:
@@ -118,12 +135,15 @@ def load_model(
     seam: Device | None = None,
     progress: bool = False,
     read_weights: Callable[..., CausalLM] | None = None,
+    pooling: PoolingConfig | None = None,
 ) -> LoadedModel:
     """Read the checkpoint. Raises `CheckpointError` for a bad one, `ValueError` for one that cannot run so.
 
     `available_bytes`: of the host's memory, for the weights; None: what is available now. `backend`: of attention;
-    None: the device's. `seam`: None for the device's own. `read_weights`: in place of `loader.load_model`.
+    None: the device's. `seam`: None for the device's own. `read_weights`: in place of `loader.load_model`. `pooling`:
+    how the model pools prompts, None where it does not.
     """
+    generates = pooling is None or "generate" in config.task
     available = available_host_memory() if available_bytes is None else available_bytes
     # Rope types that depend on the context's length depend on the length that is served.
     served = dataclasses.replace(model_config, max_model_len=config.max_model_len or model_config.max_model_len)
@@ -137,6 +157,7 @@ def load_model(
             parallel=parallel,
             available_bytes=available if device.type == "cpu" else None,
             weight_bits=ROUNDINGS.get(config.quantization_config.quantization, 16),
+            generates=generates,
         )
     load_adapters(model, config.lora_paths, dtype=dtype, device=device)
     loaded = LoadedModel(
@@ -150,8 +171,12 @@ def load_model(
         parallel=parallel,
         operators=operators,
         num_local_replicas=num_local_replicas,
+        pooling=pooling,
+        pooling_head=None if pooling is None or parallel.rank else load_head(path, pooling, device),
     )
     _compile(loaded)
+    if pooling is not None:
+        loaded = _for_pooling(loaded, pooling)
     if not loaded.layer_caches().have_states:
         return loaded
     if config.num_drafts:
@@ -160,6 +185,20 @@ def load_model(
             "keeps recurrent states, which cannot take back a draft that is rejected; leave it out"
         )
     # What a recurrent layer knows of a prefix is in its sequence's state, and in no block.
+    return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
+
+
+def _for_pooling(loaded: LoadedModel, pooling: PoolingConfig) -> LoadedModel:
+    """The model with the settings that pooling needs. Raises `ValueError` for those that it cannot have."""
+    config, architecture = loaded.config, loaded.model_config.architecture
+    if config.num_drafts and not loaded.generates:
+        raise ValueError(
+            f"num_speculative_tokens is {config.num_drafts}, but {architecture} is served to {pooling.task} and "
+            "generates nothing; leave it out"
+        )
+    if not pooling.reads_all_positions:
+        return loaded
+    # What is pooled are hidden states, and only keys and values are cached.
     return dataclasses.replace(loaded, config=config.model_copy(update={"enable_prefix_caching": False}))
 
 

@@ -9,14 +9,14 @@ run by each rank by itself, in the same order.
 
 import logging
 import time
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from engine.batch import PromptSpan, ScheduledBatch, ScheduledBatchOutput
 from engine.distributed.rank_steps import RankSteps, StepMessage, rank_batch
-from engine.messages import TokenLogprobs
+from engine.messages import PoolingParams, TokenLogprobs
 from engine.runner.device import oom_in_step
 from engine.runner.device_batch import AttentionTarget, DeviceBatch, DeviceBlockTables, DeviceInputs
 from engine.runner.graphs import DecodeGraphs, make_graphs, why_no_graphs
@@ -25,6 +25,7 @@ from engine.runner.kv_cache import PageCommitter
 from engine.runner.launched_step import LaunchedStep, mark_unusable, output_of
 from engine.runner.loaded_model import LoadedModel
 from engine.runner.memory_sizing import CPU_BYTES_AT_FIRST
+from engine.runner.pooling import PooledVectors, PromptPooler, finish_vectors
 from engine.runner.warm_up import StepSizes, WarmUpRow, WarmUpStep, compile_kernels, dummy_batch, dummy_prompt
 from engine.sampling.logprobs import compute_prompt_logits, read_prompt_logprobs
 from engine.sampling.parameters import SamplingRows
@@ -32,7 +33,7 @@ from engine.sampling.sampler import LaunchedTokens, SampledTokens, Sampler, argm
 from engine.speculative.drafts import max_sampled_tokens
 from models.architectures.config import ModelConfig
 from models.architectures.llama import LlamaForCausalLM
-from models.attention.context import Context, forward_context, set_kv_cache_data
+from models.attention.context import Context, EncoderPrompts, forward_context, set_kv_cache_data
 from models.layers.linear import ParallelLMHead
 from models.lora.adapters import group_by_adapter
 from models.ops import triton
@@ -42,6 +43,20 @@ from models.ops.cpu.runtime import Library
 from models.ops.cpu.sampling import GreedyHead
 
 _log = logging.getLogger(__name__)
+
+
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+class StepResult(NamedTuple):
+    """What a step computed, on the device."""
+
+    logits: torch.Tensor | LaunchedTokens  # [S, V] float32
+    """Of the rows that sample a token; the tokens themselves, where each row takes the argmax and the model's head
+    gives it without logits."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] | None
+    pooled: PooledVectors | None
+    """On rank 0."""
 
 
 class ModelRunner:
@@ -113,9 +128,13 @@ class ModelRunner:
         """The model's pass as one call; None where it runs operator by operator."""
         self.greedy_head: GreedyHead | None = None
         """Chooses argmax tokens from hidden states, without logits in between."""
-        if loaded.operators is not None and is_serving:
+        if loaded.operators is not None and is_serving and not loaded.is_encoder:
             self._record(loaded.operators)
         self.sampler = Sampler()
+        self.pooler: PromptPooler | None = None
+        """On rank 0, where the model pools prompts."""
+        if loaded.pooling is not None and loaded.pooling_head is not None:
+            self.pooler = PromptPooler(loaded.pooling, loaded.pooling_head)
         self._dummy: tuple[Context, DeviceInputs] | None = None
         """The token that `dummy_prefill` computes, made once: other replicas wait for that pass."""
         if self.padding_block is not None and self.parallel.size == 1 and loaded.exchange is not None:
@@ -132,7 +151,7 @@ class ModelRunner:
             self.program = record_pass(self.loaded, operators)
         except NotRecordable as reason:
             _log.info("Steps run operator by operator: %s", reason)
-        if isinstance(self.model_config, ModelConfig):
+        if isinstance(self.model_config, ModelConfig) and self.loaded.generates:
             most = self.config.max_num_seqs
             max_rows = max_sampled_tokens(most) if self.config.num_drafts else most
             self.greedy_head = GreedyHead.of(operators, self._shard_logits, self.model_config.hidden_size, max_rows)
@@ -172,7 +191,8 @@ class ModelRunner:
     def run_dummy_step(self, step: WarmUpStep) -> None:
         """Compute dummy sequences. All write to one block: the first, which a real sequence overwrites before use, or
         the spare one."""
-        batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0)
+        pooling = None if self.loaded.generates else PoolingParams()
+        batch = dummy_batch(step, self.config.kv_cache_block_size, self.padding_block or 0, pooling)
         with self.loaded.compiling():
             self._compute(batch)
 
@@ -209,9 +229,9 @@ class ModelRunner:
         with oom_in_step():
             with torch.inference_mode():
                 inputs, on_device = self.prepare_model(batch)
-                logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
+                result = self.run_model(inputs, on_device, batch.prompt_spans)
             self.input_batch.reserve_token(inputs)
-            step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, logits, prompt_logprobs)
+            step = LaunchedStep(self, batch, inputs, on_device.sampled_slots, result)
             if inputs.sampling is not None:
                 step.launch_sampler(inputs.sampling)
         self._last_step_seconds = time.perf_counter() - start
@@ -253,11 +273,13 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 inputs, on_device = self.prepare_model(batch)
-                logits, prompt_logprobs = self.run_model(inputs, on_device, batch.prompt_spans)
+                result = self.run_model(inputs, on_device, batch.prompt_spans)
                 if self.parallel.rank:
                     return ScheduledBatchOutput({})
-                output = self.postprocess(batch, inputs, logits)
-                output.prompt_logprobs = prompt_logprobs
+                output = self.postprocess(batch, inputs, result.logits)
+                output.prompt_logprobs = result.prompt_logprobs
+                if result.pooled is not None:
+                    self.add_vectors(output, batch, result.pooled, result.pooled.values.cpu())
                 return output
         except BaseException as error:
             if self._ranks is not None:
@@ -288,19 +310,15 @@ class ModelRunner:
         target = AttentionTarget(self.backend, self.tables, self.caches.have_states, bool(self.config.lora))
         return inputs, self.device_batch.assemble(padded, self.input_batch.table_changes, target, size)
 
-    def run_model(
-        self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]
-    ) -> tuple[torch.Tensor | LaunchedTokens, dict[int, list[TokenLogprobs]] | None]:
-        """The logits of the rows that sample a token, and the prompts' log probabilities. # [S, V] float32
-
-        The tokens themselves, where each row takes the argmax and the model's head gives it without logits.
-        """
+    def run_model(self, inputs: StepInputs, on_device: DeviceInputs, prompt_spans: list[PromptSpan]) -> StepResult:
+        """Compute the step's tokens, and what is read of their hidden states."""
         num_rows = len(inputs.query_lens)
         context = Context(
             positions=on_device.positions,
             is_prefill=inputs.num_decodes < num_rows,
             batch_size=num_rows,
             graph_bs=on_device.graph_size,
+            prompts=self._encoder_prompts(inputs) if self.loaded.is_encoder else None,
         )
         lora = None
         if inputs.adapters is not None and not on_device.graph_size:
@@ -312,9 +330,12 @@ class ModelRunner:
             prompt_logprobs = None
             if prompt_spans:
                 prompt_logprobs = self._prompt_logprobs(hidden, prompt_spans)
+            pooled = None
+            if inputs.pooled and self.pooler is not None:
+                pooled = self.pooler.pool(hidden, inputs.pooled)
             if len(on_device.last_tokens) < len(hidden):
                 hidden = hidden[on_device.last_tokens]
-            return self._logits_or_tokens(hidden, inputs), prompt_logprobs
+            return StepResult(self._logits_or_tokens(hidden, inputs), prompt_logprobs, pooled)
 
     def postprocess(
         self, batch: ScheduledBatch, inputs: StepInputs, logits: torch.Tensor | LaunchedTokens
@@ -337,6 +358,36 @@ class ModelRunner:
         if self._ranks is not None:
             self._ranks.end(sampled.token_ids.tolist())
         return output_of(batch, inputs, sampled, self.dtype)
+
+    def add_vectors(
+        self, output: ScheduledBatchOutput, batch: ScheduledBatch, pooled: PooledVectors, values: torch.Tensor
+    ) -> None:
+        """Report pooled prompts by sequence; `values` are theirs on the host. # [spans, features] float32"""
+        assert self.pooler is not None
+        function = self.pooler.pooling.function
+        vectors = finish_vectors(values.numpy(), [span.params for span in pooled.spans], function)
+        output.vectors = {}
+        for span, vector in zip(pooled.spans, vectors, strict=True):
+            seq_id = batch.req_ids[span.row]
+            if vector is not None:
+                output.vectors[seq_id] = vector.astype("<f4", copy=False).tobytes()
+                continue
+            output.errors = output.errors or {}
+            output.errors[seq_id] = (
+                f"the model's vector is not finite: the checkpoint is damaged, or its values overflow {self.dtype} "
+                "and need another dtype"
+            )
+
+    def _encoder_prompts(self, inputs: StepInputs) -> EncoderPrompts:
+        """What an encoder needs of the step's prompts, all of them whole."""
+        lengths = inputs.query_lens.tolist()
+        if all(span.params.first_text_tokens is None for span in inputs.pooled):
+            return EncoderPrompts(lengths)
+        is_second = np.zeros(len(inputs.input_ids), dtype=np.int64)
+        for span in inputs.pooled:
+            if span.params.first_text_tokens is not None:
+                is_second[span.first + span.params.first_text_tokens : span.end] = 1
+        return EncoderPrompts(lengths, torch.from_numpy(is_second).to(self.device))
 
     def _hidden_states(self, step: DeviceInputs, num_tokens: int, *, has_adapters: bool) -> torch.Tensor:
         """Of the step's tokens, without those that pad it. # [num_tokens, H]"""
@@ -368,7 +419,9 @@ class ModelRunner:
         return {}
 
     def _logits_or_tokens(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor | LaunchedTokens:
-        """See `run_model`. # [S, H]"""
+        """See `StepResult`. # [S, H]"""
+        if not self.loaded.generates:
+            return LaunchedTokens.of_host(_NO_TOKENS, _NO_TOKENS.astype(np.float32))
         head = self.greedy_head
         if head is not None and (inputs.adapters is not None or len(hidden) > head.max_rows):
             head = None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import ScheduledBatch, StepOutOfMemory
+from engine.messages import PoolingParams
 from engine.runner.device import oom_at_start, oom_in_step
 from engine.runner.device_batch import DeviceInputs
 from engine.sequence import Sequence as EngineSequence
@@ -139,12 +140,15 @@ def _verification(sizes: StepSizes, num_rows: int) -> WarmUpStep:
     return WarmUpStep([WarmUpRow(context, tokens) for context in contexts], num_rows)
 
 
-def dummy_batch(step: WarmUpStep, block_size: int, block: int) -> ScheduledBatch:
-    """A step of dummy sequences, all of whose tokens go to one block. A decode's tokens after the first are drafts."""
+def dummy_batch(step: WarmUpStep, block_size: int, block: int, pooling: PoolingParams | None = None) -> ScheduledBatch:
+    """A step of dummy sequences, all of whose tokens go to one block. A decode's tokens after the first are drafts.
+
+    `pooling`: of their prompts, where the model generates nothing.
+    """
     rows, num_decodes = step
     num_drafts = [row.tokens - 1 if index < num_decodes else 0 for index, row in enumerate(rows)]
     seqs = [
-        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - index)
+        EngineSequence([0] * (row.context - drafts), block_size, id=-1 - index, pooling=pooling)
         for index, (row, drafts) in enumerate(zip(rows, num_drafts, strict=True))
     ]
     for slot, (seq, row) in enumerate(zip(seqs, rows, strict=True)):

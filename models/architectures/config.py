@@ -63,10 +63,13 @@ class ModelConfig(CheckpointConfig):
     """config.json, for fields that only one architecture has."""
 
     @classmethod
-    def from_checkpoint(cls, path: Path) -> "ModelConfig":
-        """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value."""
+    def from_checkpoint(cls, path: Path, architecture: str | None = None) -> "ModelConfig":
+        """Read the checkpoint directory `path`. Raises `CheckpointError` naming file, field and value.
+
+        `architecture`: whose code computes it, where that is not the one that config.json names.
+        """
         config = read_config(path)
-        architecture = _architecture(config)
+        architecture = architecture or _architecture(config)
         facts = ARCHITECTURES[architecture].facts
         config = config.with_defaults(facts.defaults)
         generation = read_generation_config(path)

@@ -15,6 +15,14 @@ from models.attention.backend import AttentionMetaData
 from models.ops.types import LayerCache
 
 
+class EncoderPrompts(NamedTuple):
+    """The prompts of a step, one after the other, as an encoder sees them: whole."""
+
+    lengths: list[int]
+    is_second: torch.Tensor | None = None  # [T] int64
+    """1 for the tokens of a pair's second text; None: there are no pairs."""
+
+
 @dataclass(slots=True)
 class Context:
     """The step as the model sees it."""
@@ -26,6 +34,8 @@ class Context:
     """Rows of the captured graph that replays the step; 0 when it runs eagerly."""
     is_draft: bool = False
     """Whether a draft model runs it."""
+    prompts: EncoderPrompts | None = None
+    """Of an encoder's step."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
+from models.config.pooling import PoolingConfig
 from models.errors import CheckpointError, first_line
 
 _SINGLE_FILE = "model.safetensors"
@@ -122,12 +123,22 @@ class TransformersConfig(CheckpointConfig):
         )
 
 
-def read_checkpoint_config(path: Path, model_impl: ModelImpl = "auto") -> CheckpointConfig:
+def read_checkpoint_config(
+    path: Path, model_impl: ModelImpl = "auto", pooling: PoolingConfig | None = None
+) -> CheckpointConfig:
     """Read the directory `path`: a `ModelConfig` where Kaon's own code runs the model, else a `TransformersConfig`.
 
-    Raises `CheckpointError` naming file, field and value.
+    `pooling`: how the model pools prompts, which Kaon's own code does. Raises `CheckpointError` naming file, field
+    and value.
     """
     config = read_config(path)
+    if pooling is not None:
+        if model_impl == "transformers":
+            raise CheckpointError(
+                f"model_impl is transformers, but a model that is served to {pooling.task} runs by Kaon's own code; "
+                "set it to auto"
+            )
+        return ModelConfig.from_checkpoint(path, pooling.body)
     names = config.values.get("architectures")
     is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):

@@ -6,6 +6,7 @@ those that were not.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -50,6 +51,23 @@ from models.quantization.stored import can_requantize
 _log = logging.getLogger(__name__)
 
 _EXPERTS = ".experts."
+_HEADS = (
+    "lm_head.",
+    "score.",
+    "classifier.",
+    "cls.",
+    "head.",
+    "decoder.",
+    "pooler.",
+    "bert.pooler.",
+    "roberta.pooler.",
+)
+"""Prefixes of tensors on top of a body."""
+_NO_WEIGHTS = (".position_ids", ".token_type_ids")
+"""Ends of the names of buffers that old checkpoints hold."""
+_OLD_NORM = re.compile(r"\.LayerNorm\.(gamma|beta)$")
+_OLD_NORMS = {"gamma": "weight", "beta": "bias"}
+"""Names of a norm's parts in checkpoints that were converted from TensorFlow."""
 _BAR_AFTER_SECONDS = 1.0
 """A shorter load shows no progress bar."""
 
@@ -64,13 +82,15 @@ def load_model(
     parallel: TensorParallel = SINGLE_RANK,
     available_bytes: int | None = None,
     weight_bits: WeightBits = 16,
+    generates: bool = True,
 ) -> CausalLM:
     """The model of the checkpoint directory `path`, this rank's shard of it, converted to `dtype` on `device`.
 
     `progress` shows a bar of files on stderr. `available_bytes`: the most that the weights may take; None: whatever
     the device grants, and a host grants more than it has. `weight_bits` below 16 rounds weights as they are read,
     which
-    needs the CPU operators. Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the
+    needs the CPU operators. `generates`: False for a model that only pools prompts, whose language-model head, if it
+    has one, is left out. Raises `CheckpointError` for a checkpoint that is damaged, does not fit, or is not the
     model that `config` describes.
     """
     if isinstance(config, TransformersConfig):
@@ -88,6 +108,8 @@ def load_model(
             model = ARCHITECTURES[config.architecture].model_class(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
+    if not generates and hasattr(model, "lm_head"):
+        del model.lm_head
     if parallel.experts is not None and not any(isinstance(module, FusedMoE) for module in model.modules()):
         raise CheckpointError(
             f"enable_expert_parallel is set, but {config.architecture} of {path} has no experts; leave it out"
@@ -102,7 +124,8 @@ def load_model(
         has_exchange = parallel.experts is not None and parallel.experts.exchange is not None
         kept = _keep_quantized(wanted, config.quantization, may_stack=triton.takes("moe") and not has_exchange)
     take_memory(model.parameters())
-    _read(path, files, model, config, wanted, kept, dtype=dtype, progress=progress)
+    names = None if generates else frozenset(wanted)
+    _read(path, files, model, config, wanted, kept, dtype=dtype, progress=progress, body_names=names)
     if has_operators:
         for module in model.modules():
             if isinstance(module, MLAAttention):
@@ -138,9 +161,11 @@ def _read(
     *,
     dtype: torch.dtype,
     progress: bool,
+    body_names: frozenset[str] | None,
 ) -> None:
     """Fill the model. `wanted` is emptied; weights of the names in `kept` stay quantised.
 
+    `body_names`: those of a model that only pools prompts; a checkpoint may have another prefix, and heads besides.
     Raises `CheckpointError` for tensors that are missing, damaged or unexpected.
     """
     ignored, is_remote = _mtp_prefixes(config), _remote_experts(model)
@@ -154,6 +179,8 @@ def _read(
     unexpected: list[str] = []
     for file in bar:
         tensors = tensors_of_file(file, seen, lambda name: name.startswith(ignored) or is_remote(name))
+        if body_names is not None:
+            tensors = _of_body(tensors, body_names)
         for name, tensor in dequantizer.dense(tensors):
             target = wanted.pop(name, None)
             if target is not None:
@@ -175,6 +202,19 @@ def _read(
     unexpected += [name for found in scales.values() for name in found.names]
     if unexpected := unexpected + dequantizer.unexpected_names():
         raise CheckpointError(f"{path} holds {some(unexpected)}, for which {config.architecture} has no place")
+
+
+def _of_body(tensors: Iterator[tuple[str, torch.Tensor]], names: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a body by the names that the model has, without those of heads.
+
+    Saved by itself, a body has no prefix; as a part of a model, it has one.
+    """
+    for name, tensor in tensors:
+        name = _OLD_NORM.sub(lambda found: f".LayerNorm.{_OLD_NORMS[found[1]]}", name)
+        spellings = (name, f"model.{name}", name.partition(".")[2])
+        known = next((each for each in spellings if each in names), None)
+        if known is not None or not (name.startswith(_HEADS) or name.endswith(_NO_WEIGHTS)):
+            yield known or name, tensor
 
 
 def _remote_experts(model: nn.Module) -> Callable[[str], bool]:

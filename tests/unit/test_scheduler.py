@@ -14,7 +14,7 @@ BLOCK_SIZE = 4
 EOS = 2
 
 
-def make_scheduler(**overrides: object) -> Scheduler:
+def make_scheduler(*, splits_prompts: bool = True, **overrides: object) -> Scheduler:
     config = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
@@ -27,7 +27,7 @@ def make_scheduler(**overrides: object) -> Scheduler:
         "scheduler_delay_factor": 0.0,
         "speculative_config": None,
     }
-    return Scheduler(SimpleNamespace(**(config | overrides)))
+    return Scheduler(SimpleNamespace(**(config | overrides)), splits_prompts=splits_prompts)
 
 
 def make_seq(tokens: list[int] | int, stops: list[list[int]] | None = None, **params: object) -> Sequence:

@@ -58,6 +58,7 @@ def test_every_default_can_be_given_in_all_three_places(
         "max_model_len": "2",
         "root_path": "/llm",
         "lora": "a=/a",
+        "task": "generate,embed",
         "allowed_origins": "*",
     }
     value = others.get(name) or setting.default or "1"

@@ -1,0 +1,107 @@
+"""`PromptPooler`: from the hidden states of a step to the vectors of the prompts that it completes.
+
+Owned by the model runner. A prompt that is computed in several steps leaves here what its later steps need.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.messages import PoolingParams
+from engine.runner.input_batch import PooledSpan
+from models.config.pooling import Function, Mode, PoolingConfig
+from models.layers.pooling import PoolingHead
+
+_SMALLEST_NORM = 1e-12
+"""A vector is divided by no less, as torch does."""
+
+
+class PooledVectors(NamedTuple):
+    """The vectors of the prompts that a step completes, before the model's last function."""
+
+    spans: list[PooledSpan]
+    values: torch.Tensor  # [spans, features] float32, on the device
+
+
+class PromptPooler:
+    """Pools prompts as the model's checkpoint says."""
+
+    def __init__(self, pooling: PoolingConfig, head: PoolingHead) -> None:
+        self.pooling = pooling
+        self._head = head
+        self._begun: dict[tuple[int, Mode], torch.Tensor] = {}
+        """By slot and mode: what the steps so far of a prompt give."""
+
+    def pool(self, hidden: torch.Tensor, spans: Sequence[PooledSpan]) -> PooledVectors | None:
+        """Take a step's spans; the vectors of those that end their prompts, None where none does.
+
+        # hidden [T, H]
+        """
+        ended: list[PooledSpan] = []
+        pooled: list[torch.Tensor] = []
+        for span in spans:
+            parts = [self._part(mode, hidden[span.first : span.end], span) for mode in self.pooling.modes]
+            if span.is_last:
+                ended.append(span)
+                pooled.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return PooledVectors(ended, self._head(torch.stack(pooled))) if ended else None
+
+    def _part(self, mode: Mode, states: torch.Tensor, span: PooledSpan) -> torch.Tensor:
+        """The vector of one mode, of all tokens up to the span's end. # [n, H] -> [H] float32"""
+        if mode == "last":
+            return states[-1].float()
+        begun = self._begun.pop((span.slot, mode), None) if span.position else None
+        if mode == "cls":
+            part = states[0].float() if begun is None else begun
+        elif mode == "max":
+            part = states.float().amax(0)
+            part = part if begun is None else torch.maximum(begun, part)
+        else:
+            # In double precision, so that the result does not depend on how the prompt was cut.
+            part = states.double().sum(0)
+            part = part if begun is None else begun + part
+        if not span.is_last:
+            self._begun[span.slot, mode] = part
+        elif mode == "mean":
+            part = (part / (span.position + len(states))).float()
+        return part
+
+
+def finish_vectors(
+    values: npt.NDArray[np.float32], params: Sequence[PoolingParams], function: Function
+) -> list[npt.NDArray[np.float32] | None]:
+    """Cut each vector and apply the model's last function as its request wants; None for one that is not finite.
+
+    # [rows, features] -> rows x [features]
+    """
+    finished: list[npt.NDArray[np.float32] | None] = []
+    for row, wanted in zip(values, params, strict=True):
+        apply = _FUNCTIONS[function if wanted.activate else "none"]
+        finished.append(apply(row[: wanted.dimensions]) if np.isfinite(row).all() else None)
+    return finished
+
+
+def _normalize(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    wide = vector.astype(np.float64)
+    return (wide / max(float(np.linalg.norm(wide)), _SMALLEST_NORM)).astype(np.float32)
+
+
+def _sigmoid(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    # Without overflow on either side.
+    scores: npt.NDArray[np.float32] = (0.5 * (1.0 + np.tanh(0.5 * vector.astype(np.float64)))).astype(np.float32)
+    return scores
+
+
+def _softmax(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    powers = np.exp(vector.astype(np.float64) - vector.max())
+    scores: npt.NDArray[np.float32] = (powers / powers.sum()).astype(np.float32)
+    return scores
+
+
+_FUNCTIONS: Mapping[Function, Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]] = MappingProxyType(
+    {"none": lambda vector: vector, "normalize": _normalize, "sigmoid": _sigmoid, "softmax": _softmax}
+)

@@ -1,0 +1,90 @@
+"""`load_head`: reads the layers that a checkpoint has on the pooled vector of a prompt."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors import SafetensorError, safe_open
+
+from models.config.pooling import HeadLayer, PoolingConfig
+from models.errors import CheckpointError
+from models.layers.pooling import PoolingHead, VectorLayer
+from models.loading.checkpoint import weight_files
+
+_LANGUAGE_HEADS = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
+"""Where the rows of tokens are, in order of precedence: a head of its own, or the embedding that it shares."""
+
+
+def load_head(path: Path, pooling: PoolingConfig, device: torch.device) -> PoolingHead:
+    """The head of the checkpoint directory `path`. Raises `CheckpointError` where a tensor is missing or misshapen."""
+    if pooling.label_tokens is not None:
+        layers = [_answer_layer(path, pooling.label_tokens)]
+    else:
+        layers = [_layer(path, layer) for layer in pooling.head]
+    for layer, after in itertools.pairwise(layers):
+        if after.weight.shape[-1] != layer.weight.shape[0]:
+            raise CheckpointError(
+                f"a layer of the head of {path} takes {after.weight.shape[-1]} features, but gets "
+                f"{layer.weight.shape[0]}; download the checkpoint again"
+            )
+    if layers and layers[-1].weight.shape[0] != pooling.dimension:
+        raise CheckpointError(
+            f"the head of {path} gives {layers[-1].weight.shape[0]} features, but its configuration says "
+            f"{pooling.dimension}; download the checkpoint again"
+        )
+    return PoolingHead(
+        tuple(
+            layer._replace(weight=layer.weight.to(device), bias=None if layer.bias is None else layer.bias.to(device))
+            for layer in layers
+        )
+    )
+
+
+def _layer(path: Path, layer: HeadLayer) -> VectorLayer:
+    files = weight_files(path / layer.folder if layer.folder else path)
+    weight = _find(files, f"{layer.name}.weight")
+    if weight is None:
+        raise CheckpointError(f"{path / layer.folder} lacks {layer.name}.weight, which its head needs")
+    return VectorLayer(weight, _find(files, f"{layer.name}.bias"), layer.activation, layer.norm_eps)
+
+
+def _answer_layer(path: Path, no_and_yes: tuple[str, str]) -> VectorLayer:
+    """The layer whose output is the logit of "yes" less that of "no": the score before its sigmoid."""
+    file = path / "tokenizer.json"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
+    rows = []
+    files = weight_files(path)
+    for token in no_and_yes:
+        token_id = tokenizer.token_to_id(token)
+        if token_id is None:
+            raise CheckpointError(f"{file} has no token {token!r}, whose logit the score is made of")
+        row = next((row for name in _LANGUAGE_HEADS if (row := _find(files, name, token_id)) is not None), None)
+        if row is None:
+            raise CheckpointError(f"{path} lacks {_LANGUAGE_HEADS[0]}, which its score needs")
+        rows.append(row)
+    no, yes = rows
+    return VectorLayer((yes - no)[None], None)
+
+
+def _find(files: Iterable[Path], name: str, row: int | None = None) -> torch.Tensor | None:
+    """The tensor of that name, or one row of it, as float32; None where no file has it.
+
+    A name may also come after the prefix of the checkpoint's body, as in `bert.pooler.dense.weight`.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118, not a dict
+                    if key == name or key.partition(".")[2] == name:
+                        part: torch.Tensor = tensors.get_tensor(key) if row is None else tensors.get_slice(key)[row]
+                        if not part.is_floating_point() or part.dtype.itemsize < 2:
+                            raise CheckpointError(f"{key} in {file} is {part.dtype}; it must not be quantised")
+                        return part.to(torch.float32)
+        except (SafetensorError, OSError, IndexError) as error:
+            raise CheckpointError(f"{name} of {file} cannot be read ({error}); download it again") from error
+    return None
