@@ -27,6 +27,7 @@ from models.errors import CheckpointError
 from server.errors import ModelNotFound, NotReady, ShuttingDown
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
+from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
 from server.limits.keys import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
@@ -68,6 +69,7 @@ class Frontend:
         self.metrics.show_serving(lambda: core.serving)
         self.metrics.show_core_pids(lambda: core.local_pids)
         self.accounts = Accounts()
+        self.jobs = Jobs(self.accounts)
         self.admission = Admission.of(config, self.metrics)
         self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths))
         self.failure: str | None = None
@@ -110,6 +112,7 @@ class Frontend:
         grammars = GrammarCompiler(
             max_bytes=self.config.server_config.max_grammar_bytes,
             vocab_size=ready.model.vocab_size,
+            num_processes=NUM_GRAMMAR_CHECKS,
             special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
         )
         self._loaded = LoadedModel(
@@ -137,6 +140,7 @@ class Frontend:
         self.hub.fail_all(ShuttingDown(_SHUTTING_DOWN))
         if self._loaded is not None:
             self._loaded.grammars.close()
+        self.jobs.close()
 
     @property
     def why_ended(self) -> str | None:

@@ -87,6 +87,7 @@ REJECT_REASONS = (
     "queue_requests",
     "queue_tokens",
     "key",
+    "jobs",
     "timeout",
     "draining",
     "not_ready",

@@ -6,12 +6,9 @@ form is compiled; the chat is rendered, tokenised and checked in a thread; the g
 responses, `server.routes.completions` for its prompts.
 """
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from contextvars import copy_context
 from typing import NamedTuple, NoReturn, TypeVar
 
 from starlette.requests import Request
@@ -19,12 +16,14 @@ from starlette.requests import Request
 from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest, NewSequence
+from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import CheckUnavailable, GrammarKind, GrammarSpec, InvalidGrammar
 from server.access_log import facts_of
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
+from server.limits.jobs import OwnerJobs
 from server.limits.keys import Owner
-from server.parsing.answer_format import tool_grammar
+from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, ToolUse
@@ -46,9 +45,6 @@ _MAX_SHOWN = 60
 
 _TAIL_CHARACTERS = 256
 """Length of the prompt's end that shows whether the template opened the reasoning."""
-
-_template_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="templates")
-"""For chats that bring a template: these may take seconds, and must not hold the threads of other chats."""
 
 Result = TypeVar("Result")
 Generating = TypeVar("Generating", bound=SamplingFields)
@@ -148,19 +144,20 @@ class PreparedChat(NamedTuple):
     """Makes the parser of one choice; None if all that the model writes is the answer's content."""
 
 
-async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> PreparedChat:
-    """Render, tokenise and check a chat. Raises `BadRequest` and `NotReady`.
+async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend, owner: Owner) -> PreparedChat:
+    """Render, tokenise and check a chat. Raises `BadRequest`, `NotReady` and `Overloaded`.
 
-    The rendering runs in a thread, so that the streams of other requests go on.
+    The work is done in threads, in the owner's turn, so that the streams and the requests of others go on.
     """
-    model = frontend.loaded
+    model, jobs = frontend.loaded, frontend.jobs.of(owner)
+    grammars = GrammarChecks(model.grammars, jobs.text, jobs.grammar)
     try:
         use = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls)
     except ValueError as error:
         raise BadRequest(str(error), param="tool_choice") from error
-    grammar = await compile_response_grammar(request, model)
-    prompt, tail = await in_thread(request.chat_template, lambda: _check_chat(request, model, frontend))
-    grammar = await _grammar_with_tools(use, grammar, tail, model)
+    grammar = await compile_response_grammar(request, frontend, owner)
+    prompt, tail = await in_thread(jobs, request.chat_template, lambda: _check_chat(request, model, frontend))
+    grammar = await _grammar_with_tools(use, grammar, tail, model.answer_format, grammars)
     answer_format = model.answer_format
     return PreparedChat(
         prompt,
@@ -170,11 +167,9 @@ async def prepare_chat(request: ChatCompletionRequest, frontend: Frontend) -> Pr
     )
 
 
-async def in_thread(template: str | None, work: Callable[[], Result]) -> Result:
+async def in_thread(jobs: OwnerJobs, template: str | None, work: Callable[[], Result]) -> Result:
     """Do work on a chat in a thread; `template` is the one that the chat brings, if any."""
-    if template is None:
-        return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_template_threads, copy_context().run, work)
+    return await (jobs.text(work) if template is None else jobs.template(work))
 
 
 def _check_chat(request: ChatCompletionRequest, model: LoadedModel, frontend: Frontend) -> tuple[CheckedPrompt, str]:
@@ -236,8 +231,11 @@ def _with_chat_field_names(error: InvalidRequest, request: ChatCompletionRequest
 # -- grammars ---------------------------------------------------------------------------------------------------
 
 
-async def compile_response_grammar(request: SamplingFields, model: LoadedModel) -> str | None:
-    """The grammar of the form that a request sets for its answers; None: any text. Raises `BadRequest`, `NotReady`."""
+async def compile_response_grammar(request: SamplingFields, frontend: Frontend, owner: Owner) -> str | None:
+    """The grammar of the form that a request sets for its answers; None: any text.
+
+    Raises `BadRequest`, `NotReady` and `Overloaded`.
+    """
     forms = dict(_forms(request))
     if not forms:
         return None
@@ -245,8 +243,9 @@ async def compile_response_grammar(request: SamplingFields, model: LoadedModel) 
         first, second = list(forms)[:2]
         raise BadRequest(f"{first} and {second} are both set; an answer has one form, so send one", param=second)
     [(field, spec)] = forms.items()
+    jobs = frontend.jobs.of(owner)
     try:
-        return await model.grammars.compile_async(spec)
+        return await GrammarChecks(frontend.loaded.grammars, jobs.text, jobs.grammar).compile(spec)
     except InvalidGrammar as error:
         raise BadRequest(f"{field} is refused: {error}", param=field) from error
     except CheckUnavailable as error:
@@ -272,10 +271,12 @@ def _forms(request: SamplingFields) -> Iterator[tuple[str, GrammarSpec]]:
             yield field, GrammarSpec(kind, value)
 
 
-async def _grammar_with_tools(use: ToolUse, content: str | None, prompt_tail: str, model: LoadedModel) -> str | None:
+async def _grammar_with_tools(
+    use: ToolUse, content: str | None, prompt_tail: str, answer_format: AnswerFormat, grammars: GrammarChecks
+) -> str | None:
     """The grammar of the whole answer: the calls that `use` prescribes, and `content` where it is not a call."""
     try:
-        return await tool_grammar(model.answer_format, use, content, prompt_tail=prompt_tail, compiler=model.grammars)
+        return await tool_grammar(answer_format, use, content, prompt_tail=prompt_tail, grammars=grammars)
     except CheckUnavailable as error:
         raise NotReady(f"the grammar of tools or response_format cannot be checked now: {error}") from error
     except ValueError as error:

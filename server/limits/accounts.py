@@ -64,3 +64,20 @@ class Accounts:
     def of_owner(self, party: str) -> dict[str, int]:
         """All that an owner uses, by resource."""
         return {resource: uses.get(party, 0) for resource, uses in self._uses.items()}
+
+
+_RESERVE_PARTS = 2
+"""Beyond its bound, a queue has a reserve of 1 / this of the bound, which its owners share equally."""
+
+
+def has_room(own: int, amount: int, total: int, bound: float, num_owners: int, *, least: int) -> bool:
+    """Whether a bounded queue takes `amount` more of an owner that has `own` of the `total` in it.
+
+    Up to the bound whoever asks is admitted. Beyond it, an owner that shares the queue with others is admitted up to
+    its part of the reserve, or up to `least`: one that fills the queue keeps nobody else out. `num_owners` counts the
+    owners that have something in the queue, and the one that asks. The queue holds at most its bound, a reserve that
+    grows with the logarithm of the number of owners, and `least` for each.
+    """
+    if total + amount <= bound:
+        return True
+    return num_owners > 1 and own + amount <= max(bound // (_RESERVE_PARTS * num_owners), least)

@@ -17,6 +17,7 @@ from engine.config.config import Config
 from engine.messages import ModelInfo
 from engine.text.io_processor import InvalidRequest
 from server.errors import ApiError, NotReady, Overloaded, ShuttingDown
+from server.limits.jobs import TooManyJobs
 from server.metrics import Metrics
 
 LATEST_SECONDS = 60.0
@@ -213,10 +214,11 @@ class Admission:
         """Surrounds all work before `admit`: counts a request that is refused there, as one sequence."""
         try:
             yield
-        except (Overloaded, ClientDisconnect):
-            # `precheck` has counted the former; the latter did not ask for anything yet.
+        except ClientDisconnect:  # It did not ask for anything yet.
             raise
         except Exception as error:
+            if isinstance(error, Overloaded) and not isinstance(error, TooManyJobs):  # `precheck` has counted it.
+                raise
             self._metrics.received(1)
             self._metrics.rejected(_why_refused(error), 1)
             raise
@@ -329,6 +331,8 @@ class Admission:
 
 def _why_refused(error: Exception) -> str:
     """The metrics' reason for a request that was refused before `admit`."""
+    if isinstance(error, TooManyJobs):
+        return "jobs"
     if isinstance(error, ShuttingDown):
         return "draining"
     if isinstance(error, NotReady):

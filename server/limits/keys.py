@@ -18,6 +18,8 @@ class Owner(NamedTuple):
     """Among whom limits and the engine's time are shared: the digest of the key, or the client's address."""
     key: str | None = None
     """Digest of the key, which separates stored responses and cached prefixes; None where no key is needed."""
+    weight: float = 1.0
+    """Its share of the engine's time and of other work, where owners compete."""
 
     @property
     def name(self) -> str:

@@ -4,14 +4,13 @@ The format is made at the start from the names of dialects or the model's signs,
 of the answer, and for the grammar that holds the answer to what the request's tools promise.
 """
 
-import asyncio
 import json
 import re
 import time
 from collections.abc import Mapping, Sequence
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.structured.compiler import GrammarCompiler
+from engine.text.structured.compiler import GrammarChecks
 from engine.text.structured.spec import GrammarSpec, InvalidGrammar, lark_of
 from engine.text.tokenizer import Tokenizer
 from server.parsing.dialects import harmony
@@ -274,7 +273,7 @@ _BLAME_SECONDS = 0.5
 
 
 async def tool_grammar(
-    answer_format: AnswerFormat, use: ToolUse, content: str | None, *, prompt_tail: str, compiler: GrammarCompiler
+    answer_format: AnswerFormat, use: ToolUse, content: str | None, *, prompt_tail: str, grammars: GrammarChecks
 ) -> str | None:
     """The text for `SamplingParams.grammar`; None where nothing is promised.
 
@@ -287,14 +286,14 @@ async def tool_grammar(
     together = "the schemas of tools cannot be followed together"
     if functions:
         try:
-            await compiler.check_async(await asyncio.to_thread(_any_of, functions, use))
+            await grammars.check(await grammars.write(lambda: _any_of(functions, use)))
         except InvalidGrammar as error:
-            raise (await _blamed(functions, use, compiler) or ValueError(f"{together}: {error}")) from error
-    text = await asyncio.to_thread(_text, answer_format, use, content, prompt_tail)
+            raise (await _blamed(functions, use, grammars) or ValueError(f"{together}: {error}")) from error
+    text: str | None = await grammars.write(lambda: _text(answer_format, use, content, prompt_tail))
     if text is None:
         return None
     try:
-        return await compiler.check_async(text)
+        return await grammars.check(text)
     except InvalidGrammar as error:
         raise ValueError(f"{together}: {error}") from error
 
@@ -316,12 +315,12 @@ def _text(answer_format: AnswerFormat, use: ToolUse, content: str | None, prompt
     return answer_format.around_content(content, use, prompt_tail=prompt_tail)
 
 
-async def _blamed(functions: Sequence[Function], use: ToolUse, compiler: GrammarCompiler) -> ValueError | None:
+async def _blamed(functions: Sequence[Function], use: ToolUse, grammars: GrammarChecks) -> ValueError | None:
     """What to say of the tool whose schema cannot be followed by itself, if it is found in time."""
     deadline = time.monotonic() + _BLAME_SECONDS
     for function, position in zip(functions, use.positions, strict=True):
         try:
-            await compiler.compile_async(GrammarSpec("json", function.schema))
+            await grammars.compile(GrammarSpec("json", function.schema))
         except InvalidGrammar as error:
             return _refused(position, error)
         if time.monotonic() > deadline:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest
 from server.frontend import Frontend
+from server.limits.keys import Owner
 from server.request_builder import PreparedChat, check_request_limits, prepare_chat
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
@@ -41,25 +42,27 @@ _LIMIT = re.compile(r"\bmax_tokens\b")
 """An older name in chats, which responses do not have."""
 
 
-async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Frontend) -> PreparedChat:
+async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Frontend, owner: Owner) -> PreparedChat:
     """The chat for `request`, whose conversation is `items`. Raises `BadRequest`."""
     messages = to_messages(items)
     instructions: list[Message] = []
     if request.instructions is not None:
         instructions.append({"role": "system", "content": request.instructions})
     try:
-        return await _prepare(request, instructions + messages, frontend)
+        return await _prepare(request, instructions + messages, frontend, owner)
     except BadRequest as error:
         if request.truncation == "disabled" or not isinstance(error.__cause__, DoesNotFit):
             raise with_responses_field_names(error) from error
         reason = error
-    return await _prepare_truncated(request, instructions, messages, frontend, reason)
+    return await _prepare_truncated(request, instructions, messages, frontend, owner, reason)
 
 
-async def _prepare(request: ResponsesRequest, messages: list[Message], frontend: Frontend) -> PreparedChat:
+async def _prepare(
+    request: ResponsesRequest, messages: list[Message], frontend: Frontend, owner: Owner
+) -> PreparedChat:
     chat = to_chat(request, messages)
     check_request_limits(chat, frontend)
-    return await prepare_chat(chat, frontend)
+    return await prepare_chat(chat, frontend, owner)
 
 
 async def _prepare_truncated(
@@ -67,6 +70,7 @@ async def _prepare_truncated(
     instructions: list[Message],
     messages: list[Message],
     frontend: Frontend,
+    owner: Owner,
     reason: BadRequest,
 ) -> PreparedChat:
     """The longest end of the chat that fits, found by bisection. `reason`: why the whole chat does not fit."""
@@ -77,7 +81,7 @@ async def _prepare_truncated(
     while low < high:
         middle = (low + high) // 2
         try:
-            fitting = await _prepare(request, instructions + messages[starts[middle] :], frontend)
+            fitting = await _prepare(request, instructions + messages[starts[middle] :], frontend, owner)
             high = middle
         except BadRequest as error:
             if not isinstance(error.__cause__, DoesNotFit):

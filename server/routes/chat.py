@@ -247,7 +247,7 @@ async def create_chat_completion(http: Request) -> Response:
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
         check_request_limits(request, frontend)
         frontend.admission.precheck(owner.party, request.n)
-        chat = await prepare_chat(request, frontend)
+        chat = await prepare_chat(request, frontend, owner)
         sequences = new_sequences(
             request,
             chat.prompt,

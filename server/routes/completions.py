@@ -1,6 +1,5 @@
 """`POST /v1/completions`: the route, the preparation of its prompts, the renderer of its answers and their chunks."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, Invali
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from server.endpoints import ENDPOINTS, EndpointFamily
+from server.limits.jobs import OwnerJobs
 from server.request_builder import (
     accept,
     check_request_limits,
@@ -174,12 +174,12 @@ _LONG_CHARACTERS = 4096
 
 
 async def prepare_prompts(
-    request: CompletionRequest, processor: InputOutputProcessor
+    request: CompletionRequest, processor: InputOutputProcessor, jobs: OwnerJobs
 ) -> list[tuple[CheckedPrompt, PromptEcho]]:
-    """Tokenise and check the prompts. Raises `InvalidRequest` and `BadRequest`."""
+    """Tokenise and check the prompts. Raises `InvalidRequest`, `BadRequest` and `Overloaded`."""
     num_characters = sum(map(len, (*request.prompt, request.suffix or "", *request.bad_words)))
     if num_characters > _LONG_CHARACTERS:
-        return await asyncio.to_thread(_check_prompts, request, processor)
+        return await jobs.text(lambda: _check_prompts(request, processor))
     return _check_prompts(request, processor)
 
 
@@ -263,8 +263,8 @@ async def create_completion(http: Request) -> Response:
         check_request_limits(request, frontend, num_prompts=len(request.prompt), num_choices=request.num_choices)
         frontend.admission.precheck(owner.party, len(request.prompt) * request.num_choices)
         model = frontend.loaded
-        grammar = await compile_response_grammar(request, model)
-        prompts = await prepare_prompts(request, model.processor)
+        grammar = await compile_response_grammar(request, frontend, owner)
+        prompts = await prepare_prompts(request, model.processor, frontend.jobs.of(owner))
         sequences = [
             sequence
             for prompt, _ in prompts

@@ -111,7 +111,7 @@ async def _prepare(
     store, id = service.store, request.previous_response_id
     previous = None if id is None else store.previous_turn(id, owner)
     turn = Turn(previous, stored_items(request.input, lambda id: store.item(id, owner)))
-    return turn, await prepare(request, turn.context(), frontend)
+    return turn, await prepare(request, turn.context(), frontend, owner)
 
 
 @endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)

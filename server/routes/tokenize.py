@@ -1,6 +1,5 @@
 """`POST /tokenize` and `POST /detokenize`: the tokens of a prompt, without generating."""
 
-import asyncio
 from typing import Any
 
 from fastapi import Request, Response
@@ -8,7 +7,8 @@ from fastapi import Request, Response
 from engine.text.io_processor import InvalidRequest
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import refusal
-from server.frontend import Frontend
+from server.frontend import Frontend, owner_of
+from server.limits.jobs import OwnerJobs
 from server.request_builder import in_thread, read_request, render_prompt
 from server.schemas.body import as_json, validate
 from server.schemas.chat import ChatCompletionRequest
@@ -29,7 +29,7 @@ async def tokenize(http: Request) -> Response:
     request = await read_request(http, TokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
-    return as_json(await in_thread(request.chat_template, lambda: _tokenize(request, frontend)))
+    return as_json(await in_thread(_jobs(http), request.chat_template, lambda: _tokenize(request, frontend)))
 
 
 @endpoints.post("/detokenize", DetokenizeAnswer, request=DetokenizeRequest, example={"tokens": [1, 2, 3]})
@@ -39,8 +39,13 @@ async def detokenize(http: Request) -> Response:
     request = await read_request(http, DetokenizeRequest, frontend.config.server_config)
     if request.model is not None:
         frontend.check_model(request.model)
-    text = await asyncio.to_thread(frontend.loaded.processor.detokenize, request.tokens)
+    processor = frontend.loaded.processor
+    text = await _jobs(http).text(lambda: processor.detokenize(request.tokens))
     return as_json(DetokenizeAnswer(text))
+
+
+def _jobs(http: Request) -> OwnerJobs:
+    return Frontend.of(http.app).jobs.of(owner_of(http.scope))
 
 
 def _tokenize(request: TokenizeRequest, frontend: Frontend) -> TokenizeAnswer:

@@ -11,6 +11,9 @@ from engine.messages import ModelInfo
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from server.limits.accounts import Accounts
+from server.limits.jobs import Jobs
+from server.limits.keys import ANYONE
 from server.routes.completions import PromptEcho, prepare_prompts
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest
@@ -40,7 +43,9 @@ async def prepared(
     info = ModelInfo("", "", "", "", 0, tokenizer.vocab_size, 64, [], 16, 10)
     processor = InputOutputProcessor(tokenizer, None, info, defaults or GenerationDefaults(), bos_token_id)
     request = validate({"model": "m", **fields}, CompletionRequest, allow_unknown=False)
-    (only,) = await prepare_prompts(request, processor)
+    jobs = Jobs(Accounts())
+    (only,) = await prepare_prompts(request, processor, jobs.of(ANYONE))
+    jobs.close()
     return only
 
 

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from queue import LifoQueue
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -156,44 +157,54 @@ class GrammarCompiler:
     """Checks grammars and remembers the verdicts, the bad ones too. All methods may be called from any thread."""
 
     def __init__(
-        self, *, max_bytes: int = 256 * 2**10, vocab_size: int = 0, special_tokens: Mapping[int, str] | None = None
+        self,
+        *,
+        max_bytes: int = 256 * 2**10,
+        vocab_size: int = 0,
+        special_tokens: Mapping[int, str] | None = None,
+        num_processes: int = 1,
     ) -> None:
-        """Grammars over `max_bytes` are refused. `special_tokens` are those that a grammar may name, by id."""
+        """Grammars over `max_bytes` are refused. `special_tokens` are those that a grammar may name, by id.
+
+        Each of `num_processes` checks one grammar at a time; the second one starts when two are to be checked at once.
+        """
         self._max_bytes = max_bytes
-        self._process = CheckProcess(vocab_size, special_tokens or {})
-        self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        """Of its own: whoever waits for a costly check holds up nobody who needs a thread for something else."""
+        self._processes = [CheckProcess(vocab_size, special_tokens or {}) for _ in range(num_processes)]
+        self._free: LifoQueue[CheckProcess] = LifoQueue()
+        for process in reversed(self._processes):
+            self._free.put(process)
         self._verdicts: OrderedDict[bytes, str | InvalidGrammar] = OrderedDict()
         self._weight = 0
         self._lock = threading.Lock()
 
-    async def compile_async(self, spec: GrammarSpec) -> str:
-        """`compile`, with the event loop free meanwhile."""
-        text = await asyncio.to_thread(lark_of, spec)
-        return await self._checked_async(text, ebnf=spec.kind == "grammar")
-
-    async def check_async(self, lark: str) -> str:
-        """The same for Lark, or several in a JSON object, that the server wrote around a request's schemas."""
-        return await self._checked_async(lark, ebnf=False)
-
     def compile(self, spec: GrammarSpec) -> str:
         """The Lark text for `SamplingParams.grammar`. Blocks. Raises `InvalidGrammar`, and `CheckUnavailable`."""
-        return self._checked(lark_of(spec), ebnf=spec.kind == "grammar")
+        return self.check(lark_of(spec), ebnf=spec.kind == "grammar")
 
-    def close(self) -> None:
-        """End the checking process, if there is one, and what waits for it. Nothing can be compiled after it."""
-        self._process.close()
-        self._checks.shutdown(wait=False)
+    def check(self, text: str, *, ebnf: bool = False) -> str:
+        """The same for Lark, or several in a JSON object, that the server wrote around a request's schemas.
 
-    async def _checked_async(self, text: str, *, ebnf: bool) -> str:
+        With `ebnf`, `text` is what a user wrote, which may be GBNF.
+        """
         key = self._key(text, ebnf)
         verdict = self._known(key)
         if verdict is None:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._checks, self._verdict, key, text, ebnf)
+            process = self._free.get()
+            try:
+                verdict = self._verdict(process, key, text, ebnf)
+            finally:
+                self._free.put(process)
         return _lark_or_raise(verdict)
 
-    def _checked(self, text: str, *, ebnf: bool) -> str:
-        return _lark_or_raise(self._verdict(self._key(text, ebnf), text, ebnf))
+    def known(self, text: str, *, ebnf: bool = False) -> str | None:
+        """What `check` returns or raises, if it needs no check because the text was checked before; else None."""
+        verdict = self._known(self._key(text, ebnf))
+        return None if verdict is None else _lark_or_raise(verdict)
+
+    def close(self) -> None:
+        """End the checking processes, and what waits for them. Nothing can be compiled after it."""
+        for process in self._processes:
+            process.close()
 
     def _key(self, text: str, ebnf: bool) -> bytes:
         """Under which the verdict is kept. Raises `InvalidGrammar` for a text that cannot be checked at all."""
@@ -214,12 +225,12 @@ class GrammarCompiler:
                 self._verdicts.move_to_end(key)
             return verdict
 
-    def _verdict(self, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
+    def _verdict(self, process: CheckProcess, key: bytes, text: str, ebnf: bool) -> str | InvalidGrammar:
         """Known by now, where many wait with the same grammar; else found out, and remembered."""
         verdict = self._known(key)
         if verdict is None:
             try:
-                verdict = self._process.check(text, ebnf=ebnf)
+                verdict = process.check(text, ebnf=ebnf)
             except InvalidGrammar as error:
                 verdict = error
             self._remember(key, verdict)
@@ -245,3 +256,31 @@ def _lark_or_raise(verdict: str | InvalidGrammar) -> str:
 
 def _weight(verdict: str | InvalidGrammar) -> int:
     return _ENTRY_BYTES + 2 * len(str(verdict))
+
+
+Run: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Has blocking work done elsewhere and awaits it, as `asyncio.to_thread` does."""
+
+
+class GrammarChecks:
+    """A compiler for one request, which waits for its work without blocking the event loop."""
+
+    def __init__(
+        self, compiler: GrammarCompiler, write: Run = asyncio.to_thread, check: Run = asyncio.to_thread
+    ) -> None:
+        """`write` runs what makes texts of grammars, `check` the checks, which take long."""
+        self._compiler = compiler
+        self._check = check
+        self.write = write
+
+    async def compile(self, spec: GrammarSpec) -> str:
+        """See `GrammarCompiler.compile`."""
+        text: str = await self.write(lambda: lark_of(spec))
+        return await self.check(text, ebnf=spec.kind == "grammar")
+
+    async def check(self, text: str, *, ebnf: bool = False) -> str:
+        """See `GrammarCompiler.check`."""
+        lark: str | None = self._compiler.known(text, ebnf=ebnf)
+        if lark is None:
+            lark = await self._check(lambda: self._compiler.check(text, ebnf=ebnf))
+        return lark

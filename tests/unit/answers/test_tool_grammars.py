@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from engine.config.paths import resolve_checkpoint
-from engine.text.structured.compiler import GrammarCompiler
+from engine.text.structured.compiler import GrammarChecks, GrammarCompiler
 from engine.text.structured.parser_setup import token_trie
 from engine.text.tokenizer import Tokenizer
 from server.parsing.answer_format import AnswerFormat, tool_grammar
@@ -186,22 +186,26 @@ def test_a_schema_that_cannot_be_followed_is_named_by_its_place(
     monkeypatch.setattr("server.parsing.answer_format._BLAME_SECONDS", 60.0)
     use = ToolUse.of([tool("now", CLOCK), tool("bad", {"type": "object", **schema})], "required")
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters cannot be followed: it"):
-        asyncio.run(tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler))
+        asyncio.run(
+            tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", grammars=GrammarChecks(compiler))
+        )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_grammars_pass_the_check_that_requests_grammars_pass(dialect: str, compiler: GrammarCompiler) -> None:
     answer_format = AnswerFormat(dialect, "harmony" if dialect == "harmony" else "think")
     for use in (ToolUse.of([tool("f", RICH), *TOOLS], "required"), ToolUse.of(STRICT, "auto")):
-        text = asyncio.run(tool_grammar(answer_format, use, None, prompt_tail="", compiler=compiler))
+        text = asyncio.run(tool_grammar(answer_format, use, None, prompt_tail="", grammars=GrammarChecks(compiler)))
         assert text is not None
         assert text.startswith(grammar(answer_format, use))
-    assert asyncio.run(compiler.check_async(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail="")))
+    assert asyncio.run(
+        GrammarChecks(compiler).check(answer_format.around_content('start: "yes"', ToolUse(()), prompt_tail=""))
+    )
 
 
 def test_what_is_free_needs_no_check(compiler: GrammarCompiler) -> None:
     use = ToolUse.of(TOOLS, "auto")
-    nothing = tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", compiler=compiler)
+    nothing = tool_grammar(AnswerFormat("hermes", "none"), use, None, prompt_tail="", grammars=GrammarChecks(compiler))
     assert asyncio.run(nothing) is None
 
 

@@ -1,0 +1,204 @@
+"""Blocking work in threads: whose turn it is, who is refused, and what becomes of work whose caller leaves."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from server.limits.accounts import Accounts, has_room
+from server.limits.jobs import FairPool, TooManyJobs
+from server.limits.keys import Owner
+
+LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2"), Owner.of_address("10.0.0.3")
+
+
+class Work:
+    """A pool whose jobs take as long as they are told to by a clock, and end when they are released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int, max_waiting: int = 100) -> None:
+        self.accounts = Accounts()
+        self.pool = FairPool("jobs", num_threads, max_waiting, self.accounts)
+        self.started: list[str] = []
+        self.now = 0.0
+        self._releases: dict[str, threading.Event] = {}
+        self.tasks: dict[str, asyncio.Task[str]] = {}
+        monkeypatch.setattr("server.limits.jobs.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def ask(self, owner: Owner, name: str) -> None:
+        """Ask for a job. It starts, waits or is refused before this returns."""
+        release = self._releases[name] = threading.Event()
+
+        def work() -> str:
+            self.started.append(name)
+            release.wait()
+            return name
+
+        self.tasks[name] = asyncio.create_task(self.pool.run(owner, work))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    async def end(self, name: str, seconds: float = 1.0) -> None:
+        """Let a job end that has taken so long."""
+        await self.until(lambda: name in self.started)
+        self.now += seconds
+        self._releases[name].set()
+        assert await self.tasks[name] == name
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    async def end_all(self) -> None:
+        for release in self._releases.values():
+            release.set()
+        for task in self.tasks.values():
+            with suppress(TooManyJobs, asyncio.CancelledError):
+                await task
+        assert self.pool.num_waiting == 0
+        assert self.accounts.total("jobs") == 0
+        self.pool.close()
+
+
+async def test_an_owner_with_one_job_does_not_wait_for_anothers_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1)
+    for number in range(5):
+        await work.ask(HEAVY, f"heavy{number}")
+    await work.ask(LIGHT, "light")
+    await work.end("heavy0")
+    await work.until(lambda: len(work.started) == 2)
+    assert work.started == ["heavy0", "light"]
+    await work.end_all()
+
+
+async def test_one_owner_leaves_a_thread_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=3)
+    for number in range(9):
+        await work.ask(HEAVY, f"heavy{number}")
+    await work.until(lambda: len(work.started) == 2)
+    await work.ask(LIGHT, "light")
+    await work.end("light")
+    assert work.started == ["heavy0", "heavy1", "light"]
+    assert work.accounts.users("jobs") == {HEAVY.party: 9}
+    await work.end_all()
+
+
+async def test_turns_are_shared_by_time_and_not_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of 4 s against jobs of 1 s: four of these for one of those."""
+    work = Work(monkeypatch, num_threads=1)
+    await work.ask(OTHER, "first")
+    await work.until(lambda: work.started == ["first"])
+    for number in range(8):
+        await work.ask(HEAVY, f"heavy{number}")
+        await work.ask(LIGHT, f"light{number}")
+    await work.end("first")
+    for count in range(1, 11):
+        await work.until(lambda count=count: len(work.started) == count + 1)  # type: ignore[misc]
+        name = work.started[-1]
+        await work.end(name, 4.0 if name.startswith("heavy") else 1.0)
+    served = work.started[1:11]
+    assert sum(name.startswith("heavy") for name in served) == 2
+    await work.end_all()
+
+
+async def test_a_weight_buys_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1)
+    paying = HEAVY._replace(weight=3.0)
+    await work.ask(OTHER, "first")
+    await work.until(lambda: work.started == ["first"])
+    for number in range(8):
+        await work.ask(paying, f"paying{number}")
+        await work.ask(LIGHT, f"light{number}")
+    await work.end("first")
+    for count in range(1, 9):
+        await work.until(lambda count=count: len(work.started) == count + 1)  # type: ignore[misc]
+        await work.end(work.started[-1])
+    assert sum(name.startswith("paying") for name in work.started[1:9]) == 6
+    await work.end_all()
+
+
+async def test_an_owner_that_asks_one_by_one_gains_no_turn_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1)
+    await work.ask(HEAVY, "long")
+    await work.end("long", 10.0)
+    await work.ask(OTHER, "other")
+    await work.until(lambda: "other" in work.started)
+    await work.ask(HEAVY, "again")
+    await work.ask(LIGHT, "light")
+    await work.end("other")
+    await work.until(lambda: len(work.started) == 3)
+    assert work.started[2] == "light"
+    await work.end_all()
+
+
+async def test_whoever_fills_the_queue_is_refused_in_words_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1, max_waiting=8)
+    for number in range(20):
+        await work.ask(HEAVY, f"heavy{number}")
+    refused = [name for name, task in work.tasks.items() if task.done()]
+    assert len(refused) == 11  # One runs, and eight wait.
+    error = work.tasks[refused[0]].exception()
+    assert isinstance(error, TooManyJobs)
+    assert error.status == 429
+    assert "8 jobs are waiting, 8 of them of this key or address" in str(error)
+    assert 1 <= int(error.headers["Retry-After"]) <= 60
+    for number in range(2):
+        await work.ask(LIGHT, f"light{number}")
+        assert not work.tasks[f"light{number}"].done()
+    await work.end_all()
+
+
+async def test_work_whose_caller_leaves_while_it_waits_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1)
+    for name in ("first", "gone", "next"):
+        await work.ask(LIGHT, name)
+    work.tasks["gone"].cancel()
+    await work.end("first")
+    await work.end("next")
+    assert work.started == ["first", "next"]
+    await work.end_all()
+
+
+async def test_work_whose_caller_leaves_keeps_its_thread_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(monkeypatch, num_threads=1)
+    await work.ask(LIGHT, "first")
+    await work.until(lambda: work.started == ["first"])
+    await work.ask(LIGHT, "next")
+    work.tasks["first"].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work.tasks["first"]
+    await asyncio.sleep(0.01)
+    assert (work.started, work.accounts.used(LIGHT.party, "jobs")) == (["first"], 2)
+    work._releases["first"].set()
+    await work.end("next")
+    await work.end_all()
+
+
+async def test_the_error_of_work_is_its_callers_and_frees_the_thread() -> None:
+    accounts = Accounts()
+    pool = FairPool("jobs", 1, 10, accounts)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(LIGHT, lambda: 1 // 0)
+    assert await pool.run(LIGHT, lambda: "done") == "done"
+    assert accounts.total("jobs") == 0
+    pool.close()
+
+
+def test_a_shared_queue_has_a_reserve_for_those_that_hold_little() -> None:
+    def room(own: int, total: int, owners: int, amount: int = 1) -> bool:
+        return has_room(own, amount, total, 100, owners, least=2)
+
+    assert room(99, 99, 1)
+    assert not room(100, 100, 1)
+    assert room(0, 100, 2)
+    assert room(24, 124, 2)
+    assert not room(25, 125, 2)
+    assert not room(100, 125, 2)
+    assert room(1, 500, 50)
+    assert not room(2, 500, 50)
+    assert not room(0, 100, 2, amount=26)
