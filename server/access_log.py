@@ -5,7 +5,6 @@ Imports no web framework: the process that starts the core loads this module bef
 """
 
 import logging
-import sys
 import uuid
 from collections.abc import Collection
 from contextvars import ContextVar
@@ -14,6 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 from starlette.types import Scope
+
+from engine.distributed.logs import BARE
 
 _log = logging.getLogger(__name__)
 
@@ -118,14 +119,12 @@ class Entry(msgspec.Struct, omit_defaults=True):
 
 
 class AccessLog:
-    """Writes to stderr, as text with the other messages or as one JSON object a line."""
+    """Logs requests, as text like the other messages or as one JSON object a line."""
 
     def __init__(self, *, json: bool, probe_paths: Collection[str] = ()) -> None:
         """`probe_paths` are requested every few seconds by probes and scrapers, and logged at debug level."""
         self._json = json
         self._probe_paths = frozenset(probe_paths)
-        _log.handlers = [logging.StreamHandler(sys.stderr)] if json else []
-        _log.propagate = not json
 
     def write(self, scope: Scope, outcome: RequestOutcome) -> None:
         """Log a request."""
@@ -135,7 +134,7 @@ class AccessLog:
             return
         entry = _entry(scope, outcome)
         if self._json:
-            _log.log(level, "%s", msgspec.json.encode(entry).decode())
+            _log.log(level, "%s", msgspec.json.encode(entry).decode(), extra=BARE)
         else:
             _log.log(
                 level,

@@ -26,6 +26,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
+from engine.distributed.logs import dropped_lines
 from engine.messages import SchedulerStats
 from engine.text.request_state import RequestState
 
@@ -194,6 +195,10 @@ class Metrics:
             ["action"],
             registry=registry,
         )
+        self._dropped_log_lines = counter(
+            "kaon_log_lines_dropped_total", "Lines of the API process' log dropped because nobody read them."
+        )
+        self._seen_dropped_log_lines = 0
         self._slow_readers = {action: slow_readers.labels(action) for action in ("pause", "end")}
 
     def step(self, stats: SchedulerStats, generated_tokens: int, replica: int = 0) -> None:
@@ -267,6 +272,9 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         for replica in self._replicas:
             replica.publish()
+        dropped = dropped_lines()
+        self._dropped_log_lines.inc(dropped - self._seen_dropped_log_lines)
+        self._seen_dropped_log_lines = dropped
         return generate_latest(self._registry)
 
 

@@ -25,7 +25,8 @@ from typing import NoReturn
 from engine.client.core_manager import CoreManager
 from engine.config.config import Config, ServerConfig
 from engine.config.release import release
-from engine.distributed.processes import configure_logging, forbid_inspection, name_process
+from engine.distributed.logs import BARE, configure_logging
+from engine.distributed.processes import forbid_inspection, name_process
 from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
@@ -81,9 +82,9 @@ def _run(config: Config, started: float) -> int:
         if ended is None:
             return 0
         _ignore_signals()
-        code = _fail(ended)
+        _log.critical("kaon: %s", ended, extra=BARE)
         core.fail(ended)
-        return code
+        return 1
     except Exception as error:
         _ignore_signals()
         core.fail(f"the server failed: {type(error).__name__}: {error}")

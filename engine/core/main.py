@@ -24,7 +24,8 @@ from engine.distributed.core_process import LOST_FRONT_END, Launch
 from engine.distributed.flight_record import FlightRecord
 from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import PEER_END_SECONDS, LockstepMember, PeerLostError, RendezvousError, ReplicaLinks
-from engine.distributed.processes import begin_child, configure_logging, end_with_parent, name_process
+from engine.distributed.logs import configure_logging
+from engine.distributed.processes import begin_child, end_with_parent, name_process
 from engine.distributed.rank_link import RankError
 from engine.distributed.rank_manager import AsyncIOProcManager
 from engine.messages import Failed, Ready
@@ -66,6 +67,7 @@ def _open_sockets(config: Config, launch: Launch) -> CoreSockets:
 
     def end(sentence: str) -> NoReturn:
         logger.critical("the engine core ends: %s", sentence)
+        logging.shutdown()
         os._exit(LOST_FRONT_END)
 
     addresses = launch.input_address, launch.output_address
@@ -82,6 +84,7 @@ def _end_process(end: threading.ExceptHookArgs) -> None:
     """End this process when a thread raised: without it, requests would wait for ever."""
     name = end.thread.name if end.thread is not None else "?"
     logger.critical("the engine core ends, as its thread %s did", name, exc_info=end.exc_value)
+    logging.shutdown()
     os._exit(1)
 
 
@@ -92,6 +95,7 @@ def _fail(
     logger.critical("the engine core ends: %s", sentence)
     sockets.output_queue.put(Failed(sentence, usage, killed=killed, collateral=collateral))
     sockets.close()
+    logging.shutdown()
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What Kaon's processes have in common: how children start and end, CPU affinity, logging, and anonymous memory.
+"""What Kaon's processes have in common: how children start and end, CPU affinity, and anonymous memory.
 
 A child holds one end of a socket pair, its lifeline, as standard input. It ignores Ctrl-C, and ends when its parent
 does, for whatever reason. No torch here.
@@ -7,7 +7,6 @@ does, for whatever reason. No torch here.
 import contextlib
 import ctypes
 import faulthandler
-import logging
 import os
 import shutil
 import signal
@@ -155,19 +154,6 @@ def avoid_cpus(cpus: Collection[int]) -> None:
     rest = os.sched_getaffinity(0).difference(cpus)
     if cpus and rest:
         keep_threads_on(rest)
-
-
-def configure_logging(process: str, level: str, more: str = "") -> logging.Handler:
-    """Have this process log to standard error from `level` on, and name itself so; what writes the lines.
-
-    `more`: of the record, for the end of each line.
-    """
-    form = logging.Formatter(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s{more}")
-    form.default_msec_format = "%s.%03d"
-    handler = logging.StreamHandler()
-    handler.setFormatter(form)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    return handler
 
 
 def anonymous_file(name: str, num_bytes: int) -> int:

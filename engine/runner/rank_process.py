@@ -18,7 +18,8 @@ from typing import TypeVar
 import msgspec
 
 from engine.config.config import Config
-from engine.distributed.processes import begin_child, configure_logging, end_with_parent_even_if_stuck, name_process
+from engine.distributed.logs import configure_logging
+from engine.distributed.processes import begin_child, end_with_parent_even_if_stuck, name_process
 from engine.distributed.rank_link import (
     MAX_BYTES,
     Allocate,

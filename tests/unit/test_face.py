@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.config.config import Config, ServerConfig
+from engine.distributed.logs import BARE
 from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
@@ -334,12 +335,12 @@ async def test_a_refused_request_is_logged_with_its_reason_and_no_line_of_its_ow
     assert " agent=evil\\tfinish=stop\\x20'x error=\"/no'where is not a path of this server" in second
 
 
-async def test_a_json_line_has_every_part(capfd: pytest.CaptureFixture[str]) -> None:
-    logging.getLogger("server.access_log").setLevel(logging.INFO)
+async def test_a_json_line_has_every_part(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server.access_log")
     answer = await client(access_log="json").get("/v1/nothing%0Ahere", headers={"X-Request-Id": "trace-7"})
-    logging.getLogger("server.access_log").setLevel(logging.NOTSET)
-    (line,) = capfd.readouterr().err.splitlines()
-    entry = json.loads(line)
+    (record,) = (record for record in caplog.records if record.name == "server.access_log")
+    assert BARE.items() <= vars(record).items()  # Nothing else is on its line.
+    entry = json.loads(record.getMessage())
     assert (entry["method"], entry["path"], entry["status"]) == ("GET", "/v1/nothing%0Ahere", 404)
     assert (entry["bytes"], entry["request_id"]) == (len(answer.content), "trace-7")
     assert entry["seconds"] >= 0
