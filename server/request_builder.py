@@ -7,6 +7,7 @@ responses, `server.routes.completions` for its prompts.
 """
 
 import hashlib
+import ipaddress
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple, NoReturn, TypeVar
@@ -40,6 +41,8 @@ _GUIDED: dict[str, GrammarKind] = {
 }
 """Older fields that give the answer a form."""
 
+_CURLS_DEFAULT = "application/x-www-form-urlencoded"
+
 _MAX_SHOWN = 60
 """Characters of a header that a message shows."""
 
@@ -67,7 +70,7 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
     """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
-    _check_media_type(request.headers.get("content-type"))
+    _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
     body = await read_body(request, limits.max_request_bytes)
     return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
@@ -86,13 +89,29 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _check_media_type(content_type: str | None) -> None:
-    """Refuse a media type other than JSON. A body without one is read as JSON."""
+def _check_media_type(request: Request) -> None:
+    """Refuse a media type other than JSON. A body without one is read as JSON.
+
+    From this machine, curl's default is accepted too. Not with an origin: a page in a browser may send that type to
+    any address without asking first.
+    """
+    content_type = request.headers.get("content-type")
     media_type = (content_type or JSON).partition(";")[0].strip().lower()
-    if media_type != JSON and not (media_type.startswith("application/") and media_type.endswith("+json")):
-        raise UnsupportedMediaType(
-            f"Content-Type is {media_type[:_MAX_SHOWN]}; it must be {JSON} (curl: -H 'Content-Type: {JSON}')"
-        )
+    if media_type == JSON or (media_type.startswith("application/") and media_type.endswith("+json")):
+        return
+    if media_type == _CURLS_DEFAULT and _is_loopback(request) and "origin" not in request.headers:
+        return
+    raise UnsupportedMediaType(
+        f"Content-Type is {media_type[:_MAX_SHOWN]}; it must be {JSON} (curl: -H 'Content-Type: {JSON}')"
+    )
+
+
+def _is_loopback(request: Request) -> bool:
+    """Whether the client is on this machine, as far as its address tells."""
+    try:
+        return request.client is None or ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
 
 
 def _check_encoding(encoding: str | None) -> None:

@@ -1,8 +1,9 @@
-"""Writes the field tables of docs/api.md from the schemas of requests: `python -m tools.api_docs [--check]`.
+"""Writes the field tables of docs/api.md from server/schemas: `python -m tools.api_docs [--check]`.
 
 Each table is between two marker lines; the rest of the page is written by hand. `make lint` checks the tables.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from server.openapi import Field, fields_of, request_models, request_schemas
 from server.schemas.body import NO_CHANGE
+from server.schemas.tolerated import TOLERATED
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 
@@ -41,6 +43,7 @@ def with_tables(page: str) -> str:
     for name in requests:
         page = _between_markers(page, name, tables(schemas[name]))
     objects = sorted(name for name, schema in schemas.items() if "properties" in schema and name not in requests)
+    page = _between_markers(page, "tolerated", "\n".join(_tolerated()) + "\n")
     return _between_markers(page, "objects", "\n".join(f"### {name}\n\n{tables(schemas[name])}" for name in objects))
 
 
@@ -74,6 +77,14 @@ def _table(fields: Sequence[Field]) -> Iterator[str]:
         default = field.default if field.default in ("", "required") else f"`{field.default}`"
         cells = (f"`{field.name}`", field.type, default, field.meaning)
         yield f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"
+
+
+def _tolerated() -> Iterator[str]:
+    yield "| Field | Accepted values | Sent by |"
+    yield "| --- | --- | --- |"
+    for field in TOLERATED:
+        values = " or ".join(f"`{json.dumps(value)}`" for value in field.values) or "any"
+        yield f"| `{field.place}{field.name}` | {values} | {field.sent_by} |"
 
 
 def _listed(fields: Sequence[Field]) -> str:

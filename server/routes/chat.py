@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import Request, Response
@@ -35,6 +36,8 @@ class ChatChunkWriter(ChunkWriter):
 
     object = "chat.completion.chunk"
     plain = b'},"logprobs":null,"finish_reason":null}'
+    has_functions = False
+    """Whether a call is written as `function_call`, for a request with `functions`."""
 
     def delta(
         self,
@@ -71,7 +74,7 @@ class ChatChunkWriter(ChunkWriter):
         for part in parts:
             if index not in self._open:
                 events.append(self.begin(index, b'""' if isinstance(part, TextPart) else b"null"))
-            events.append(self._event(index, _member(part), logprobs, members))
+            events.append(self._event(index, self._member(part), logprobs, members))
             logprobs, members = None, b""
         if logprobs is not None or members:
             if index not in self._open:
@@ -95,6 +98,25 @@ class ChatChunkWriter(ChunkWriter):
         """An event without choices, whose `members` describe the prompt."""
         return b"".join((self._head, b"]", members, self._close.removeprefix(b"]")))
 
+    def _member(self, part: Part) -> bytes:
+        """The part as a member of a delta."""
+        match part:
+            case TextPart():
+                return b'"content":' + encode(part.text)
+            case ReasoningPart():
+                text = encode(part.text)
+                return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
+            case ToolCallPart():
+                function = {"name": part.name, "arguments": ""}
+            case ArgumentsPart():
+                function = {"arguments": part.json}
+        if self.has_functions:
+            return b'"function_call":' + encode(function)
+        call: dict[str, Any] = {"index": part.index}
+        if isinstance(part, ToolCallPart):
+            call |= {"id": part.id, "type": "function"}
+        return b'"tool_calls":[%b]' % encode({**call, "function": function})
+
     def _event(
         self,
         index: int,
@@ -110,21 +132,6 @@ class ChatChunkWriter(ChunkWriter):
 
 def _stopped(stop_reason: int | str | None) -> bytes:
     return b"" if stop_reason is None else b',"stop_reason":' + encode(stop_reason)
-
-
-def _member(part: Part) -> bytes:
-    """The part as a member of a delta."""
-    match part:
-        case TextPart():
-            return b'"content":' + encode(part.text)
-        case ReasoningPart():
-            text = encode(part.text)
-            return b'"reasoning_content":%b,"reasoning":%b' % (text, text)
-        case ToolCallPart():
-            call = {"index": part.index, "id": part.id, "type": "function"}
-            return b'"tool_calls":[%b]' % encode({**call, "function": {"name": part.name, "arguments": ""}})
-        case ArgumentsPart():
-            return b'"tool_calls":[%b]' % encode({"index": part.index, "function": {"arguments": part.json}})
 
 
 class ChatRenderer(Renderer):
@@ -148,6 +155,7 @@ class ChatRenderer(Renderer):
         self._chunks = ChatChunkWriter(self.head, request.stream_options, len(prompt_token_ids))
         self._echo = (request.messages[-1].text or "") if request.echo else ""
         self._answers = [_answer(new_parser()) for _ in range(request.n)]
+        self._chunks.has_functions = request.functions is not None
         self._called_by_name = not isinstance(request.tool_choice, str)
 
     def opening(self) -> bytes:
@@ -199,6 +207,8 @@ class ChatRenderer(Renderer):
         else:
             answer.push_all(state)
             message, reason = answer.message(self._echo), self._finish_reason(reason, answer)
+            if message.tool_calls and self._chunks.has_functions:
+                message.function_call, message.tool_calls = message.tool_calls[0].function, msgspec.UNSET
         choice = ChatChoice(index, message, self._logprobs(state.logprobs), reason)
         if state.stop_reason is not None:
             choice.stop_reason = state.stop_reason
@@ -207,7 +217,7 @@ class ChatRenderer(Renderer):
     def _finish_reason(self, reason: str, answer: AnswerInParts) -> str:
         """`reason`, or `tool_calls` where OpenAI reports that: not for a call that the request asked for by name."""
         if reason == "stop" and answer.calls and not self._called_by_name:
-            return "tool_calls"
+            return "function_call" if self._chunks.has_functions else "tool_calls"
         return reason
 
     def _of_prompt(self, positions: list[TokenLogprobs]) -> PromptLogprobs:

@@ -7,7 +7,7 @@
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import Response
@@ -26,6 +26,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from engine.config.spelling import nearest
 from server.errors import BadRequest
+from server.schemas.tolerated import Place, without_tolerated
 
 NO_CHANGE = "Accepted; changes nothing here."
 """Description of OpenAI's fields that have no effect here."""
@@ -46,11 +47,14 @@ class RequestModel(BaseModel):
     """Base of all objects in requests: strict JSON types, no unknown fields, null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    place: ClassVar[Place | None] = None
+    """Where the objects are, if they may hold fields of `server.schemas.tolerated`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _check_number_of_fields(cls, data: Any) -> Any:
-        return _limit_fields(data)
+    def _check_fields(cls, data: Any) -> Any:
+        data = _limit_fields(data)
+        return data if cls.place is None or not isinstance(data, dict) else without_tolerated(data, cls.place)
 
 
 @dataclass(frozen=True, slots=True)

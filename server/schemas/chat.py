@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
+from server.ignored import ignore
 from server.schemas.body import (
     NO_CHANGE,
     Between,
@@ -58,6 +59,8 @@ class FunctionDefinition(RequestModel):
 
 class Tool(RequestModel):
     """A function that the model may call."""
+
+    place = "tools[]."
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -161,6 +164,8 @@ def _position(names: list[str], choice: NamedTool) -> int:
 class ContentPart(RequestModel):
     """A piece of a message; this release reads text only."""
 
+    place = "messages[].content[]."
+
     type: Literal["text", "refusal"]
     text: str = ""
     """Of a part of type text."""
@@ -187,6 +192,8 @@ class FunctionCall(RequestModel):
 class ToolCall(RequestModel):
     """A call that the assistant made earlier in the chat."""
 
+    place = "messages[].tool_calls[]."
+
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -197,13 +204,16 @@ class ToolCall(RequestModel):
 class Message(RequestModel):
     """One turn of the chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    place = "messages[]."
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[ContentPart] | None = None
-    """Text, or a list of text parts; only an assistant's message with tool calls may have none."""
+    """Text, or a list of text parts; only an assistant's message may have none."""
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     """In a tool's message: the call that it answers."""
+    function_call: FunctionCall | None = None
+    """Older name of the one call that an assistant made; a message of role function answers it."""
     reasoning_content: str | None = None
     """Earlier reasoning, for chat templates that show it."""
     reasoning: str | None = None
@@ -211,13 +221,17 @@ class Message(RequestModel):
     refusal: Ignored | None = None
     annotations: Annotated[list[Any], Field(description=NO_CHANGE)] | None = None
     audio: Unsupported = None
-    function_call: Unsupported = None
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
-        if self.tool_calls and self.role != "assistant":
-            raise sentence(f"has tool_calls, which only the role assistant has, not {self.role}")
-        if self.content is None and not self.tool_calls and self.refusal is None:
+        for field in ("tool_calls", "function_call"):
+            if getattr(self, field) and self.role != "assistant":
+                raise sentence(f"has {field}, which only the role assistant has, not {self.role}")
+        if self.tool_calls and self.function_call:
+            raise sentence("has both tool_calls and function_call; send tool_calls")
+        if self.role == "function" and self.name is None:
+            raise sentence("has the role function and no name; it needs that of the function")
+        if self.content is None and self.role != "assistant":
             raise sentence(f"has no content; a message of role {self.role} needs some")
         return self
 
@@ -226,6 +240,9 @@ class Message(RequestModel):
         """The content with its parts joined, because not every template reads a list."""
         if isinstance(self.content, list):
             return "".join(part.text or part.refusal for part in self.content)
+        if self.content is None and self.refusal is None and not self.tool_calls:
+            # Agents keep turns in which the model wrote nothing.
+            return ""
         return self.content if self.content is not None else self.refusal
 
     def for_template(self) -> dict[str, Any]:
@@ -266,6 +283,19 @@ def no_reserved_names(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _note_verbosity(value: str | None) -> str | None:
+    if value not in (None, "medium"):
+        ignore("verbosity")
+    return value
+
+
+class Thinking(RequestModel):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, Field(description=NO_CHANGE)] = None
+
+
 class ChatCompletionRequest(SamplingFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -296,8 +326,14 @@ class ChatCompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     """Form of the answer: free text, any JSON object, or JSON that a schema constrains."""
 
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
+
+    enable_thinking: bool | None = None
+    """Given to the chat template as `enable_thinking`."""
+
+    thinking: Thinking | None = None
+    """Whether the model reasons, as Anthropic's and DeepSeek's interfaces write it: also `enable_thinking`."""
 
     add_generation_prompt: bool = True
     """End the prompt with the beginning of an assistant's turn."""
@@ -325,17 +361,48 @@ class ChatCompletionRequest(SamplingFields):
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
     prompt_cache_retention: Ignored | None = None
-    verbosity: Literal["medium"] | None = None
-    """Only OpenAI's default, which changes nothing here."""
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, AfterValidator(_note_verbosity), Field(description=NO_CHANGE)
+    ] = None
+    functions: Items[FunctionDefinition] | None = None
+    """Older form of `tools`; the answer then has `function_call` in place of `tool_calls`."""
+    function_call: Literal["none", "auto"] | FunctionReference | None = None
+    """Older form of `tool_choice`."""
     audio: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
     web_search_options: Unsupported = None
 
     @model_validator(mode="after")
     def _logprobs_on(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise sentence(f"top_logprobs is {self.top_logprobs}; it needs logprobs to be true")
+        return self
+
+    @model_validator(mode="after")
+    def _functions_are_tools(self) -> "ChatCompletionRequest":
+        """Rewrite the older fields as `tools`, `tool_choice` and messages of role tool."""
+        if self.function_call is not None and self.functions is None:
+            raise sentence("function_call is set; it needs functions")
+        if self.functions is not None:
+            if self.tools:
+                raise sentence("functions and tools are both set; send tools")
+            self.tools = _names_differ([Tool(type="function", function=each) for each in self.functions])
+            self.parallel_tool_calls = False
+            if isinstance(self.function_call, FunctionReference):
+                self.tool_choice = NamedTool(type="function", function=self.function_call)
+            elif self.function_call is not None:
+                self.tool_choice = self.function_call
+        id: str | None = None
+        for index, message in enumerate(self.messages):
+            if message.function_call is not None:
+                # Some templates take ids of nine letters and digits only.
+                id = f"call{index:05d}"
+                message.tool_calls = [ToolCall(id=id, function=message.function_call)]
+            elif message.role == "function":
+                if id is None:
+                    raise sentence(
+                        f"messages[{index}] has the role function; before it, a message must have a function_call"
+                    )
+                message.role, message.tool_call_id = "tool", id
         return self
 
     @model_validator(mode="after")
@@ -354,6 +421,10 @@ class ChatCompletionRequest(SamplingFields):
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template besides messages and tools; `chat_template_kwargs` takes precedence."""
         variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
             if self.reasoning_effort == "none":
@@ -411,6 +482,8 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    """In place of `tool_calls`, if the request has `functions`."""
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     """The model's reasoning before the answer."""
     reasoning: str | msgspec.UnsetType = msgspec.UNSET

@@ -143,6 +143,8 @@ class StreamOptions(RequestModel):
 class SamplingFields(RequestModel):
     """Fields of every request that generates."""
 
+    place = ""
+
     model: str
     """Name of a served model, as `/v1/models` lists it."""
 

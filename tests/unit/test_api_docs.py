@@ -6,6 +6,7 @@ import pytest
 
 from server import openapi as api_page
 from server.openapi import fields_of, request_models, request_schemas, type_of
+from server.schemas.tolerated import TOLERATED
 from tools import api_docs
 
 
@@ -78,3 +79,8 @@ def test_what_stands_between_backticks_is_code_on_the_page_for_people() -> None:
     schema = {"properties": {"model": {"type": "string", "description": "As `/v1/<models>` lists it, or `none`."}}}
     document = {"info": {"title": "Kaon", "version": "1"}, "paths": {}, "components": {"schemas": {"Some": schema}}}
     assert "As <code>/v1/&lt;models&gt;</code> lists it, or <code>none</code>." in api_page.page(document)
+
+
+def test_every_tolerated_field_is_on_the_page() -> None:
+    page = api_docs.PAGE.read_text()
+    assert [field.name for field in TOLERATED if f"`{field.place}{field.name}`" not in page] == []

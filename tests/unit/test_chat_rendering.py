@@ -128,6 +128,20 @@ def test_tokens_can_be_spelled_by_their_ids() -> None:
     assert [top["token"] for top in token["top_logprobs"]] == ["token_id:7"]
 
 
+def test_a_request_with_functions_gets_a_function_call() -> None:
+    script = {name: SCRIPT[name] for name in ("<call>", "{}</call>")}
+    fields = {"tools": [], "functions": [{"name": "add"}]}
+    choice = ChatCompletion.model_validate(whole(renderer(script, **fields), ["<call>", "{}</call>"])).choices[0]
+    assert choice.message.function_call is not None
+    assert (choice.message.function_call.name, choice.message.function_call.arguments) == ("add", "{}")
+    assert (choice.message.tool_calls, choice.model_dump()["finish_reason"]) == (None, "function_call")
+    streamed = chunks(renderer(script, stream=True, **fields), ["<call>", "{}</call>"])
+    calls = [call for chunk in streamed if (call := chunk.choices[0].delta.function_call) is not None]
+    assert [call.name for call in calls] == ["add", None, None]
+    assert "".join(call.arguments or "" for call in calls) == "{}"
+    assert streamed[-1].choices[0].finish_reason == "function_call"
+
+
 def test_an_answer_of_calls_alone_has_no_content() -> None:
     message = whole(renderer(), ["<call>", "{}</call>"])["choices"][0]["message"]
     assert message["content"] is None

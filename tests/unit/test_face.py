@@ -468,11 +468,31 @@ async def test_a_browser_gets_a_page_with_links_and_an_icon() -> None:
     ElementTree.fromstring(icon.text)
 
 
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"])
+@pytest.mark.parametrize("media_type", ["text/plain", "multipart/form-data", "x"])
 async def test_a_body_that_says_it_is_no_json_is_415(media_type: str) -> None:
     answer = await client().post("/v1/completions", content=b"{}", headers={"Content-Type": media_type})
     assert answer.status_code == 415
     assert media_type in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("client_host", "headers", "status"),
+    [
+        ("127.0.0.1", {}, 503),
+        ("::1", {}, 503),
+        ("10.0.0.7", {}, 415),
+        # A page in a browser may send this type to any address without asking first.
+        ("127.0.0.1", {"Origin": "https://evil.example"}, 415),
+    ],
+)
+async def test_curls_default_media_type_is_json_on_this_machine(
+    client_host: str, headers: dict[str, str], status: int
+) -> None:
+    transport = httpx.ASGITransport(application(), client=(client_host, 5))
+    async with httpx.AsyncClient(transport=transport, base_url="http://kaon") as http:
+        headers = {"Content-Type": "application/x-www-form-urlencoded", **headers}
+        answer = await http.post("/v1/completions", content=b'{"model": "kaon-demo", "prompt": "x"}', headers=headers)
+    assert answer.status_code == status
 
 
 async def test_a_compressed_body_is_415() -> None:

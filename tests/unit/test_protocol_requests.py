@@ -10,9 +10,10 @@ from engine.sampling_params import SamplingParams
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
 from server.errors import BadRequest
-from server.request_builder import _salt_key, sampling_params
+from server.ignored import collect
+from server.request_builder import _prefix_salt, sampling_params
 from server.schemas.body import validate
-from server.schemas.chat import ChatCompletionRequest
+from server.schemas.chat import ChatCompletionRequest, FunctionReference, NamedTool
 from server.schemas.completions import CompletionRequest
 from server.schemas.generation import StreamOptions
 
@@ -141,7 +142,7 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         ({"tool_choice": {}}, "tool_choice.type", "tool_choice.type is missing"),
         ({"continue_final_message": True}, "continue_final_message", "the last message must be an assistant's"),
         ({"echo": True}, "echo", "echo is true; a chat has only an answer to echo with continue_final_message"),
-        ({"verbosity": "low"}, "verbosity", "verbosity is \"low\"; it must be 'medium'"),
+        ({"verbosity": "huge"}, "verbosity", "verbosity is \"huge\"; it must be 'low', 'medium' or 'high'"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function is missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text' or 'json_object' or"),
         (
@@ -153,7 +154,7 @@ def test_a_wrong_completion_field_is_named_with_its_value_and_limit(
         ({"top_logprobs": 5}, "top_logprobs", "top_logprobs is 5; it needs logprobs to be true"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set messages"),
-        ({"functions": []}, "functions", "functions is not supported"),
+        ({"audio": {}}, "audio", "audio is not supported"),
         ({"prompt": "Hi"}, "prompt", "prompt is not a known field"),
     ],
 )
@@ -172,8 +173,8 @@ def test_unknown_fields_are_ignored_where_the_server_allows_them_at_every_depth(
 
 def test_allowing_unknown_fields_does_not_allow_unsupported_ones() -> None:
     message = {"role": "user", "content": "Hi"}
-    with pytest.raises(BadRequest, match="functions is not supported"):
-        validate({"model": "m", "messages": [message], "functions": []}, ChatCompletionRequest, allow_unknown=True)
+    with pytest.raises(BadRequest, match="audio is not supported"):
+        validate({"model": "m", "messages": [message], "audio": {}}, ChatCompletionRequest, allow_unknown=True)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 
 def test_cache_salts_are_stable_and_apart() -> None:
-    keys = [_salt_key(salt) for salt in ("a", "b", "a")]
+    keys = [_prefix_salt(salt, None) for salt in ("a", "b", "a")]
     assert keys[0] == keys[2] != keys[1]
     assert all(key is not None and 0 <= key < 2**64 for key in keys)
 
@@ -344,3 +345,111 @@ def test_tool_call_arguments_that_are_no_json_object_reach_the_template_as_text(
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     (message,) = chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]).messages
     assert message.for_template()["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+# -- fields of other servers' clients ---------------------------------------------------------------------------
+
+
+def test_tolerated_fields_are_left_out_and_named_wherever_they_are() -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}, "extra_content": {}}
+    fields: dict[str, Any] = {
+        "cache_prompt": True,
+        "length_penalty": 1.0,
+        "top_a": None,
+        "verbosity": "low",
+        "tools": [{"type": "function", "function": {"name": "f"}, **hint}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi", **hint}], **hint},
+            {"role": "assistant", "tool_calls": [call], "reasoning_details": []},
+            {"role": "tool", "tool_call_id": "1", "content": "x"},
+        ],
+    }
+    with collect() as ignored:
+        request = chat(**fields)
+    assert [message.text for message in request.messages] == ["Hi", None, "x"]
+    assert set(ignored) == {
+        "cache_prompt",
+        "length_penalty",
+        "top_a",
+        "verbosity",
+        "tools[].cache_control",
+        "messages[].cache_control",
+        "messages[].content[].cache_control",
+        "messages[].tool_calls[].extra_content",
+        "messages[].reasoning_details",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"length_penalty": 1.2}, "length_penalty"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+        ({"messages": [{"role": "user", "content": "x", "cache_prompt": True}]}, "messages[0].cache_prompt"),
+    ],
+)
+def test_a_tolerated_field_with_an_effect_or_in_another_place_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "enabled"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+        ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "max"}, None),
+    ],
+)
+def test_thinking_is_switched_by_the_field_of_each_family(fields: dict[str, Any], enabled: bool | None) -> None:
+    assert chat(**fields).template_variables.get("enable_thinking") == enabled
+
+
+def test_an_assistants_turn_may_be_empty() -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant"}, {"role": "user", "content": "Hello?"}]
+    assert [message.for_template()["content"] for message in chat(messages=turns).messages] == ["Hi", "", "Hello?"]
+
+
+def test_functions_are_tools_under_their_older_name() -> None:
+    request = chat(
+        functions=[{"name": "add", "parameters": {"type": "object"}}],
+        function_call={"name": "add"},
+        messages=[
+            {"role": "user", "content": "1 + 2?"},
+            {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            {"role": "function", "name": "add", "content": "3"},
+        ],
+    )
+    assert [tool.function.name for tool in request.tools] == ["add"]
+    assert request.tool_choice == NamedTool(type="function", function=FunctionReference(name="add"))
+    assert not request.parallel_tool_calls
+    _, called, answered = [message.for_template() for message in request.messages]
+    assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert (answered["role"], answered["tool_call_id"]) == ("tool", called["tool_calls"][0]["id"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"function_call": "auto"}, "function_call is set; it needs functions"),
+        (
+            {"functions": [{"name": "f"}], "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "functions and tools are both set; send tools",
+        ),
+        (
+            {"messages": [{"role": "function", "name": "f", "content": "3"}]},
+            "messages[0] has the role function; before it, a message must have a function_call",
+        ),
+        ({"messages": [{"role": "function", "content": "3"}]}, "messages[0] has the role function and no name"),
+        (
+            {"messages": [{"role": "user", "content": "x", "function_call": {"name": "f", "arguments": ""}}]},
+            "messages[0] has function_call, which only the role assistant has, not user",
+        ),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "holds two functions named f"),
+    ],
+)
+def test_functions_that_make_no_sense_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    assert sentence in str(refusal(chat, **fields))
