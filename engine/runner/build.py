@@ -28,7 +28,6 @@ from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
 from models.architectures.config import CheckpointConfig, ModelConfig
 from models.architectures.registry import ARCHITECTURES
 from models.attention.backend import require_backend
-from models.config.fields import Fields
 from models.config.pooling import PoolingConfig, read_pooling
 from models.loading.checkpoint import read_checkpoint_config
 from models.ops import registry as backends
@@ -41,7 +40,6 @@ from models.ops.types import FP8_GROUP
 from models.parallel.process_group import ProcessGroupCollectives, Rendezvous, ReplicaWorld
 from models.parallel.tensor_parallel import Collectives, ExpertParallel, TensorParallel
 from models.quantization.config import ROUNDINGS
-from models.quantization.methods import parse_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -162,11 +160,11 @@ def load_rank(
 
     `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
     """
-    _require_quantization(config.quantization_config.quantization, path)
     pooling = read_pooling(
         path, config.task, has_architecture=ARCHITECTURES.__contains__, matryoshka=config.matryoshka
     )
     model_config = read_checkpoint_config(path, config.model_impl, pooling)
+    _require_quantization(config.quantization_config.quantization, path, model_config)
     config = _with_checkpoint(config, model_config, pooling)
     device = _resolve_device(config, shard, share)
     sizes = sizes_of(model_config, config.kv_cache_block_size, 1 if shard is None else shard.size)
@@ -277,12 +275,11 @@ def _bind_memory(node: int, path: Path, config: Config, replicas: int) -> None:
     logger.info("memory is %s NUMA node %d", "bound to" if bound else "taken by preference from", node)
 
 
-def _require_quantization(wanted: str, path: Path) -> None:
+def _require_quantization(wanted: str, path: Path, model_config: CheckpointConfig) -> None:
     """Raise `ValueError` where the checkpoint is not quantised as the user says."""
     if wanted in ("auto", *ROUNDINGS):
         return
-    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
-    found = "none" if quantization is None else quantization.quant_method
+    found = "none" if model_config.quantization is None else model_config.quantization.quant_method
     if wanted != found:
         raise ValueError(
             f"quantization is {wanted}, but that of {path} is {found}; set it to auto, or serve another checkpoint"

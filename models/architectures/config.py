@@ -33,6 +33,8 @@ class CheckpointConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     """Tokens that end a completion, the main one first; empty where the checkpoint names none."""
+    quantization: QuantizationConfig | None
+    """How the checkpoint's weights are quantised; None: they are not."""
 
     runs_by: ClassVar[str]
     """The code that runs the model, for the log."""
@@ -57,8 +59,6 @@ class ModelConfig(CheckpointConfig):
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...]
     """For each layer the number of tokens that a query sees, its own included; None: all before it."""
-    quantization: QuantizationConfig | None
-    """How the checkpoint's weights are quantised; None: they are not."""
     fields: Fields = field(repr=False, compare=False)
     """config.json, for fields that only one architecture has."""
 

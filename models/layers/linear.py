@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.layers.lora import LinearLoRA, OutputPart
-from models.layers.parameter import WeightPart, empty_parameter, fill_rows, onednn_of, packed_of, require_shape
+from models.layers.parameter import (
+    WeightPart,
+    empty_parameter,
+    fill_rows,
+    is_product,
+    keep_for_onednn,
+    onednn_of,
+    packed_of,
+    require_shape,
+)
 from models.ops import aiter
 from models.ops.activation import GatedActivation, operator_of
 from models.ops.aiter import operators as dense
@@ -312,10 +321,10 @@ def pack_filled_products(model: nn.Module) -> None:
     """
     read_by_row = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
     for parameter in model.parameters():
-        if parameter.dim() == 2 and getattr(parameter, "is_product", False) and id(parameter) not in read_by_row:
+        if parameter.dim() == 2 and is_product(parameter) and id(parameter) not in read_by_row:
             weight = parameter.data
             # The number of tokens is a hint.
-            parameter.onednn = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # type: ignore[attr-defined]
+            keep_for_onednn(parameter, torch.ops.mkldnn._reorder_linear_weight(weight, 1))
             # Reading the weight in another way yields NaN.
             parameter.data = torch.full((1,), torch.nan, dtype=weight.dtype).expand(weight.shape)
     _log.info("Products run on weights that oneDNN packs")

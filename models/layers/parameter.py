@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
 
 from models.ops.cpu.dense import PANEL, PackedWeight, QuantizedWeight, quantized_bytes
 from models.ops.cpu.structures import MAX_IN_FEATURES
+from models.ops.stored_weight import stored_of
 from models.quantization.config import WeightBits
 from models.quantization.stored import fill_stored
 
@@ -19,6 +21,23 @@ WeightLoader: TypeAlias = Callable[[nn.Parameter, torch.Tensor, WeightPart], Non
 SourceNames: TypeAlias = Mapping[str, WeightPart]
 """The checkpoint's tensors that fill one parameter: the part that each fills, by its name after the module's
 parent."""
+
+
+@dataclass(slots=True)
+class _Weight:
+    """What a parameter of `empty_parameter` carries as its attribute `weight`.
+
+    An attribute, because torch dispatches every operator on a subclass of Parameter more slowly.
+    """
+
+    weight_loader: WeightLoader
+    sources: tuple[SourceNames, ...]
+    is_product: bool
+    min_bits: WeightBits
+    packed: PackedWeight | None = None
+    """The weight as the CPU operators read it, in place of the parameter's own memory."""
+    onednn: torch.Tensor | None = None
+    """The weight as oneDNN reads it."""
 
 
 class WeightShapeError(ValueError):
@@ -40,18 +59,23 @@ def empty_parameter(
 
     `sources`: the namings of its tensors, of which a checkpoint uses one; empty for a parameter that the checkpoint
     holds under its own name. `is_product`: the layer reads it through `models.layers.linear` only, and fills it
-    through
-    `fill_rows`, so that it may be kept in another form. `min_bits`: the fewest bits that it may be rounded to.
+    through `fill_rows`, so that it may be kept in another form. `min_bits`: the fewest bits that it may be rounded to.
     """
     waits = is_product and _products_wait
     memory = torch.empty(1, dtype=dtype).expand(shape) if waits else torch.empty(shape, dtype=dtype)
     parameter = nn.Parameter(memory, requires_grad=False)
-    # Attributes, because torch dispatches every operator on a subclass of Parameter more slowly.
-    parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
-    parameter.sources = sources  # type: ignore[attr-defined]
-    parameter.is_product = is_product  # type: ignore[attr-defined]
-    parameter.min_bits = min_bits  # type: ignore[attr-defined]
+    parameter.weight = _Weight(weight_loader, sources, is_product, min_bits)  # type: ignore[attr-defined]
     return parameter
+
+
+def _weight_of(parameter: nn.Parameter) -> _Weight | None:
+    """None for a parameter that `empty_parameter` did not make."""
+    return getattr(parameter, "weight", None)
+
+
+def _own_weight(parameter: nn.Parameter) -> _Weight:
+    weight: _Weight = parameter.weight  # type: ignore[attr-defined]
+    return weight
 
 
 _products_wait = False
@@ -72,31 +96,37 @@ def take_memory(parameters: Iterable[nn.Parameter]) -> None:
     """Allocate the parameters that have no memory and no other form, packed or quantised."""
     for parameter in parameters:
         has_no_memory = parameter.dim() > 0 and not any(parameter.stride()) and parameter.numel() > 1
-        if has_no_memory and not any(hasattr(parameter, form) for form in ("packed", "stored")):
+        if has_no_memory and packed_of(parameter) is None and stored_of(parameter) is None:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def weight_loader_of(parameter: nn.Parameter) -> WeightLoader:
     """The `weight_loader` of `empty_parameter`."""
-    loader: WeightLoader = parameter.weight_loader  # type: ignore[attr-defined]
-    return loader
+    return _own_weight(parameter).weight_loader
 
 
 def sources_of(parameter: nn.Parameter) -> tuple[SourceNames, ...]:
     """The `sources` of `empty_parameter`."""
-    spellings: tuple[SourceNames, ...] = parameter.sources  # type: ignore[attr-defined]
-    return spellings
+    return _own_weight(parameter).sources
+
+
+def packed_parts(model: nn.Module) -> dict[str, list[tuple[str, str | int]]]:
+    """By module that packs several of the checkpoint's: the name of each, and the part that it fills."""
+    parts: dict[str, list[tuple[str, str | int]]] = {}
+    for source, (packed, part) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
+        parts.setdefault(packed, []).append((source, part))
+    return parts
 
 
 def mark_read_directly(parameter: nn.Parameter) -> None:
     """Declare that a layer reads the weight directly, so that it stays dense."""
-    parameter.is_product = False  # type: ignore[attr-defined]
+    _own_weight(parameter).is_product = False
 
 
 def is_product(parameter: nn.Parameter) -> bool:
     """Whether the weight is read through `models.layers.linear` only."""
-    found: bool = parameter.is_product  # type: ignore[attr-defined]
-    return found
+    weight = _weight_of(parameter)
+    return weight is not None and weight.is_product
 
 
 def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
@@ -109,7 +139,7 @@ def pack_products(model: nn.Module, weight_bits: WeightBits = 16) -> None:
             # Weights of a stack follow each other.
             rows, inputs, bits = parameter.shape[:-1].numel(), parameter.shape[-1], _bits_of(parameter, weight_bits)
             packed = PackedWeight(rows, inputs) if bits == 16 else QuantizedWeight(rows, inputs, bits)
-            parameter.packed = packed  # type: ignore[attr-defined]
+            _own_weight(parameter).packed = packed
             parameter.data = torch.full((1,), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
@@ -122,25 +152,31 @@ def weight_bytes(parameter: nn.Parameter, weight_bits: WeightBits = 16) -> int:
 
 
 def _can_be_packed(parameter: nn.Parameter) -> bool:
-    if not parameter.is_product:  # type: ignore[attr-defined]
+    if not is_product(parameter):
         return False
     is_one_weight = parameter.dim() == 2
     return parameter.shape[-1] <= MAX_IN_FEATURES and (is_one_weight or parameter.shape[-2] % PANEL == 0)
 
 
 def _bits_of(parameter: nn.Parameter, weight_bits: WeightBits) -> WeightBits:
-    minimum: WeightBits = parameter.min_bits  # type: ignore[attr-defined]
-    return max(minimum, weight_bits)
+    return max(_own_weight(parameter).min_bits, weight_bits)
 
 
 def packed_of(parameter: nn.Parameter) -> PackedWeight | None:
     """The weight as the CPU operators read it; None where it is in another form."""
-    return getattr(parameter, "packed", None)
+    weight = _weight_of(parameter)
+    return None if weight is None else weight.packed
 
 
 def onednn_of(parameter: nn.Parameter) -> torch.Tensor | None:
     """The weight as oneDNN reads it; None where it is in another form."""
-    return getattr(parameter, "onednn", None)
+    weight = _weight_of(parameter)
+    return None if weight is None else weight.onednn
+
+
+def keep_for_onednn(parameter: nn.Parameter, reordered: torch.Tensor) -> None:
+    """Keep the weight as oneDNN reads it."""
+    _own_weight(parameter).onednn = reordered
 
 
 def fill_rows(parameter: nn.Parameter, first: int, rows: torch.Tensor, expert_index: int | None = None) -> None:

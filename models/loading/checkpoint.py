@@ -16,6 +16,7 @@ from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
 from models.config.pooling import PoolingConfig
 from models.errors import CheckpointError, first_line
+from models.quantization.methods import parse_quantization
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -120,6 +121,7 @@ class TransformersConfig(CheckpointConfig):
             dtype=_dtype(text, whole, config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or read.token_ids("eos_token_id"),
+            quantization=parse_quantization(config, path),
         )
 
 

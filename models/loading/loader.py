@@ -32,6 +32,7 @@ from models.layers.parameter import (
     WeightShapeError,
     is_product,
     pack_products,
+    packed_parts,
     products_without_memory,
     sources_of,
     take_memory,
@@ -271,9 +272,7 @@ class _Target(NamedTuple):
 
 def _wanted_tensors(model: nn.Module) -> dict[str, _Target]:
     """Each tensor of the checkpoint that fills a parameter, or a part of a packed one, by name."""
-    parts: dict[str, list[tuple[str, str | int]]] = {}
-    for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
-        parts.setdefault(packed, []).append((source, shard))
+    parts = packed_parts(model)
     wanted: dict[str, _Target] = {}
     for name, parameter in model.named_parameters():
         module, _, leaf = _checkpoint_name(name, model).rpartition(".")

@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from models.architectures.registry import INDEXED_LAYERS
 from models.attention.backend import select_backend
 from models.attention.context import Context, forward_context
-from models.config.fields import Fields
 from models.errors import CheckpointError, first_line
 from models.layers.base import CacheSpec, KVCacheSpec, VectorCacheSpec
 from models.loading.checkpoint import TransformersConfig, causal_model_class, some, tensors_of_file, weight_files
@@ -36,7 +35,6 @@ from models.loading.transformers_attention import (
 from models.ops.types import KVCacheTensor, LayerCache, VectorCache
 from models.quantization.config import QuantizationConfig
 from models.quantization.dequantize import Dequantizer
-from models.quantization.methods import parse_quantization
 
 _BLOCK_SIZE = 16
 _LENGTHS = (9, 5)
@@ -56,10 +54,9 @@ def load_transformers_model(
     Raises `CheckpointError` for what transformers cannot load, or what differs over paged caches.
     """
     (transformers_logging.enable_progress_bar if progress else transformers_logging.disable_progress_bar)()
-    quantization = parse_quantization(Fields.from_file(path / "config.json"), path)
     try:
-        if quantization is not None:
-            model, report = load_dequantized(path, quantization, dtype=dtype, attention=PAGED)
+        if config.quantization is not None:
+            model, report = load_dequantized(path, config.quantization, dtype=dtype, attention=PAGED)
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
                 path,

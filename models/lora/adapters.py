@@ -22,7 +22,7 @@ from models.layers.base import CausalLM
 from models.layers.linear import ParallelLinear
 from models.layers.lora import LinearLoRA, OutputPart
 from models.layers.mla import MLAAttention
-from models.layers.parameter import WeightShapeError
+from models.layers.parameter import WeightShapeError, packed_parts
 from models.lora.config import LoRAConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -88,14 +88,11 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     if hasattr(model, "linear_layers"):
         layers = cast("Callable[[], dict[str, nn.Linear]]", model.linear_layers)()
         return {name: _Target(HookedLoRA(layer), None) for name, layer in layers.items()}
-    parts: dict[str, list[tuple[str, str | int | None]]] = {}
-    for source, (packed, shard) in cast("dict[str, tuple[str, str | int]]", model.packed_modules_mapping).items():
-        parts.setdefault(packed, []).append((source, shard))
-    targets = {}
+    parts, targets = packed_parts(model), {}
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             parent, _, kind = name.rpartition(".")
-            for source, shard in parts.get(kind, [(kind, None)]):
+            for source, shard in parts.get(kind, ((kind, None),)):
                 targets[f"{parent}.{source}"] = _Target(module, shard)
     return targets
 
