@@ -112,8 +112,8 @@ def read_pooling(
 ) -> PoolingConfig | None:
     """How the checkpoint directory `path` pools prompts for `tasks`; None where it is served to generate alone.
 
-    Without `tasks` the checkpoint decides. `matryoshka`: `on` or `off`, whether vectors may be cut; `auto`: as the checkpoint says.
-    Raises `CheckpointError` naming file, field and value.
+    Without `tasks` the checkpoint decides. `matryoshka`: `on` or `off`, whether vectors may be cut; `auto`: as the
+    checkpoint says. Raises `CheckpointError` naming file, field and value.
     """
     config = read_config(path)
     architectures = config.strings("architectures")
