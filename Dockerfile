@@ -4,6 +4,7 @@
 #
 # docs/gpu.md has the line that runs it with its devices and groups. Without an API key (-e KAON_API_KEY, or
 # --api-key-file on a mounted file) the server refuses to listen beyond the container.
+# A tag can be moved: for an image that can be built again, name the base by its digest (docs/dependencies.md).
 ARG ROCM_BASE=rocm/pytorch:rocm7.2.4_ubuntu24.04_py3.12_pytorch_release_2.10.0
 ARG PYTHON_BASE=python:3.12-slim
 

@@ -6,7 +6,7 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve chat test test-long test-paths chaos soak conformance lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu site demo-model clean
+.PHONY: help install serve chat test test-long test-paths chaos soak fuzz conformance locks lint lint-style lint-types lint-docs format docs bench bench-gpu bench-host bench-peers mutate test-gpu site demo-model clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -38,11 +38,17 @@ chaos: $(VENV)/.installed-test ## Kill, stop, overload and leave the server in e
 soak: $(VENV)/.installed-test ## Injure a loaded server for 20 minutes, then compare its counters; ARGS="--minutes 1"
 	@exec $(VENV)/bin/python -m tests.chaos.soak $(ARGS)
 
+fuzz: $(VENV)/.installed-fuzz ## Feed parsers mutated bytes; ARGS="--minutes 5 --target NAME"
+	@exec $(VENV)/bin/python -m tests.fuzz.run $(ARGS)
+
 mutate: $(VENV)/.installed-test ## Plant bugs, one at a time, and see which the tests find; ARGS="--only http/"
 	@exec $(VENV)/bin/python -m tools.mutate $(ARGS)
 
 conformance: $(VENV)/.installed ## Run other people's clients against the server, and write docs/conformance.md
 	@exec $(VENV)/bin/python -m tests.conformance.run $(ARGS)
+
+locks: $(VENV)/.installed-dev ## Write deploy/locks again, with uv, from what the package index has
+	@exec $(VENV)/bin/python -m tools.locks $(ARGS)
 
 lint: lint-style lint-types lint-docs ## Check style, types, import contracts and generated docs
 
@@ -101,7 +107,11 @@ $(VENV)/.installed-test: EXTRAS := [test]
 $(VENV)/.installed-dev: EXTRAS := [test,dev]
 $(VENV)/.installed-dev: IMPLIED := $(VENV)/.installed-test
 $(VENV)/.installed-site: EXTRAS := [site]
+$(VENV)/.installed-fuzz: EXTRAS := [test,fuzz]
+$(VENV)/.installed-fuzz: IMPLIED := $(VENV)/.installed-test
 
-$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev $(VENV)/.installed-site: pyproject.toml constraints.txt $(COMPILED)
+LOCKS := $(wildcard deploy/locks/*.txt)
+
+$(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-dev $(VENV)/.installed-site $(VENV)/.installed-fuzz: pyproject.toml constraints.txt $(LOCKS) $(COMPILED)
 	@sh deploy/install.sh $(VENV) '$(EXTRAS)' $(PYTHON)
 	@touch $(VENV)/.installed $(IMPLIED) $@

@@ -4,6 +4,9 @@
 #
 # A torch that this Python has (a ROCm or CUDA container's) is used, not replaced: VENV sees the folder it lies in, and
 # its exact version takes the place of the pins in constraints.txt, so that pip would rather fail than bring another.
+#
+# All else is what deploy/locks names, checked by its hash. KAON_UNLOCKED=1 takes the newest versions that
+# pyproject.toml admits instead; KAON_TORCH_LOCK=FILE names a lock of torch itself (docs/dependencies.md).
 set -eu
 
 venv=$1 extras=$2 candidates=${3:-python3 python3.13 python3.12 python3.11}
@@ -69,10 +72,31 @@ else
     cp constraints.txt "$venv/constraints.txt"
 fi
 say "installing Kaon into $venv (some minutes the first time, most of them for PyTorch)"
-install() {
-    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" "$@"
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@"
 }
-install -e ".$extras"
+install() {
+    pip_install -c "$venv/constraints.txt" "$@"
+}
+isolation=
+if [ -z "${KAON_UNLOCKED:-}" ]; then
+    set -- -r deploy/locks/kaon.txt
+    for extra in test dev site fuzz; do
+        case $extras in *$extra*) set -- "$@" -r "deploy/locks/$extra.txt" ;; esac
+    done
+    if [ -n "${KAON_TORCH_LOCK:-}" ] && [ ! -f "$present_torch" ]; then
+        set -- "$@" -r "$KAON_TORCH_LOCK"
+    fi
+    pip_install --require-hashes --no-deps "$@" || {
+        say "pip could not install what deploy/locks names, as it says above; where an index of your own serves other" \
+            "files, KAON_UNLOCKED=1 make takes versions that pyproject.toml admits, without checking hashes"
+        exit 1
+    }
+    # setuptools is among what was locked.
+    isolation=--no-build-isolation
+fi
+# Only torch is missing now, and what its build brings.
+install $isolation -e ".$extras"
 
 # What the tests interpret kernels with, where torch has not brought it; by itself, as `.[interpreter]` would have
 # Kaon built a second time.

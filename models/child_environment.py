@@ -14,4 +14,6 @@ def code_environment() -> dict[str, str]:
     up to a hundred times longer. OpenMP reads this when torch is imported.
     """
     path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
-    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+    # Kernels of the hub are code that is downloaded and run when a checkpoint's configuration names them.
+    forced = {"PYTHONPATH": path, "USE_HUB_KERNELS": "0"}
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, **forced}

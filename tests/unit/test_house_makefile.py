@@ -10,9 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-PIP_INSTALL = "-m pip install --disable-pip-version-check -c .venv/constraints.txt"
+PIP = "-m pip install --disable-pip-version-check"
+PIP_INSTALL = f"{PIP} -c .venv/constraints.txt"
 
-TOOLS = ("make", "sh", "cat", "cp", "grep", "head", "mkdir", "rm", "sed", "sort", "touch", "chmod")
+TOOLS = ("make", "sh", "cat", "cp", "find", "grep", "head", "mkdir", "rm", "sed", "sort", "touch", "chmod")
 
 FAKE_PYTHON = r"""#!/bin/sh
 case "$1 $2 $*" in
@@ -94,13 +95,16 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-def pip_install(extras: str = "") -> str:
-    return f"{PIP_INSTALL} -e .{extras}"
+def pip_install(extras: str = "", *locks: str) -> list[str]:
+    """What is locked, by its hashes and without its dependencies, and then the rest, which is torch."""
+    files = " ".join(f"-r deploy/locks/{name}.txt" for name in ("kaon", *locks))
+    locked = f"{PIP} --require-hashes --no-deps {files}"
+    return [locked, f"{PIP_INSTALL} --no-build-isolation -e .{extras}"]
 
 
 def test_install_makes_an_environment_and_installs_with_the_constraints(clone: Clone) -> None:
     assert clone.make("install").returncode == 0
-    assert clone.done() == ["-m venv --clear .venv", pip_install()]
+    assert clone.done() == ["-m venv --clear .venv", *pip_install()]
     assert (clone.venv / "constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
 
 
@@ -117,14 +121,14 @@ def test_a_changed_pyproject_installs_again_into_the_same_environment(clone: Clo
     clone.done()
     os.utime(clone.venv / ".installed", (1, 1))
     assert clone.make("install").returncode == 0
-    assert clone.done() == [pip_install()]
+    assert clone.done() == pip_install()
 
 
 def test_an_installation_that_failed_is_tried_again(clone: Clone) -> None:
     assert clone.make("install", "PIP_FAILS=1").returncode != 0
     clone.done()
     assert clone.make("install").returncode == 0
-    assert clone.done() == [pip_install()]
+    assert clone.done() == pip_install()
 
 
 def test_serve_and_chat_pass_flags_on(clone: Clone) -> None:
@@ -139,7 +143,7 @@ def test_test_installs_what_tests_need_and_that_is_enough_to_serve(clone: Clone)
     *installed, tested = clone.done()
     assert installed == [
         "-m venv --clear .venv",
-        pip_install("[test]"),
+        *pip_install("[test]", "test"),
         f"{PIP_INSTALL} triton>=3.6; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ]
     assert tested.endswith(" tests/unit")
@@ -151,7 +155,32 @@ def test_the_named_python_is_used(clone: Clone) -> None:
     named = clone.add_python("my-python")
     (clone.bin / "python3").unlink()
     assert clone.make("install", f"PYTHON={named}").returncode == 0
-    assert clone.done() == ["-m venv --clear .venv", pip_install()]
+    assert clone.done() == ["-m venv --clear .venv", *pip_install()]
+
+
+def test_locks_of_torch_itself_and_no_locks_at_all_are_for_those_who_ask(clone: Clone) -> None:
+    clone.environment["KAON_TORCH_LOCK"] = "deploy/locks/torch-cuda.txt"
+    clone.make("install")
+    assert clone.done()[1] == pip_install("", "torch-cuda")[0]
+    clone.make("clean")
+    del clone.environment["KAON_TORCH_LOCK"]
+    clone.environment["KAON_UNLOCKED"] = "1"
+    clone.make("install")
+    assert clone.done() == ["-m venv --clear .venv", f"{PIP_INSTALL} -e ."]
+
+
+def test_a_lock_of_torch_does_not_replace_a_torch_that_is_there(clone: Clone) -> None:
+    clone.add_torch("2.9.1+rocm7.0")
+    clone.environment["KAON_TORCH_LOCK"] = "deploy/locks/torch-cuda.txt"
+    clone.make("install")
+    assert clone.done()[1:] == pip_install()
+
+
+def test_files_that_differ_from_the_locks_are_told_with_the_way_out(clone: Clone) -> None:
+    result = clone.make("install", "PIP_FAILS=1")
+    assert "pip could not install what deploy/locks names" in result.stderr
+    assert "KAON_UNLOCKED=1" in result.stderr
+    assert clone.done() == ["-m venv --clear .venv", pip_install()[0]]
 
 
 def test_a_python_that_is_too_old_is_told_with_its_version(clone: Clone) -> None:
