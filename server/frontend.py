@@ -36,6 +36,10 @@ from server.streaming.hub import Hub
 _log = logging.getLogger(__name__)
 
 
+_BODY_BYTES_PER_TOKEN = 32
+"""Text has 4 bytes a token, up to 16 where all of it is escaped, and token ids have 8; several prompts have more."""
+_LEAST_BODY_LIMIT, _MOST_BODY_LIMIT = 4 * 2**20, 32 * 2**20
+
 _SHUTTING_DOWN = "the server is shutting down; send the request again later"
 
 
@@ -169,6 +173,15 @@ class Frontend:
         self.check_loaded()
         if not self._core.is_serving:
             raise NotReady("the engine is being started again; requests wait for it")
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Largest request body in bytes: as configured, or what a full context needs."""
+        limit = self.config.server_config.max_request_bytes
+        if limit is not None:
+            return limit
+        needed = _BODY_BYTES_PER_TOKEN * (self.max_model_len or 0)
+        return min(max(needed, _LEAST_BODY_LIMIT), _MOST_BODY_LIMIT)
 
     @property
     def max_model_len(self) -> int | None:

@@ -33,6 +33,9 @@ from server.schemas.generation import INT31, JsonObjectFormat, JsonSchemaFormat,
 MAX_SEQUENCES = 2048
 """Most sequences that one request may run."""
 
+_QUICKLY_PARSED_BYTES = 32 * 2**10
+"""Larger bodies are parsed in a thread: they may take longer than a stream may wait for its next chunk."""
+
 _GUIDED: dict[str, GrammarKind] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -69,11 +72,19 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
 
 
 async def read_request(request: Request, model: type[Model], limits: ServerConfig) -> Model:
-    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge` and `UnsupportedMediaType`."""
+    """The validated body of `request`. Raises `BadRequest`, `BodyTooLarge`, `UnsupportedMediaType`, `TooManyJobs`."""
     _check_media_type(request)
     _check_encoding(request.headers.get("content-encoding"))
-    body = await read_body(request, limits.max_request_bytes)
-    return validate(parse_object(body), model, allow_unknown=limits.allow_unknown_fields)
+    frontend = Frontend.of(request.app)
+    max_bytes = frontend.max_request_bytes
+    body = await read_body(request, max_bytes)
+
+    def parse() -> Model:
+        return validate(parse_object(body, max_bytes), model, allow_unknown=limits.allow_unknown_fields)
+
+    if len(body) <= _QUICKLY_PARSED_BYTES:
+        return parse()
+    return await frontend.jobs.of(owner_of(request.scope)).body(parse)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

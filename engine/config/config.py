@@ -177,8 +177,10 @@ class ServerConfig(Section):
     """What becomes of a request whose `max_tokens` is beyond the room that its prompt leaves in the context: `clamp`
     lowers it to that room, because agents send one large number always; `error` answers 400."""
 
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 10 * 2**20
-    """Largest request body accepted, in bytes; over it the answer is 413."""
+    max_request_bytes: Annotated[int, Field(ge=1024)] | None = None
+    """Largest request body accepted, in bytes; over it the answer is 413.
+
+    Default: 32 for each token of the context, at least 4 MiB, at most 32 MiB. A body holds a value for each 16."""
 
     max_stop_strings: Annotated[int, Field(ge=1)] = 4
     """Most stop strings a request may name (OpenAI's limit is 4)."""

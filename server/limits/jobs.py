@@ -170,6 +170,10 @@ class OwnerJobs(NamedTuple):
     owner: Owner
     pools: "Jobs"
 
+    async def body(self, work: Callable[[], Result]) -> Result:
+        """Parse and validate a large request body."""
+        return await self.pools.bodies.run(self.owner, work)
+
     async def text(self, work: Callable[[], Result]) -> Result:
         """Render, tokenise or write text."""
         return await self.pools.texts.run(self.owner, work)
@@ -187,6 +191,8 @@ class Jobs:
     """The pools of one server."""
 
     def __init__(self, accounts: Accounts) -> None:
+        # One thread: more would not be faster, and would each delay the event loop by the time of a switch.
+        self.bodies = FairPool("request bodies", 1, 64, accounts)
         self.texts = FairPool("prompts", min(32, (os.cpu_count() or 1) + 2), 512, accounts)
         self.templates = FairPool("templates of requests", 2, 64, accounts)
         self.grammars = FairPool("grammar checks", NUM_GRAMMAR_CHECKS, 64, accounts)
@@ -197,7 +203,7 @@ class Jobs:
 
     def close(self) -> None:
         """Let the threads end once they have nothing to do."""
-        for pool in (self.texts, self.templates, self.grammars):
+        for pool in (self.bodies, self.texts, self.templates, self.grammars):
             pool.close()
 
 

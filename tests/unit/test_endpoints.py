@@ -1,16 +1,18 @@
 """An endpoint family of another package: served, described, counted among the probes, after one registration."""
 
 import logging
+import threading
 
 import httpx
 import pytest
 from fastapi import Request, Response
 
 from engine.config.config import Config
+from server import request_builder
 from server.app import create_app
 from server.endpoints import ENDPOINTS, EndpointFamily, all_endpoints
 from server.request_builder import read_request
-from server.schemas.body import RequestModel, as_json
+from server.schemas.body import RequestModel, as_json, parse_object
 from server.schemas.models import Version
 
 
@@ -55,6 +57,28 @@ async def test_it_is_served_and_its_body_is_validated(http: httpx.AsyncClient) -
     refused = await http.post("/v1/echo", json={"text": 1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text")
     assert (await http.get("/v1/echo")).headers["allow"] == "POST"
+
+
+async def test_a_large_body_is_parsed_in_a_thread_and_a_small_one_at_once(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends a large body takes turns with others that do, and holds up nobody's stream."""
+    threads = []
+
+    def parse(body: bytes, max_bytes: int) -> dict[str, object]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse_object(body, max_bytes)
+
+    monkeypatch.setattr(request_builder, "parse_object", parse)
+    for length in (1000, 100_000):
+        assert (await http.post("/v1/echo", json={"text": "a" * length})).json() == {"version": "a" * length}
+    assert threads == [True, False]
+
+
+async def test_a_body_over_what_a_full_context_needs_is_refused(http: httpx.AsyncClient) -> None:
+    refused = await http.post("/v1/echo", json={"text": "a" * 2**22})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
+    assert "at most 4194304 bytes" in refused.json()["error"]["message"]
 
 
 async def test_it_is_described_to_programs_and_to_people(http: httpx.AsyncClient) -> None:

@@ -23,7 +23,7 @@ from server.schemas.body import parse_object
         (b'{"temperature": 1e999}', "beyond what fits"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
         (b'{"\\udfff": 1}', "surrogate"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 50_000, "nested too deeply"),
         (b"[1, 2]", "is a list; it must be a JSON object"),
         (b"3", "is 3; it must be a JSON object"),
         (b'"prompt"', "must be a JSON object"),
@@ -39,8 +39,48 @@ def test_a_body_that_is_no_json_object_is_refused_with_its_reason(body: bytes, s
 @pytest.mark.parametrize("item", ["[]", "{}", '{"a": {}}', r'"\\\"[", []'])
 def test_a_body_of_very_many_lists_and_objects_is_refused_before_they_are_made(item: str) -> None:
     body = '{"x": [' + ",".join([item] * 140_000) + "]}"
-    with pytest.raises(BadRequest, match=r"body holds \d+ lists and objects; it may hold at most 131072$"):
+    with pytest.raises(BadRequest, match=r"body holds more than 65536 lists and objects; send fewer$"):
         parse_object(body.encode())
+
+
+def refused_values(item: str, number: int, max_bytes: int = 2**22) -> str:
+    with pytest.raises(BadRequest, match=r"body holds more than \d+ values") as caught:
+        parse_object(b'{"x": [' + b",".join([item.encode()] * number) + b"]}", max_bytes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("item", ["1", "2.2250738585072011e-308", '""', r'"\\\"[{,"', "null"])
+def test_a_body_of_very_many_values_is_refused_before_they_are_made(item: str) -> None:
+    assert "more than 262144 values; send fewer" in refused_values(item, 262_145)
+    assert len(parse_object(b'{"x": [' + b",".join([item.encode()] * 262_000) + b"]}")["x"]) == 262_000
+
+
+def test_a_larger_limit_of_bytes_admits_more_values() -> None:
+    assert len(parse_object(b'{"x": [' + b",".join([b"1"] * 262_145) + b"]}", 2**23)["x"]) == 262_145
+    assert "more than 524288 values" in refused_values("1", 524_289, 2**23)
+
+
+def test_keys_count_as_values() -> None:
+    body = b"{" + b",".join(b'"%d":1' % number for number in range(140_000)) + b"}"
+    with pytest.raises(BadRequest, match="more than 262144 values"):
+        parse_object(body)
+
+
+@pytest.mark.parametrize("text", ["[{,:", r"\"[{,:", r"\\[,:", r"\\\"[{,:", "\\\\" * 40_000 + ","])
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_what_is_in_a_string_is_no_value_wherever_the_count_is_cut(text: str, shift: int) -> None:
+    text = "x" * shift + text * (600_000 // len(text))
+    assert parse_object(f'{{"prompt": "{text}", "x": [[], "{text}"]}}'.encode())["x"][0] == []
+
+
+@pytest.mark.parametrize("number", ["2.2250738585072011e-308", "1e308", "-0.0", "4.9e-324", "0.1", "1e-999"])
+def test_numbers_are_read_as_python_reads_them(number: str) -> None:
+    assert repr(parse_object(b'{"x": %b}' % number.encode())["x"]) == repr(float(number))
+
+
+def test_a_large_body_that_is_no_json_is_refused_with_the_position() -> None:
+    with pytest.raises(BadRequest, match=r"is not valid JSON, .*\(byte 100007\)"):
+        parse_object(b'{"x": [' + b" " * 100_000 + b", 1]}")
 
 
 @pytest.mark.parametrize("text", ["[{", r"\"[{", r"\\[", r"\\\"[{"])
