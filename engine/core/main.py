@@ -8,8 +8,6 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +20,6 @@ from engine.core.sockets import CoreSockets, Wake
 from engine.core.startup import LoadedModel, PhaseClock, load_model
 from engine.distributed.core_process import LOST_FRONT_END, Launch
 from engine.distributed.flight_record import FlightRecord
-from engine.distributed.host_resources import HostShare
 from engine.distributed.lockstep import PEER_END_SECONDS, LockstepMember, PeerLostError, RendezvousError, ReplicaLinks
 from engine.distributed.logs import configure_logging
 from engine.distributed.processes import begin_child, end_with_parent, name_process
@@ -42,14 +39,9 @@ def main() -> NoReturn:
     with contextlib.suppress(OSError):  # The system may have withdrawn them from all processes.
         os.sched_setaffinity(0, launch.cpus)
     threading.excepthook = _end_process
-    ranks: list[AsyncIOProcManager] = []
-
-    def announce_shutdown(why: str) -> None:
-        for each in ranks:
-            each.announce_shutdown(why)
-
+    ranks = _Ranks(launch)
     rendezvous = [] if launch.lockstep_member is None else [launch.lockstep_member.directory]
-    end_with_parent(lifeline, launch.directory, *rendezvous, on_ended=announce_shutdown)
+    end_with_parent(lifeline, launch.directory, *rendezvous, on_ended=ranks.announce_shutdown)
     config = Config.model_validate_json(launch.config)
     configure_logging(launch.name, config.server_config.log_level)
     sockets = _open_sockets(config, launch)
@@ -99,46 +91,58 @@ def _fail(
     os._exit(1)
 
 
-def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: list[AsyncIOProcManager]) -> Failed | None:
-    """Load the model and serve it until a shutdown; the failure, if there was one.
+class _Ranks:
+    """The ranks other than 0. Another thread may announce the end of this process to them."""
 
-    The manager of the other ranks is added to `ranks` once they are started.
-    """
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._manager: AsyncIOProcManager | None = None
+
+    def start(self, config: Config, sockets: CoreSockets, path: Path) -> AsyncIOProcManager:
+        """Start them; see `AsyncIOProcManager`. `path`: of the checkpoint."""
+        launch = self._launch
+        self._manager = AsyncIOProcManager(
+            config,
+            launch.directory,
+            partial(_fail, sockets),
+            path,
+            lockstep_member=launch.lockstep_member,
+            share=launch.share,
+        )
+        return self._manager
+
+    def announce_shutdown(self, why: str) -> None:
+        """Notify those that were started that no core will follow; `why` is a sentence, or "" at an orderly end."""
+        if self._manager is not None:
+            self._manager.announce_shutdown(why)
+
+    def close(self) -> None:
+        """End those that were started."""
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _run(config: Config, launch: Launch, sockets: CoreSockets, ranks: _Ranks) -> Failed | None:
+    """Load the model and serve it until a shutdown; the failure, if there was one."""
+    try:
+        failure = _load_and_serve(config, launch, sockets, ranks)
+        if failure is None or failure.usage:
+            ranks.announce_shutdown("" if failure is None else failure.error)
+        return failure
+    finally:
+        ranks.close()
+
+
+def _load_and_serve(config: Config, launch: Launch, sockets: CoreSockets, ranks: _Ranks) -> Failed | None:
+    """See `_run`."""
     phases = PhaseClock(launch.started)
     record = FlightRecord(launch.flight_record)
     os.close(launch.flight_record)
-    with ExitStack() as ends:
-
-        def start_ranks(path: Path) -> AsyncIOProcManager:
-            fail = partial(_fail, sockets)
-            manager = AsyncIOProcManager(
-                config, launch.directory, fail, path, lockstep_member=launch.lockstep_member, share=launch.share
-            )
-            ends.callback(manager.close)
-            ranks.append(manager)
-            return manager
-
-        failure = _load_and_serve(config, launch.lockstep_member, launch.share, sockets, phases, record, start_ranks)
-        if failure is None or failure.usage:
-            for each in ranks:
-                each.announce_shutdown("" if failure is None else failure.error)
-        return failure
-
-
-def _load_and_serve(
-    config: Config,
-    lockstep_member: LockstepMember | None,
-    share: HostShare,
-    sockets: CoreSockets,
-    phases: PhaseClock,
-    record: FlightRecord,
-    start_ranks: Callable[[Path], AsyncIOProcManager],
-) -> Failed | None:
-    """See `_run`."""
-    links = None if lockstep_member is None else _links(lockstep_member, sockets)
+    links = None if launch.lockstep_member is None else _links(launch.lockstep_member, sockets)
     try:
         has_ranks = config.parallel_config.tensor_parallel_size > 1
-        loaded = load_model(config, phases, start_ranks if has_ranks else None, links, share)
+        start_ranks = partial(ranks.start, config, sockets) if has_ranks else None
+        loaded = load_model(config, phases, start_ranks, links, launch.share)
         core = _core(loaded, sockets, record, links)
         core.produce_token()
         if links is not None:

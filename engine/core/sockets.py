@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -36,18 +36,12 @@ Incoming: TypeAlias = Sequence | AbortRequests | Shutdown | Wake
 InputQueue: TypeAlias = SimpleQueue[Incoming]
 
 
-class OutputQueue(Protocol):
-    """Takes the core's messages. Tests put a `SimpleQueue` in place of the socket."""
-
-    def put(self, message: Outbound, /) -> None: ...
-
-
 _LINGER_MS = 2000
 """Most time for sending the last messages to a parent that does not read."""
 
 
-class _OutputSocket:
-    """Sends the messages of any thread at once: a sending thread would cost more and wake up while a step computes."""
+class OutputQueue:
+    """Sends the core's messages in the thread that puts them: another thread would wake up while a step computes."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
@@ -100,7 +94,7 @@ class CoreSockets:
             self._input, output = self._call.input, self._call.output
         for socket in (self._input, output):
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self.output_queue = _OutputSocket(output)
+        self.output_queue = OutputQueue(output)
         # A ROUTER can address a peer only after a message from it.
         self._input.send(b"")
         threading.Thread(target=self.process_input_sockets, name="input", daemon=True).start()
