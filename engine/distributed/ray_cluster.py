@@ -78,10 +78,11 @@ class RayCluster(Cluster):
     def close(self) -> None:
         """See `Cluster`; give the resources back."""
         self._closing.set()
-        for actor in list(self._actors.values()):
-            self._ray.kill(actor)
+        self._kill_actors()
         if self._keeper is not None:
             self._keeper.join()
+            # It may have started another one before it saw that the cluster closes.
+            self._kill_actors()
         self._ray.util.remove_placement_group(self._group)
         self._ray.shutdown()
 
@@ -103,6 +104,11 @@ class RayCluster(Cluster):
             cause = getattr(error, "cause", None) or error
             return first_line(cause)
         return None
+
+    def _kill_actors(self) -> None:
+        while self._actors:
+            _, actor = self._actors.popitem()
+            self._ray.kill(actor)
 
     def _share(self, nodes: Sequence[str], number: int) -> tuple[int, int]:
         """Index of an actor among those of its machine, and how many those are, as far as they share processors."""

@@ -1,6 +1,8 @@
 """Actors that run replicas, over a cluster that is none: another follows each that ends, sooner or later."""
 
 from collections.abc import Sequence
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,3 +128,14 @@ def test_an_actor_of_ranks_is_not_replaced_but_its_end_is_reported(monkeypatch: 
 def test_after_the_end_of_the_server_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, _ = keep(monkeypatch, [HOUR - 0.5], [HOUR - 0.5])
     assert cluster.starts == [[0.0], [0.0]]
+
+
+def test_an_actor_that_is_started_while_the_cluster_closes_is_killed_too() -> None:
+    killed: list[str] = []
+    util = SimpleNamespace(remove_placement_group=lambda group: None)
+    cluster = object.__new__(ray_cluster.RayCluster)
+    cluster._ray = SimpleNamespace(kill=killed.append, util=util, shutdown=lambda: killed.append("shutdown"))
+    cluster._actors, cluster._closing, cluster._group = {1: "first"}, Event(), None
+    cluster._keeper = SimpleNamespace(join=lambda: cluster._actors.update({1: "its successor"}))  # type: ignore
+    cluster.close()
+    assert killed == ["first", "its successor", "shutdown"]
