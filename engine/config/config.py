@@ -23,54 +23,58 @@ class Section(BaseModel):
 
 _MAX_PORT = 65535
 CLUSTER_KEY_ENV = "KAON_CLUSTER_KEY"
-"""The environment's name for the key that hosts know each other by: no setting, since flags can be seen by others."""
+"""Environment variable of the key by which hosts authenticate each other; not a setting, because other users of the
+machine can see flags."""
 
 
 class ParallelConfig(Section):
     """How the model is spread over processes and devices."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes that each layer is shared out over: one a GPU, or a part of the CPU's cores each."""
+    """Processes (ranks) that share each layer: one for each GPU, or for each part of the CPU's cores."""
 
     data_parallel_size: Annotated[int, Field(ge=1, le=64)] = 1
-    """Engine cores that each hold the whole model and a KV cache, and answer requests of their own."""
+    """Replicas: engine cores that each hold the whole model and a KV cache, and answer different requests."""
 
     data_parallel_placement: Literal["prefix", "round_robin"] = "prefix"
-    """Which of them computes a request: the least busy, and the one that has its beginning cached; or each in turn."""
+    """How a request is assigned to a replica: `prefix` weighs load against cached prefixes, `round_robin` takes
+    turns."""
 
     enable_expert_parallel: bool = False
-    """Spread the experts of mixtures over all ranks of all replicas, whole, in place of a part of each on every rank.
+    """Place whole experts on different ranks, of all replicas, instead of a part of every expert on each rank.
 
-    Replicas whose experts are spread compute in step."""
+    Replicas that share experts compute their steps in lockstep."""
 
     cpu_collectives: Literal["shared_memory", "gloo"] = "shared_memory"
-    """How ranks on the CPU add up, and replicas exchange tokens: in memory they share, or by torch, slower."""
+    """Collectives of ranks and replicas on the CPU: through shared memory, or by torch's Gloo, which is slower."""
 
     rank_start_timeout: Annotated[float, Field(gt=0.0)] = 300.0
-    """Seconds that each rank may take longer than the first to load, and to meet the others."""
+    """Seconds that a rank may need to load after the first rank has loaded, and to connect to the others."""
 
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
-    """Who starts the ranks: `mp` this host, and others as `nnodes` says; `ray` the Ray cluster that it belongs to."""
+    """What starts the ranks: `mp` this host, and with `nnodes` each host its own; `ray` the Ray cluster of this
+    host."""
 
     ray_placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's strategy: few nodes if possible, many if possible, one node only, or a node for each rank."""
+    """Ray's placement strategy: few nodes if possible, many if possible, one node only, or one node for each rank."""
 
     nnodes: Annotated[int, Field(ge=1, le=64)] = 1
-    """Hosts that the replicas, or the ranks of the only one, are shared out over.
+    """Number of hosts among which the replicas are divided, or with one replica its ranks.
 
-    Each is started with the same settings, but for `node_rank`."""
+    Start each host with the same settings except `node_rank`."""
 
     node_rank: Annotated[int, Field(ge=0, lt=64)] = 0
-    """Number of this host; 0 serves HTTP, the others run their ranks or replicas for it."""
+    """Number of this host, from 0. Host 0 serves HTTP; the others run ranks or replicas for it."""
 
     master_addr: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address of host 0, by which the others reach it."""
+    """Address at which the other hosts reach host 0."""
 
     master_port: Annotated[int, Field(ge=1, le=65533)] = 29500
-    """First port of host 0 that the others connect to: also the next two, or with replicas the r-th next for r."""
+    """First port at which the other hosts reach host 0. Ranks also use the next two ports; replica r uses port + r."""
 
     cluster_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of the key that the hosts know each other by, in place of `KAON_CLUSTER_KEY`; no key: loopback only."""
+    """File with the key by which hosts authenticate each other, instead of `KAON_CLUSTER_KEY`; without a key, only
+    loopback addresses work."""
 
     @model_validator(mode="after")
     def _ranks_fit_hosts(self) -> Self:
@@ -81,24 +85,24 @@ class ParallelConfig(Section):
         if self.data_parallel_size == 1 and self.tensor_parallel_size % self.nnodes:
             raise ValueError(
                 f"nnodes is {self.nnodes}, which does not divide the {self.tensor_parallel_size} ranks "
-                "(tensor_parallel_size); each host has as many ranks as the others"
+                "(tensor_parallel_size); each host must have the same number of ranks"
             )
         if self.data_parallel_size > 1 and self.data_parallel_size % self.nnodes:
             raise ValueError(
                 f"nnodes is {self.nnodes}, which does not divide the {self.data_parallel_size} replicas "
-                "(data_parallel_size); each host has as many as the others, and all ranks of those it has"
+                "(data_parallel_size); each host must have the same number of replicas, with all their ranks"
             )
         if self.in_lockstep and self.has_remote_replicas:
             where = "distributed_executor_backend is ray" if self.nnodes == 1 else f"nnodes is {self.nnodes}"
             raise ValueError(
                 f"{where}, but with enable_expert_parallel the {self.data_parallel_size} replicas "
-                "(data_parallel_size) exchange tokens, which they do on one host in this release; spread the experts "
-                "over ranks (tensor_parallel_size)"
+                "(data_parallel_size) exchange tokens, which works on one host only in this release; distribute the "
+                "experts over ranks (tensor_parallel_size)"
             )
         if self.has_remote_replicas and self.master_port + self.data_parallel_size - 1 > _MAX_PORT:
             raise ValueError(
                 f"master_port is {self.master_port}, but each of {self.data_parallel_size} replicas "
-                f"(data_parallel_size) has a port behind it; set it to at most "
+                f"(data_parallel_size) needs a port of its own from there on; set it to at most "
                 f"{_MAX_PORT + 1 - self.data_parallel_size}"
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
@@ -136,18 +140,18 @@ class ParallelConfig(Section):
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether replicas compute in step: their layers exchange tokens."""
+        """Whether replicas compute in lockstep, because their layers exchange tokens."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def has_remote_replicas(self) -> bool:
-        """Whether there are replicas that other hosts run; the ranks of each are on one host then."""
+        """Whether other hosts run replicas; all ranks of a replica are then on one host."""
         spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
         return spans_hosts and self.data_parallel_size > 1
 
     @property
     def has_remote_ranks(self) -> bool:
-        """Whether there are ranks of the only replica that other hosts run."""
+        """Whether other hosts run ranks of the only replica."""
         spans_hosts = self.nnodes > 1 or self.distributed_executor_backend == "ray"
         return spans_hosts and self.data_parallel_size == 1
 
@@ -155,11 +159,11 @@ class ParallelConfig(Section):
 # The HTTP server.
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")
-"""What may stand in a browser's `Origin` header, which is compared letter by letter."""
+"""Valid `Origin` headers of a browser; they are compared letter by letter."""
 
 
 class ServerConfig(Section):
-    """The HTTP face."""
+    """The HTTP server."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 accepts connections from other machines, and needs an API key."""
@@ -168,19 +172,21 @@ class ServerConfig(Section):
     """TCP port to listen on; 0 lets the system choose one, which is printed."""
 
     served_model_name: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Model names that the API accepts and lists; default: the MODEL argument, `kaon-demo` for the embedded one."""
+    """Model names that the API accepts and lists; default: the MODEL argument, or `kaon-demo` for the embedded
+    model."""
 
     allow_unknown_fields: bool = False
     """Ignore request fields that the API does not know, instead of answering 400."""
 
     max_tokens_overflow: Literal["clamp", "error"] = "clamp"
-    """What becomes of a request whose `max_tokens` is beyond the room that its prompt leaves in the context: `clamp`
-    lowers it to that room, because agents send one large number always; `error` answers 400."""
+    """What happens when `max_tokens` is more than the context has left after the prompt: `clamp` lowers it to what is
+    left, because agents always send one large number; `error` answers 400."""
 
     max_request_bytes: Annotated[int, Field(ge=1024)] | None = None
-    """Largest request body accepted, in bytes; over it the answer is 413.
+    """Largest request body accepted, in bytes; a larger one is answered 413.
 
-    Default: 32 for each token of the context, at least 4 MiB, at most 32 MiB. A body holds a value for each 16."""
+    Default: 32 bytes for each token of the context, at least 4 MiB and at most 32 MiB. A body may hold at most one
+    JSON value for every 16 bytes of this limit."""
 
     max_stop_strings: Annotated[int, Field(ge=1)] = 4
     """Most stop strings a request may name (OpenAI's limit is 4)."""
@@ -192,48 +198,49 @@ class ServerConfig(Section):
     """Largest JSON schema, regular expression or grammar of a request, in bytes."""
 
     max_stored_responses: Annotated[int, Field(ge=0)] = 1024
-    """Most responses (`/v1/responses`) kept in memory; the least recently used makes room; 0 keeps none."""
+    """Most responses (`/v1/responses`) stored in memory; the least recently used is evicted first; 0 stores none."""
 
     max_stored_response_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
-    """Most bytes that they keep, conversations and the events of running background responses included; over it, the
-    owner that keeps most makes room."""
+    """Most bytes of stored responses, including conversations and the events of running background responses; beyond
+    it, responses of the owner that stores most are evicted."""
 
     max_background_responses_per_key: Annotated[int, Field(ge=1)] | None = None
     """Most background responses of one API key, or address, that run at a time; default: a quarter of
     `max_stored_responses`."""
 
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
-    """Most sequences that wait for their first token, over which the answer is 429; default: `max_num_seqs`,
-    of each replica."""
+    """Most sequences that may wait for their first token; further requests are answered 429; default:
+    `max_num_seqs` of all replicas together."""
 
     max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most prompt tokens that they have together; default: as many as the KV caches of all replicas hold."""
+    """Most prompt tokens of all waiting sequences together; default: as many as the KV caches of all replicas hold."""
 
     max_requests_per_key: Annotated[int, Field(ge=1)] | None = None
-    """Most requests of one API key that are served at a time, over which the answer is 429; default: no limit."""
+    """Most requests of one API key that are served at a time; further ones are answered 429; default: no limit."""
 
     request_timeout: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds that a request may take, waiting included, before it is ended; default: no limit."""
+    """Seconds after which a request is ended, including the time that it waits; default: no limit."""
 
     stream_buffer_bytes: Annotated[int, Field(ge=1024)] = 2**20
-    """Bytes of a stream, about, that are held for a client that reads slowly."""
+    """Approximate number of bytes that are buffered for the client of a stream that reads slowly."""
 
     slow_readers: Literal["pause", "end"] = "pause"
-    """What becomes of a request whose client leaves more unread: `pause` until it has read, or `end` with an error."""
+    """What happens when that buffer is full: `pause` the request until the client has read, or `end` it with an
+    error."""
 
     api_key: tuple[SecretStr, ...] = ()
-    """Keys that requests must bring one of (`Authorization: Bearer ...`); with none, no request needs any.
+    """API keys, one of which each request must send (`Authorization: Bearer ...`); without any, requests need no key.
 
-    The environment or `api_key_file` are better places for them than a command line."""
+    Set them by the environment or `api_key_file`: other users of the machine can see a command line."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File of further keys, one a line; empty lines, and what follows #, are left out."""
+    """File with further API keys, one a line; empty lines and comments after # are ignored."""
 
     insecure_no_auth: bool = False
-    """Listen beyond loopback without API keys: everybody who reaches the port may use the model."""
+    """Allow a `host` beyond loopback without API keys: everybody who reaches the port can use the model."""
 
     share_prefix_cache: bool = False
-    """Share cached prefixes between API keys too; usage and timing then tell how others' prompts begin."""
+    """Share cached prefixes between API keys; usage figures and timing can then reveal how others' prompts begin."""
 
     keyless_paths: tuple[Annotated[str, Field(pattern="^/")], ...] = (
         "/livez",
@@ -245,52 +252,53 @@ class ServerConfig(Section):
         "/docs",
         "/openapi.json",
     )
-    """Paths that need no key where all others do: probes, the first page, and the description of the API."""
+    """Paths that never need an API key: probes, the first page, and the description of the API."""
 
     allowed_origins: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Origins whose pages may call this server from a browser (CORS), such as https://chat.example; * is any."""
 
     allowed_methods: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
-    """Methods that those pages may use."""
+    """HTTP methods that pages of `allowed_origins` may use."""
 
     allowed_headers: tuple[Annotated[str, Field(min_length=1)], ...] = ("*",)
-    """Headers that those pages may send."""
+    """Headers that pages of `allowed_origins` may send."""
 
     allow_credentials: bool = False
-    """Let those pages send cookies and HTTP authentication of the browser's own."""
+    """Let pages of `allowed_origins` send cookies and the browser's HTTP authentication."""
 
     ssl_certfile: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of the server's certificate and its chain; turns https on."""
+    """PEM file with the server's certificate and its chain; the server then speaks https."""
 
     ssl_keyfile: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of the certificate's private key; default: it is in `ssl_certfile`."""
+    """PEM file with the certificate's private key; default: the key is in `ssl_certfile`."""
 
     ssl_ca_certs: Annotated[str, Field(min_length=1)] | None = None
-    """PEM file of authorities; each client must then show a certificate that one of them signed."""
+    """PEM file with certificate authorities; each client must then present a certificate that one of them signed."""
 
     drain_timeout: Annotated[float, Field(ge=0.0)] = 30.0
-    """Seconds that live requests have to end once the server is told to; what is left then ends with an error."""
+    """Seconds that running requests may take to finish after the server is asked to stop; then they end with an
+    error."""
 
     root_path: str = ""
-    """Prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
+    """Path prefix under which a proxy publishes this server, such as /llm; requests may have the prefix or not."""
 
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """Jinja file to use in place of the checkpoint's chat template."""
+    """Jinja file to use instead of the checkpoint's chat template."""
 
     trust_request_chat_template: bool = False
-    """Let requests bring chat templates of their own (`chat_template`), rendered in a process that can be killed."""
+    """Accept chat templates in requests (`chat_template`); they are rendered in a process that can be killed."""
 
     tool_call_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """How the model writes tool calls: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
+    """Dialect of tool calls: `auto` detects it from the chat template; `none`; or a name in docs/tool-calling.md."""
 
     reasoning_parser: Annotated[str, Field(min_length=1)] = "auto"
-    """How the model writes reasoning: `auto` reads its chat template, `none`, or a name in docs/tool-calling.md."""
+    """Dialect of reasoning: `auto` detects it from the chat template; `none`; or a name in docs/tool-calling.md."""
 
     access_log: Literal["text", "json", "none"] = "text"
-    """How each request is logged when it has ended; probes and scrapes only at `log_level` debug."""
+    """Format of the log line of each finished request; probes and scrapes are logged at `log_level` debug only."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is logged."""
+    """Lowest severity of messages that are logged."""
 
     @field_validator("allowed_origins")
     @classmethod
@@ -299,7 +307,7 @@ class ServerConfig(Section):
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
                     f"allowed_origins is {','.join(value)}; each item must be *, null, or a scheme and a host as in "
-                    "https://chat.example, in small letters, with nothing behind but a port"
+                    "https://chat.example, in lower case, with nothing after the host but a port"
                 )
         return value
 
@@ -339,29 +347,30 @@ class CompilationConfig(Section):
     """How the model's forward pass is compiled or captured."""
 
     compilation_level: Literal[0, 3] = 0
-    """0 runs the model as it is; 3 has `torch.compile` compile its decoder layers between the calls of attention."""
+    """0: no compilation; 3: `torch.compile` compiles the decoder layers, except attention."""
 
     enforce_eager: bool = False
-    """Never replay a GPU's decode steps from captured graphs."""
+    """Run all decode steps on a GPU eagerly, without captured graphs."""
 
     cudagraph_capture_sizes: tuple[Annotated[int, Field(ge=1, le=65536)], ...] = ()
-    """Batch sizes that graphs are captured for; default: 1, 2, 4, 8, and every 16th up to `max_num_seqs` or 512."""
+    """Batch sizes for which graphs are captured; default: 1, 2, 4, 8 and multiples of 16, up to `max_num_seqs` or
+    512."""
 
 
 class SpeculativeConfig(Section):
     """Speculative decoding: where draft tokens come from, and how many a step verifies."""
 
     num_speculative_tokens: Annotated[int, Field(ge=1, le=16)] = 4
-    """Draft tokens of a sequence that a decode step verifies at most; setting any of these turns drafts on."""
+    """Most draft tokens that a decode step verifies for a sequence; setting any of these options enables drafts."""
 
     speculative_method: Literal["ngram"] = "ngram"
-    """`ngram` drafts what came next when a sequence's last tokens came before in it."""
+    """Source of drafts. `ngram`: the tokens that followed an earlier occurrence of the sequence's last tokens."""
 
     prompt_lookup_min: Annotated[int, Field(ge=1, le=16)] = 3
-    """Last tokens that must have come before for `ngram` to draft."""
+    """Fewest last tokens that must have occurred earlier in the sequence for `ngram` to draft."""
 
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] = 16
-    """Of several places where they came, `ngram` takes the one that matches most, up to so many tokens."""
+    """Most last tokens that `ngram` compares: of several earlier occurrences it uses the longest match."""
 
     @model_validator(mode="after")
     def _shortest_is_no_longer_than_longest(self) -> Self:
@@ -383,10 +392,12 @@ class PrecisionConfig(Section):
     """How weights and the KV cache are stored."""
 
     quantization: Quantization = "auto"
-    """`auto`: weights as they are; `int8`, `int4`: rounded as they are read, on a CPU; others: what they must be."""
+    """`auto`: as the checkpoint stores them; `int8`, `int4`: rounded while loading, on a CPU; any other value: the
+    method that the checkpoint must have."""
 
     kv_cache_dtype: Literal["auto", "bfloat16", "bf16", "fp8", "fp8_e4m3"] = "auto"
-    """Type of cached keys, values and latents; `auto` is the model's, `fp8` halves bfloat16's memory, less exact."""
+    """Type of cached keys, values and latents: `auto` is the model's; `fp8` takes half of bfloat16's memory and is
+    less exact."""
 
 
 class Config(Section):
@@ -397,13 +408,13 @@ class Config(Section):
     """
 
     model: str | None = None
-    """Hugging Face checkpoint directory or hub id; none serves the embedded demo model."""
+    """Checkpoint directory or Hugging Face hub id; default: the embedded demo model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type the weights are computed in; `auto` takes the checkpoint's."""
+    """Type in which the model computes; `auto` is the checkpoint's."""
 
     model_impl: Literal["auto", "kaon", "transformers"] = "auto"
-    """Whose model code runs: `kaon`'s, transformers' own, or by default Kaon's where it has the architecture."""
+    """Implementation of the model: `kaon`, `transformers`, or `auto`: Kaon's where it has the architecture."""
 
     task: tuple[Literal["generate", "embed", "classify"], ...] = ()
     """What the model is served for, as `generate,embed`; default: as its checkpoint says, else `generate`."""
@@ -412,81 +423,88 @@ class Config(Section):
     """Whether embeddings may be cut to fewer `dimensions`; `auto`: as the checkpoint says."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes a GPU (ROCm's are `cuda` in PyTorch) where an attention backend exists."""
+    """Device of the model; `auto`: a GPU for which there is an attention backend, else the CPU; `cuda` includes
+    ROCm."""
 
     kernel_backend: tuple[Annotated[str, Field(min_length=1)], ...] = ("auto",)
-    """What computes on a GPU: `auto`, `triton`, `torch` or `aiter`, for all or for one operator, as `norm=torch`."""
+    """Library that computes on a GPU: `auto`, `triton`, `torch` or `aiter`, for all operators, or for one:
+    `norm=torch`."""
 
     generation_config: Annotated[str, Field(min_length=1)] = "auto"
-    """Sampling defaults: `auto` is the checkpoint's generation_config.json, `none` OpenAI's; or a directory of one."""
+    """Sampling defaults: `auto` reads the checkpoint's generation_config.json, `none` uses OpenAI's; or a
+    directory that has such a file."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seeds the requests that bring no seed of their own, together with a per-request counter."""
+    """Seed of requests that have no seed, combined with a counter of requests."""
 
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Longest prompt plus completion in tokens; default: the checkpoint's context length."""
+    """Most tokens of a prompt and its completion together; default: the checkpoint's context length."""
 
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = 512
-    """Most sequences running at a time."""
+    """Most sequences that run at a time."""
 
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 16384
-    """Most tokens computed in one step; a longer prompt is prefilled in chunks of this size."""
+    """Most tokens that one step computes; a longer prompt is prefilled in chunks of at most this size."""
 
     scheduling_policy: Literal["prefill_first", "mixed"] = "prefill_first"
-    """`prefill_first`: waiting prompts before any decode; `mixed`: decodes first, prompt chunks fill the step."""
+    """`prefill_first` schedules waiting prompts before any decode; `mixed` schedules decodes first and fills the
+    step with chunks of prompts."""
 
     async_scheduling: Literal["auto", "on", "off"] = "auto"
-    """Schedule and submit each step before the last one's tokens are read; `auto`: on GPUs, with one rank."""
+    """Whether a step is scheduled and launched before the tokens of the previous one are read; `auto`: on GPUs
+    with one rank."""
 
     scheduler_delay_factor: Annotated[float, Field(ge=0.0)] = 0.0
-    """Hold prefills back for this many times the last prefill's latency, so that prompts batch up; 0 never waits."""
+    """Delay prefills by this multiple of the last prefill's latency, so that prompts are batched; 0: no delay."""
 
     priority_aging_seconds: Annotated[float, Field(ge=0.0, le=86400.0)] = 10.0
-    """Seconds of waiting that a step of a request's `priority` weighs as much as; 0 ignores priorities."""
+    """Seconds of waiting that count as much as one level of a request's `priority`; 0 ignores priorities."""
 
     kv_cache_block_size: int = 16
     """Tokens in a KV-cache block: a multiple of 16, or 1."""
 
     num_kvcache_blocks: Annotated[int, Field(ge=1)] | None = None
-    """KV-cache blocks; default: as many as fit the memory set aside below."""
+    """Number of KV-cache blocks; default: as many as fit `gpu_memory_utilization` or `cpu_kvcache_gib`."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """Share of a GPU's memory for weights, activations and KV cache together."""
+    """Fraction of a GPU's memory that weights, activations and the KV cache may use together."""
 
     cpu_kvcache_gib: Annotated[float, Field(gt=0.0, le=2**20)] | None = None
-    """KV-cache size on CPU in GiB; default: a quarter of what is available, at most 4 and at most 524288 tokens."""
+    """Size of the KV cache on a CPU, in GiB; default: a quarter of the available memory, at most 4 GiB and 524288
+    tokens."""
 
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Threads that compute on the CPU; default: one a physical core of one NUMA node, from four on all but one."""
+    """Threads that compute on a CPU; default: one for each physical core of one NUMA node, less one from four
+    cores on."""
 
     cpu_operators: bool = True
-    """Compute bfloat16 on the CPU with the compiled operators, where they were built; without, torch computes it."""
+    """Compute bfloat16 on a CPU by Kaon's compiled operators, where they were built; otherwise torch computes."""
 
     enable_prefix_caching: bool = True
-    """Share KV blocks between requests whose prompts begin alike."""
+    """Share KV blocks between requests whose prompts begin with the same tokens."""
 
     bos_token_id: Annotated[int, Field(ge=0)] | None = None
-    """Beginning-of-sequence token, with which an empty prompt is completed; default: the checkpoint's."""
+    """Beginning-of-sequence token, which replaces an empty prompt; default: the checkpoint's."""
 
     eos_token_id: Annotated[int, Field(ge=0)] | None = None
     """End-of-sequence token; default: the checkpoint's."""
 
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Further tokens that end a completion; default: the rest of the generation config's EOS list."""
+    """Further tokens that end a completion; default: the other EOS tokens of the generation config."""
 
     max_core_restarts: Annotated[int, Field(ge=0)] = 30
-    """Times that the engine may be started again within `core_restart_window`, before the server gives up; 0: never.
+    """Most restarts of an engine core within `core_restart_window`; after them the server ends; 0: no restarts.
 
-    Live requests go on where they were."""
+    Running requests continue in the new core after the tokens that they have."""
 
     core_restart_window: Annotated[float, Field(gt=0.0)] = 600.0
-    """Seconds over which `max_core_restarts` counts."""
+    """Seconds within which `max_core_restarts` are counted."""
 
     stall_timeout: Annotated[float, Field(gt=0.0)] = 300.0
-    """Seconds without a completed step, while there is work, after which the engine is started again."""
+    """Seconds without a completed step, while there is work, after which an engine core is restarted."""
 
     lora: tuple[str, ...] = ()
-    """LoRA adapters to serve beside the model, each NAME=DIRECTORY; requests choose one by its name as `model`."""
+    """LoRA adapters to serve with the model, each NAME=DIRECTORY; a request selects one by its name as `model`."""
 
     parallel_config: ParallelConfig = ParallelConfig()
     compilation_config: CompilationConfig = CompilationConfig()
@@ -496,7 +514,7 @@ class Config(Section):
 
     @classmethod
     def from_fields(cls, **fields: Any) -> Self:
-        """A configuration whose sections' fields may stand beside its own: `tensor_parallel_size=2`.
+        """A configuration of its own fields and of its sections' fields, by name: `tensor_parallel_size=2`.
 
         Raises `ValueError` for a wrong value, and where a section and one of its fields are both given.
         """
@@ -539,12 +557,12 @@ class Config(Section):
 
     @property
     def num_drafts(self) -> int:
-        """Of a sequence, that a step verifies at most; 0 where there are none."""
+        """Most drafts of a sequence that a step verifies; 0 without speculative decoding."""
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names that the model itself is served by, the main one first."""
+        """Names by which the model itself is served, the main one first."""
         return self.server_config.served_model_name or (self.model or EMBEDDED_MODEL_NAME,)
 
     @property

@@ -59,6 +59,7 @@ def test_every_default_can_be_given_in_all_three_places(
         "root_path": "/llm",
         "lora": "a=/a",
         "task": "generate,embed",
+        "max_request_bytes": "2048",
         "allowed_origins": "*",
     }
     value = others.get(name) or setting.default or "1"
