@@ -6,7 +6,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -18,6 +18,7 @@ from engine.config.config import Config
 from engine.config.paths import resolve_checkpoint
 from engine.config.release import release
 from engine.distributed.processes import avoid_cpus
+from engine.messages import ModelInfo
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
@@ -58,7 +59,8 @@ class LoadedModel(NamedTuple):
 class Frontend:
     """The core, the live sequences, admission, the metrics and, once it is loaded, the model's text side."""
 
-    def __init__(self, config: Config, core: CoreManager) -> None:
+    def __init__(self, config: Config, core: CoreManager, ids: Iterator[int] | None = None) -> None:
+        """`ids`: where others use the core too, the source of the ids of sequences that they share."""
         self.config = config
         self.version = release()
         self.fingerprint = f"kaon-{self.version}"
@@ -75,7 +77,7 @@ class Frontend:
         self.accounts = Accounts()
         self.jobs = Jobs(self.accounts)
         self.admission = Admission.of(config, self.metrics)
-        self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths))
+        self.hub = Hub(core, self.metrics, self.admission, (config.model_names[0], *config.lora_paths), ids)
         self.failure: str | None = None
         """Why the server cannot go on; None while it can."""
         self._core = core
@@ -112,10 +114,18 @@ class Frontend:
             avoid_cpus(ready.model.own_cpus)
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
-        self.admission.open(ready.model, self._num_replicas)
+        self.open(ready.model, tokenizer, template, defaults)
+        on_ready(self.model_names)
+
+    def open(
+        self, model: ModelInfo, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: GenerationDefaults
+    ) -> None:
+        """Take requests for the loaded model. Raises `ValueError` for a parser that does not exist."""
+        parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
+        self.admission.open(model, self._num_replicas)
         grammars = GrammarCompiler(
             max_bytes=self.config.server_config.max_grammar_bytes,
-            vocab_size=ready.model.vocab_size,
+            vocab_size=model.vocab_size,
             num_processes=NUM_GRAMMAR_CHECKS,
             special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
         )
@@ -123,16 +133,15 @@ class Frontend:
             InputOutputProcessor(
                 tokenizer,
                 template,
-                ready.model,
+                model,
                 defaults,
                 self.config.bos_token_id,
                 clips_max_tokens=self.config.server_config.max_tokens_overflow == "clamp",
             ),
-            AnswerFormat.of_model(tokenizer, template, ready.model.architecture, *parsers),
+            AnswerFormat.of_model(tokenizer, template, model.architecture, *parsers),
             grammars,
-            ready.model.max_model_len,
+            model.max_model_len,
         )
-        on_ready(self.model_names)
 
     def drain(self) -> None:
         """Refuse new requests; the live ones go on."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -15,7 +15,7 @@ from engine.config.paths import resolve_checkpoint
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
-from engine.text.io_processor import InputOutputProcessor
+from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.request_state import RequestDelta, RequestResult, RequestState
 from engine.text.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ class LLMEngine:
             config = Config.from_fields(model=model, **config_fields)
         elif model is not None or config_fields:
             raise ValueError("give LLMEngine either a config or single fields, not both")
+        self.config = config
         checkpoint = resolve_checkpoint(config.model)
         self._core = CoreManager(config)
         try:
@@ -108,10 +109,12 @@ class LLMEngine:
             for index, delta in llm.stream(["Once upon a time", "The answer is"]):
                 print(index, delta.text)
         """
+        yield from self._stream(self._sequences(prompts, sampling_params, lora))
+
+    def _stream(self, sequences: Sequence[NewSequence]) -> Iterator[tuple[int, RequestDelta]]:
+        """The index of a sequence and what an engine step added to it, as it comes. See `stream`."""
         pending: deque[tuple[int, RequestDelta]] = deque()
-        ids = self.add_request(
-            prompts, sampling_params, lora=lora, stream_callback=lambda *streamed: pending.append(streamed)
-        )
+        ids = self._submit(sequences, lambda *streamed: pending.append(streamed))
         unfinished = {request_id: index for index, request_id in enumerate(ids)}
         try:
             while unfinished:
@@ -138,6 +141,12 @@ class LLMEngine:
 
         `stream_callback` is called with each delta of these prompts, from any call that waits for outputs.
         """
+        return self._submit(self._sequences(prompts, sampling_params, lora), stream_callback)
+
+    def _sequences(
+        self, prompts: Prompts, sampling_params: SamplingParams | list[SamplingParams] | None, lora: str | None
+    ) -> list[NewSequence]:
+        """One sequence for each prompt; the arguments are those of `generate`."""
         if not isinstance(prompts, str | Iterable):
             raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
         texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -152,7 +161,7 @@ class LLMEngine:
         else:
             common = self.default_sampling_params if sampling_params is None else _checked(sampling_params)
             params = [common] * len(texts_or_ids)
-        sequences = [
+        return [
             self.io_processor.preprocess(
                 prompt,
                 each,
@@ -162,6 +171,9 @@ class LLMEngine:
             )
             for prompt, each in zip(texts_or_ids, params, strict=True)
         ]
+
+    def _submit(self, sequences: Sequence[NewSequence], stream_callback: StreamCallback | None = None) -> list[int]:
+        """Run sequences whose ids come from `_ids`; these ids."""
         self._core.add_requests([sequence.request for sequence in sequences])
         states = {sequence.state.request_id: sequence.state for sequence in sequences}
         self._states |= states
@@ -171,6 +183,11 @@ class LLMEngine:
 
     def collect(self, request_ids: list[int], use_tqdm: bool = False) -> list[RequestResult]:
         """Wait until these requests are complete; their results in this order. Each can be collected once."""
+        results = self.io_processor.postprocess(self._wait(request_ids, use_tqdm))
+        return [results[request_id] for request_id in request_ids]
+
+    def _wait(self, request_ids: Sequence[int], use_tqdm: bool = False) -> list[RequestState]:
+        """Wait until these requests are complete, and forget them; their states."""
         unknown = [request_id for request_id in request_ids if request_id not in self._states]
         if unknown:
             raise ValueError(f"request {unknown[0]} cannot be collected: it was collected already, or never added")
@@ -190,8 +207,7 @@ class LLMEngine:
             self._forget(request_ids)
         if self._core.failure is not None and any(state.error is not None for state in states):
             raise EngineDeadError(self._core.failure.error)
-        results = self.io_processor.postprocess(states)
-        return [results[request_id] for request_id in request_ids]
+        return states
 
     def close(self) -> None:
         """End the core. What runs is aborted."""
@@ -249,7 +265,7 @@ class LLMEngine:
             raise errors[0]
         return finished
 
-    def _forget(self, request_ids: list[int]) -> None:
+    def _forget(self, request_ids: Sequence[int]) -> None:
         """Free the state of requests that were collected or interrupted."""
         for request_id in request_ids:
             self._states.pop(request_id, None)

@@ -8,9 +8,12 @@ import msgspec
 from fastapi import Request, Response
 
 from engine.messages import TokenLogprobs
+from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from server.endpoints import ENDPOINTS, EndpointFamily
+from server.frontend import Frontend
+from server.limits.keys import Owner
 from server.parsing.parser import (
     AnswerInParts,
     AnswerParser,
@@ -250,26 +253,33 @@ _EXAMPLE = {
 }
 
 
+async def prepare(
+    request: ChatCompletionRequest, frontend: Frontend, owner: Owner, arrival_time: float
+) -> tuple[list[NewSequence], ChatRenderer]:
+    """The sequences that answer a chat, and what writes the answer. Raises `BadRequest` and other `ApiError`s."""
+    check_request_limits(request, frontend)
+    chat = await prepare_chat(request, frontend, owner)
+    sequences = new_sequences(
+        request,
+        chat.prompt,
+        chat.grammar,
+        frontend,
+        owner,
+        arrival_time,
+        num_choices=request.n,
+        visible_token_ids=chat.visible_token_ids,
+    )
+    tokenizer = frontend.loaded.processor.tokenizer
+    return sequences, ChatRenderer(request, tokenizer, frontend.fingerprint, chat.new_parser, chat.prompt.token_ids)
+
+
 @endpoints.post("/v1/chat/completions", ChatCompletion, request=ChatCompletionRequest, example=_EXAMPLE, streams=True)
 async def create_chat_completion(http: Request) -> Response:
     """Answer a chat."""
     arrival_time = time.monotonic()
     async with accept(http, ChatCompletionRequest) as (request, frontend, owner):
-        check_request_limits(request, frontend)
         frontend.admission.precheck(owner.party, request.n)
-        chat = await prepare_chat(request, frontend, owner)
-        sequences = new_sequences(
-            request,
-            chat.prompt,
-            chat.grammar,
-            frontend,
-            owner,
-            arrival_time,
-            num_choices=request.n,
-            visible_token_ids=chat.visible_token_ids,
-        )
-        tokenizer = frontend.loaded.processor.tokenizer
-        renderer = ChatRenderer(request, tokenizer, frontend.fingerprint, chat.new_parser, chat.prompt.token_ids)
+        sequences, renderer = await prepare(request, frontend, owner, arrival_time)
         generation = Generation(
             frontend.hub, frontend.config, sequences, request.n, owner=owner, timeout=request.timeout
         )

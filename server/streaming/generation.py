@@ -1,6 +1,7 @@
 """`Generation`: the sequences of one HTTP request, from admission to the last event or the whole answer.
 
-The route that made the sequences calls `respond`; a background response takes `events` itself.
+The route that made the sequences calls `respond`; a background response takes `events` itself. The Python API, which
+has no HTTP request, calls `complete`, `events` or `deltas`.
 """
 
 import asyncio
@@ -88,20 +89,53 @@ class Generation:
         self._facts = facts_of(http.scope)
         if stream:
             return EventStream(self.events(renderer), self.end)
-        results = WholeResult(len(self._states))
-        self._begin(renderer, results)
-        try:
-            await _unless_disconnected(http, results)
-        finally:
-            self.end()
+        await self.complete(renderer.head.id, http)
         if self._renders_in_thread:
             content = await asyncio.to_thread(self._whole, renderer)
         else:
             content = self._whole(renderer)
         return Response(content, media_type="application/json")
 
+    async def complete(self, id: str, http: Request | None = None) -> list[RequestState]:
+        """Run the sequences to their end; their states. `id` is the answer's.
+
+        Raises `Overloaded` and other `ApiError`s, and `ClientDisconnect` where the client of `http` leaves.
+        """
+        results = WholeResult(len(self._states))
+        self._begin(id, results)
+        try:
+            await (results.wait() if http is None else _unless_disconnected(http, results))
+        finally:
+            self.end()
+        return self._states
+
+    async def deltas(self, id: str) -> AsyncGenerator[Mapping[int, RequestDelta], None]:
+        """Submit the sequences; what has arrived at a time, by sequence. Closing the generator aborts them.
+
+        Raises `Overloaded` and other `ApiError`s.
+        """
+        stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_drained)
+        self._begin(id, stream)
+        remaining = len(self._states)
+        try:
+            while remaining:
+                deltas = await stream.take()
+                remaining -= sum(delta.finished for delta in deltas.values())
+                yield deltas
+        finally:
+            self.end()
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of all choices so far."""
+        return usage_of(self._states, self._num_choices)
+
+    def whole(self, renderer: Renderer) -> msgspec.Struct:
+        """The answer of sequences that are complete."""
+        return renderer.whole(self._answered(), self.usage)
+
     def _whole(self, renderer: Renderer) -> bytes:
-        return msgspec.json.encode(renderer.whole(self._answered(), self._usage()))
+        return msgspec.json.encode(self.whole(renderer))
 
     def events(self, renderer: Renderer) -> AsyncGenerator[bytes, None]:
         """Submit the sequences; the stream's events, all that have arrived at a time.
@@ -110,7 +144,7 @@ class Generation:
         whether or not it takes any event.
         """
         stream = DeltaStream(self._settings.stream_buffer_bytes, self._on_full, self._on_drained)
-        self._begin(renderer, stream)
+        self._begin(renderer.head.id, stream)
         return self._events(renderer, stream)
 
     async def _events(self, renderer: Renderer, stream: DeltaStream) -> AsyncGenerator[bytes, None]:
@@ -129,7 +163,7 @@ class Generation:
                     break
                 if joined := b"".join(events):
                     yield joined
-            yield b"".join((*events, renderer.closing(self._usage())))
+            yield b"".join((*events, renderer.closing(self.usage)))
         except ApiError as error:
             self._facts.error = str(error)
             yield renderer.failure(error)
@@ -152,17 +186,9 @@ class Generation:
             answered += choices
         return answered
 
-    def _usage(self) -> Usage:
-        """The tokens of all choices. A prompt counts once, however many choices it has."""
-        firsts = self._states[:: self._num_choices]
-        prompt_tokens = sum(state.num_prompt_tokens for state in firsts)
-        completion_tokens = sum(len(state.token_ids) for state in self._states)
-        cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
-
     # -- begin and end ------------------------------------------------------------------------------------------
 
-    def _begin(self, renderer: Renderer, consumer: Consumer) -> None:
+    def _begin(self, id: str, consumer: Consumer) -> None:
         """Submit the sequences, if they are admitted. An `ApiError` that this raises leaves no state behind."""
         hub, count = self._hub, len(self._states)
         seconds = math.inf if self._timeout is None else self._arrival_time + self._timeout - time.monotonic()
@@ -176,7 +202,7 @@ class Generation:
         except BaseException:
             hub.admission.release(self._party)
             raise
-        self._id = renderer.head.id
+        self._id = id
         if seconds < math.inf:
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._on_deadline, consumer)
 
@@ -217,12 +243,21 @@ class Generation:
             self._deadline.cancel()
         self._hub.cancel(self._states)
         self._hub.admission.release(self._party)
-        facts, usage = self._facts, self._usage()
+        facts, usage = self._facts, self.usage
         facts.prompt_tokens, facts.output_tokens = usage.prompt_tokens, usage.completion_tokens
         facts.cached_tokens = usage.prompt_tokens_details.cached_tokens
         facts.ttft = min((state.ttft for state in self._states if state.token_ids), default=None)
         facts.finish_reason = self._states[0].finish_reason or "abort"
         _log.debug("%s: %d choices, %.3f s", id, len(self._states), time.monotonic() - self._arrival_time)
+
+
+def usage_of(states: Sequence[RequestState], num_choices: int) -> Usage:
+    """The tokens of all choices, of which `num_choices` in turn share a prompt, which counts once."""
+    firsts = states[::num_choices]
+    prompt_tokens = sum(state.num_prompt_tokens for state in firsts)
+    completion_tokens = sum(len(state.token_ids) for state in states)
+    cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
 
 def _chunks(renderer: Renderer, deltas: Mapping[int, RequestDelta]) -> list[bytes]:

@@ -5,9 +5,10 @@
 """
 
 import asyncio
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,15 +44,23 @@ class Hub:
     """Owns every live sequence of the server, from `submit` to its last output or `cancel`."""
 
     def __init__(
-        self, core: CoreManager, metrics: Metrics, admission: Admission, models: Sequence[str] = ("model",)
+        self,
+        core: CoreManager,
+        metrics: Metrics,
+        admission: Admission,
+        models: Sequence[str] = ("model",),
+        ids: Iterator[int] | None = None,
     ) -> None:
-        """`models`: served names of the model and its adapters, by the adapter's number."""
+        """`models`: served names of the model and its adapters, by the adapter's number.
+
+        `ids`: where the core has further users, the source of ids that they share.
+        """
         self._models = models
         self.admission = admission
         self.metrics = metrics
         self._core = core
         self._live: dict[int, _Live] = {}
-        self._next_id = 0
+        self._ids = itertools.count() if ids is None else ids
         metrics.show_live(self._live.__len__)
 
     @property
@@ -59,11 +68,9 @@ class Hub:
         """Sequences that have not ended."""
         return len(self._live)
 
-    def new_ids(self, count: int) -> range:
+    def new_ids(self, count: int) -> list[int]:
         """Ids for new sequences."""
-        first = self._next_id
-        self._next_id += count
-        return range(first, self._next_id)
+        return list(itertools.islice(self._ids, count))
 
     def submit(self, sequences: Sequence[NewSequence], queued_tokens: Sequence[int], consumer: Consumer) -> None:
         """Run sequences in the engine; their outputs go to `consumer`, by their index in `sequences`.

@@ -9,7 +9,7 @@ from engine.sampling_params import SamplingParams
 
 
 def test_the_public_names_are_the_engines() -> None:
-    assert kaon.LLM is LLMEngine
+    assert issubclass(kaon.LLM, LLMEngine)
     assert kaon.SamplingParams is SamplingParams
     assert all(hasattr(kaon, name) for name in kaon.__all__)
 

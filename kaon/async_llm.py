@@ -1,0 +1,145 @@
+"""`AsyncLLM`: the Python API for asyncio programs: the server's own front end, without HTTP."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from engine.client.core_manager import CoreManager, EngineDeadError
+from engine.config.config import Config
+from engine.sampling_params import SamplingParams
+from engine.text.request_state import RequestDelta, RequestResult
+from kaon.chunks import ChatChunk, chunks
+from kaon.llm import Messages, refusals_as_invalid_requests, validated_chat
+from server.frontend import Frontend
+from server.limits.keys import ANYONE
+from server.routes.chat import ChatRenderer, prepare
+from server.schemas.chat import ChatCompletion
+from server.streaming.generation import Generation
+
+_NO_LIMIT = 2**31 - 1
+
+
+class AsyncLLM:
+    """A model in an engine process of its own, for asyncio programs. Any number of tasks may call it at a time.
+
+    The process starts with the object; `start`, or `async with`, waits until it serves::
+
+        async with AsyncLLM("path/to/checkpoint") as llm:
+            result = await llm.generate("Once upon a time", SamplingParams(max_tokens=32))
+            async for chunk in llm.stream_chat([{"role": "user", "content": "Hello"}]):
+                print(chunk.choices[0].delta.content or "", end="")
+
+    A task that is cancelled aborts what it waits for. When the engine dies, it is started again and every call goes
+    on where it was.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **config_fields: Any) -> None:
+        """Begin to load `model`: a checkpoint directory or hub id; none: the embedded one.
+
+        Takes `Config`'s fields and those of its sections by name, or a whole `config`. Requests wait without a bound,
+        unless `max_queued_requests` or `max_queued_tokens` is given. Raises `ValueError` for a wrong field.
+        """
+        if config is None:
+            limits = {"max_queued_requests": _NO_LIMIT, "max_queued_tokens": _NO_LIMIT}
+            config = Config.from_fields(model=model, **{**limits, **config_fields})
+        elif model is not None or config_fields:
+            raise ValueError("give AsyncLLM either a config or single fields, not both")
+        self._core = CoreManager(config)
+        self._frontend = Frontend(config, self._core)
+
+    async def start(self) -> None:
+        """Wait until the model is loaded. Raises `EngineDeadError` if it cannot be; the object is closed then."""
+        await self._frontend.start(lambda names: None)
+        if self._frontend.why_ended is not None:
+            why = self._frontend.why_ended
+            await self.close()
+            raise EngineDeadError(why)
+
+    async def close(self) -> None:
+        """End the engine process. What runs ends with an error."""
+        self._frontend.close()
+        await asyncio.to_thread(self._core.shutdown)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> RequestResult:
+        """Complete a text or a list of token ids.
+
+        `sampling_params`: default: what the checkpoint's generation config recommends. `lora` names an adapter. Raises
+        `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
+        """
+        with refusals_as_invalid_requests():
+            [state] = await self._generation(prompt, sampling_params, lora).complete(_new_id())
+        return state.result()
+
+    async def stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> AsyncIterator[RequestDelta]:
+        """Complete a prompt; what is added to its text, as it comes. Takes and raises what `generate` does."""
+        with refusals_as_invalid_requests():
+            async with aclosing(self._generation(prompt, sampling_params, lora).deltas(_new_id())) as deltas:
+                async for each in deltas:
+                    yield each[0]
+
+    async def chat(self, messages: Messages, **fields: Any) -> ChatCompletion:
+        """Answer a conversation, as the server does. `fields` are those of `/v1/chat/completions` (docs/api.md).
+
+        Raises `InvalidRequest`, a `ValueError`, and `EngineDeadError`.
+        """
+        with refusals_as_invalid_requests():
+            generation, renderer = await self._chat({**fields, "messages": list(messages)})
+            await generation.complete(renderer.head.id)
+            answer = generation.whole(renderer)
+        assert isinstance(answer, ChatCompletion)
+        return answer
+
+    async def stream_chat(self, messages: Messages, **fields: Any) -> AsyncIterator[ChatChunk]:
+        """Answer a conversation; its chunks as they come. Takes and raises what `chat` does."""
+        with refusals_as_invalid_requests():
+            generation, renderer = await self._chat({**fields, "messages": list(messages), "stream": True})
+            async with aclosing(generation.deltas(renderer.head.id)) as deltas:
+                for chunk in chunks(renderer.opening()):
+                    yield chunk
+                async for each in deltas:
+                    for index, delta in each.items():
+                        for chunk in chunks(renderer.chunk(index, delta)):
+                            yield chunk
+            for chunk in chunks(renderer.closing(generation.usage)):
+                yield chunk
+
+    def _generation(self, prompt: str | list[int], params: SamplingParams | None, lora: str | None) -> Generation:
+        frontend = self._frontend
+        processor = frontend.loaded.processor
+        if lora is not None:
+            frontend.check_model(lora)
+        sequence = processor.preprocess(
+            prompt,
+            processor.defaults.sampling_params() if params is None else params,
+            request_id=frontend.hub.new_ids(1)[0],
+            clip_max_tokens=params is None,
+            adapter=0 if lora is None else frontend.adapter_of(lora),
+        )
+        return Generation(frontend.hub, frontend.config, [sequence], 1)
+
+    async def _chat(self, body: Mapping[str, Any]) -> tuple[Generation, ChatRenderer]:
+        frontend = self._frontend
+        request = validated_chat(body, frontend)
+        sequences, renderer = await prepare(request, frontend, ANYONE, time.monotonic())
+        return Generation(frontend.hub, frontend.config, sequences, request.n, timeout=request.timeout), renderer
+
+
+def _new_id() -> str:
+    return f"gen-{uuid.uuid4().hex}"
