@@ -30,6 +30,7 @@ from engine.distributed.processes import forbid_inspection, name_process
 from engine.text.sandbox import gaps
 from server.access_log import REQUEST_ID
 from server.limits.keys import ApiKeys
+from server.sealing import Seal
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def _run(config: Config, started: float) -> int:
         _log.warning("%s", gap)
     try:
         keys = ApiKeys.of(config.server_config)
+        # Made again where it is used; a file that is wrong must end the server before the model loads.
+        Seal.of(config.server_config)
         config = _without_keys(config)
         if keys:
             forbid_inspection()

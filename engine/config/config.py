@@ -208,6 +208,11 @@ class ServerConfig(Section):
     """Most background responses of one API key, or address, that run at a time; default: a quarter of
     `max_stored_responses`."""
 
+    reasoning_key_file: Annotated[str, Field(min_length=1)] | None = None
+    """File of a secret, at least 16 bytes: seals the reasoning and summaries that clients keep (`encrypted_content`).
+
+    Replicas behind one address need the same; default: a new random key with each start."""
+
     max_queued_requests: Annotated[int, Field(ge=1)] | None = None
     """Most sequences that may wait for their first token; further requests are answered 429; default:
     `max_num_seqs` of all replicas together."""

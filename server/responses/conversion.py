@@ -4,19 +4,27 @@
 Errors of the chat are reported with the names that the fields have in a response.
 """
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
+
+import msgspec
 
 from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest
 from server.frontend import Frontend
+from server.ignored import ignore
 from server.limits.keys import Owner
 from server.request_builder import PreparedChat, check_request_limits, prepare_chat
+from server.responses.tools import INPUT, ToolTable
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.generation import SamplingFields
 from server.schemas.responses import (
+    CompactionItem,
+    CustomCallItem,
+    CustomCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     Item,
@@ -24,8 +32,24 @@ from server.schemas.responses import (
     ReasoningItem,
     ResponsesRequest,
 )
+from server.sealing import Changed, Foreign, Kind
 
 Message: TypeAlias = dict[str, Any]
+
+Open: TypeAlias = Callable[[Kind, str], str]
+"""Reads a sealed text. Raises `Foreign` and `Changed`."""
+
+
+class InvalidEncryptedContent(BadRequest):
+    """A sealed text was changed, belongs to another API key, or cannot be read where it is needed."""
+
+    code = "invalid_encrypted_content"
+
+    def __init__(self, id: str, why: str) -> None:
+        super().__init__(f"the encrypted_content of the item {id[:60]!r} cannot be read: {why}", param="input")
+
+
+_CHANGED = "it was changed, or was made for another API key; send the item as it was answered, or leave it out"
 
 _SHARED = set(SamplingFields.model_fields) - {"n"}
 _NAMES = {
@@ -36,59 +60,75 @@ _NAMES = {
     "messages": "input",
 }
 """Names of fields: in a chat, in a response."""
-_FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
-"""A tool's fields are one level deeper in a chat."""
 _LIMIT = re.compile(r"\bmax_tokens\b")
 """An older name in chats, which responses do not have."""
 
 
-async def prepare(request: ResponsesRequest, items: Sequence[Item], frontend: Frontend, owner: Owner) -> PreparedChat:
-    """The chat for `request`, whose conversation is `items`. Raises `BadRequest`."""
-    messages = to_messages(items)
-    instructions: list[Message] = []
-    if request.instructions is not None:
-        instructions.append({"role": "system", "content": request.instructions})
-    try:
-        return await _prepare(request, instructions + messages, frontend, owner)
-    except BadRequest as error:
-        if request.truncation == "disabled" or not isinstance(error.__cause__, DoesNotFit):
-            raise with_responses_field_names(error) from error
-        reason = error
-    return await _prepare_truncated(request, instructions, messages, frontend, owner, reason)
+_COMPACT = (
+    "Stop here and write a summary that will replace this conversation: whoever goes on sees your summary only. State "
+    "what was asked for, including every constraint; what was done, found and decided, with exact names, paths, "
+    "commands and values; what failed; and what is left to do next. Write plain text, call no tool."
+)
+"""The last message of a conversation that is compacted."""
+
+_SUMMARY_TOKENS = 4096
+"""Most tokens of a summary, where the request sets no limit and the context is long."""
 
 
-async def _prepare(
-    request: ResponsesRequest, messages: list[Message], frontend: Frontend, owner: Owner
+async def prepare(
+    request: ResponsesRequest, items: Sequence[Item], tools: ToolTable, open: Open, frontend: Frontend, owner: Owner
 ) -> PreparedChat:
-    chat = to_chat(request, messages)
-    check_request_limits(chat, frontend)
-    return await prepare_chat(chat, frontend, owner)
+    """The chat for `request`, whose conversation is `items`. Raises `BadRequest`."""
+    messages = to_messages(items, tools, open)
+    instructions: list[Message] = []
+    if request.instructions:
+        instructions.append({"role": "system", "content": request.instructions})
+
+    most_tokens = request.max_output_tokens
+    if request.compacts:
+        messages.append({"role": "user", "content": _COMPACT})
+        most_tokens = most_tokens or min(_SUMMARY_TOKENS, frontend.loaded.max_model_len // 4)
+
+    async def attempt(messages: list[Message]) -> PreparedChat:
+        chat = to_chat(request, instructions + messages, tools, most_tokens)
+        check_request_limits(chat, frontend)
+        return await prepare_chat(chat, frontend, owner)
+
+    try:
+        try:
+            return await attempt(messages)
+        except BadRequest as error:
+            is_whole = request.truncation == "disabled" and not request.compacts
+            if is_whole or not isinstance(error.__cause__, DoesNotFit):
+                raise
+            reason = error
+        model = frontend.loaded
+        starts = _starts(messages, model.max_model_len * model.processor.tokenizer.longest_token)
+        return await _longest_that_fits(messages, starts, attempt, reason)
+    except BadRequest as error:
+        raise with_responses_field_names(error, tools) from error
 
 
-async def _prepare_truncated(
-    request: ResponsesRequest,
-    instructions: list[Message],
+async def _longest_that_fits(
     messages: list[Message],
-    frontend: Frontend,
-    owner: Owner,
+    starts: list[int],
+    attempt: Callable[[list[Message]], Awaitable[PreparedChat]],
     reason: BadRequest,
 ) -> PreparedChat:
     """The longest end of the chat that fits, found by bisection. `reason`: why the whole chat does not fit."""
-    model = frontend.loaded
-    starts = _starts(messages, model.max_model_len * model.processor.tokenizer.longest_token)
     fitting: PreparedChat | None = None
     low, high = 0, len(starts)
     while low < high:
         middle = (low + high) // 2
         try:
-            fitting = await _prepare(request, instructions + messages[starts[middle] :], frontend, owner)
+            fitting = await attempt(messages[starts[middle] :])
             high = middle
         except BadRequest as error:
             if not isinstance(error.__cause__, DoesNotFit):
-                raise with_responses_field_names(error) from error
+                raise
             reason, low = error, middle + 1
     if fitting is None:
-        raise with_responses_field_names(reason) from reason
+        raise reason
     return fitting
 
 
@@ -108,35 +148,24 @@ def _starts(messages: list[Message], most_characters: int) -> list[int]:
     return starts[::-1]
 
 
-def to_chat(request: ResponsesRequest, messages: list[Message]) -> ChatCompletionRequest:
+def to_chat(
+    request: ResponsesRequest, messages: list[Message], tools: ToolTable, most_tokens: int | None
+) -> ChatCompletionRequest:
     """`request` as a chat request. Raises `BadRequest` for what a chat refuses."""
     data: dict[str, Any] = request.model_dump(include=_SHARED, exclude_unset=True, by_alias=True)
     data |= {
         "messages": messages,
-        "tools": [
-            {"type": "function", "function": tool.model_dump(exclude_unset=True, exclude={"type"})}
-            for tool in request.tools
-        ],
-        "tool_choice": _tool_choice(request),
+        "tools": tools.chat_tools(),
+        "tool_choice": tools.chat_choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request),
         "reasoning_effort": request.reasoning.effort,
-        "max_completion_tokens": request.max_output_tokens,
+        "max_completion_tokens": most_tokens,
         "chat_template_kwargs": request.chat_template_kwargs,
     }
     if request.wants_logprobs:
         data |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     return validate(data, ChatCompletionRequest, allow_unknown=False)
-
-
-def _tool_choice(request: ResponsesRequest) -> Any:
-    choice = request.tool_choice
-    if isinstance(choice, str):
-        return choice
-    if choice.type == "function":
-        return {"type": "function", "function": {"name": choice.name}}
-    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
@@ -151,11 +180,11 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     }
 
 
-def with_responses_field_names(error: BadRequest) -> BadRequest:
+def with_responses_field_names(error: BadRequest, tools: ToolTable) -> BadRequest:
     """`error` of a chat request with the names that its fields have in this endpoint."""
     text = str(error).replace("messages are not accepted: their", "input is not accepted: its")
-    text = _LIMIT.sub("max_output_tokens", _FUNCTION.sub(r"\1", text))
-    param = error.param and _FUNCTION.sub(r"\1", error.param)
+    text = _LIMIT.sub("max_output_tokens", tools.with_paths(text))
+    param = error.param and tools.with_paths(error.param)
     for chat, responses in _NAMES.items():
         text = text.replace(chat, responses)
         if param is not None and param.startswith(chat):
@@ -165,35 +194,46 @@ def with_responses_field_names(error: BadRequest) -> BadRequest:
     return renamed
 
 
-def to_messages(items: Iterable[Item]) -> list[Message]:
+def to_messages(items: Iterable[Item], tools: ToolTable, open: Open) -> list[Message]:
     """The conversation as a chat. Reasoning, text and calls of one turn become one assistant's message.
 
-    Raises `BadRequest` for the output of a call that is not in the conversation.
+    Raises `BadRequest` for the output of a call that is not in the conversation, and for a sealed text that `open`
+    does not read.
     """
     messages: list[Message] = []
     turn: Message | None = None
     names: dict[str, str] = {}
     for item in items:
-        if isinstance(item, FunctionCallOutputItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
+        if isinstance(item, FunctionCallOutputItem | CustomCallOutputItem | CompactionItem) or (
+            isinstance(item, MessageItem) and item.role != "assistant"
+        ):
             turn = None
-            messages.append(_input_message(item, names))
+            messages.append(_input_message(item, names, open))
             continue
         if turn is None or _starts_new_turn(item, turn):
             turn = {"role": "assistant", "content": None}
             messages.append(turn)
         if isinstance(item, ReasoningItem):
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + item.text
-        elif isinstance(item, FunctionCallItem):
-            names[item.call_id] = item.name
-            function = {"name": item.name, "arguments": item.arguments}
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, open)
+        elif isinstance(item, FunctionCallItem | CustomCallItem):
+            name = tools.flat(_given(item.namespace), item.name)
+            names[item.call_id] = name
+            if isinstance(item, CustomCallItem):
+                arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+            else:
+                arguments = item.arguments
             calls = turn.setdefault("tool_calls", [])
-            calls.append({"id": item.call_id, "type": "function", "function": function})
+            calls.append({"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
         else:
             turn["content"] = item.text
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""
     return messages
+
+
+def _given(namespace: str | msgspec.UnsetType) -> str | None:
+    return None if namespace is msgspec.UNSET else namespace
 
 
 def _starts_new_turn(item: Item, turn: Message) -> bool:
@@ -203,10 +243,29 @@ def _starts_new_turn(item: Item, turn: Message) -> bool:
     return isinstance(item, MessageItem) and (turn["content"] is not None or "tool_calls" in turn)
 
 
-def _input_message(item: MessageItem | FunctionCallOutputItem, names: dict[str, str]) -> Message:
+def _reasoning(item: ReasoningItem, open: Open) -> str:
+    """The item's text. One that another server sealed is left out: without it, the conversation goes on."""
+    if item.encrypted_content is not None:
+        try:
+            return open("reasoning", item.encrypted_content)
+        except Changed:
+            raise InvalidEncryptedContent(item.id, _CHANGED) from None
+        except Foreign:
+            if not item.text:
+                ignore("reasoning (encrypted_content of another server)")
+    return item.text
+
+
+def _input_message(
+    item: MessageItem | FunctionCallOutputItem | CustomCallOutputItem | CompactionItem,
+    names: dict[str, str],
+    open: Open,
+) -> Message:
     """A message that is not the model's."""
     if isinstance(item, MessageItem):
         return {"role": item.role, "content": item.text}
+    if isinstance(item, CompactionItem):
+        return {"role": "user", "content": SUMMARY_INTRODUCTION + _summary(item, open)}
     if item.call_id not in names:
         raise BadRequest(
             f"input holds the output of the function call {item.call_id[:60]!r}, and no function_call with this "
@@ -214,3 +273,22 @@ def _input_message(item: MessageItem | FunctionCallOutputItem, names: dict[str, 
             param="input",
         )
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": item.output}
+
+
+SUMMARY_INTRODUCTION = (
+    "The conversation up to here was replaced by this summary, which you wrote yourself. Go on from it.\n\n"
+)
+"""Before the text of a compaction item."""
+
+
+def _summary(item: CompactionItem, open: Open) -> str:
+    """The text of a compaction. One that cannot be read is refused: without it, the conversation would be lost."""
+    try:
+        return open("compaction", item.encrypted_content)
+    except Changed:
+        raise InvalidEncryptedContent(item.id, _CHANGED) from None
+    except Foreign:
+        why = (
+            "another server sealed it, or this one before a restart without reasoning_key_file; send the conversation"
+        )
+        raise InvalidEncryptedContent(item.id, why) from None

@@ -1,11 +1,13 @@
 """`ResponsesRenderer`: answers of `/v1/responses`, whole and as typed events.
 
 It sends each part that the parser finds to `ResponseOutput`, which opens and closes items: `OpenMessage`,
-`OpenReasoning` and `OpenCall`. An item writes its events with an `EventWriter`, at the cost of encoding its text.
+`OpenReasoning`, `OpenCall` and `OpenCustomCall`. An item writes its events with an `EventWriter`, at the cost of
+encoding its text. Where the answer is a compaction, `CompactionOutput` takes the place of `ResponseOutput`.
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -13,7 +15,8 @@ from engine.messages import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
-from server.errors import ApiError
+from server.errors import ApiError, EngineError
+from server.parsing.freeform import FreeformInput
 from server.parsing.parser import (
     AnswerParser,
     ArgumentsPart,
@@ -24,9 +27,12 @@ from server.parsing.parser import (
     ToolCallPart,
 )
 from server.responses.store import new_id
+from server.responses.tools import Called, ToolTable, echoed
 from server.schemas.chat import TokenLogprob
 from server.schemas.generation import AnswerHead, Usage
 from server.schemas.responses import (
+    CompactionItem,
+    CustomCallItem,
     FunctionCallItem,
     IncompleteDetails,
     ItemStatus,
@@ -43,8 +49,15 @@ from server.schemas.responses import (
     ResponseUsageInput,
     ResponseUsageOutput,
 )
+from server.sealing import Kind
 from server.streaming.logprobs import chat_logprobs
 from server.streaming.sse import Renderer, encode
+
+SealText: TypeAlias = Callable[[Kind, str], str]
+"""Seals a text for the owner of a request."""
+
+_FAILURES: dict[str | None, str] = {each: each for each in ("rate_limit_exceeded", "context_length_exceeded")}
+"""Codes of errors that a failed response has too."""
 
 
 class EventWriter:
@@ -112,9 +125,13 @@ class OpenItem:
         self._texts.append(text)
         return self._writer.finish(self._delta + encode(text))
 
+    def whole(self, status: ItemStatus) -> OutputItem:
+        """The item at its end."""
+        return self.so_far(status)
+
     def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
         """The item and its last events."""
-        item = self.so_far(status)
+        item = self.whole(status)
         events = [self._writer.write(self.done_event, {**self._position, **self.done_fields()})]
         if self.has_content:
             events.append(self._writer.write("response.content_part.done", {**self._position, "part": self.part()}))
@@ -162,12 +179,20 @@ class OpenReasoning(OpenItem):
     done_event = "response.reasoning_text.done"
     has_content = True
 
-    def __init__(self, writer: EventWriter, index: int) -> None:
+    def __init__(self, writer: EventWriter, index: int, seal: SealText | None) -> None:
+        """`seal`: adds the text in a sealed form to the whole item."""
         super().__init__(writer, index, new_id("rs"))
+        self._seal = seal
 
-    def so_far(self, status: ItemStatus) -> OutputItem:
+    def so_far(self, status: ItemStatus) -> ReasoningItem:
         content = [self.part()] if self._texts or status != "in_progress" else []
         return ReasoningItem(id=self.id, content=content, status=status)
+
+    def whole(self, status: ItemStatus) -> OutputItem:
+        item = self.so_far(status)
+        if self._seal is None:
+            return item
+        return msgspec.structs.replace(item, encrypted_content=self._seal("reasoning", self._text))
 
     def part(self) -> ReasoningText:
         return ReasoningText(self._text)
@@ -183,27 +208,79 @@ class OpenCall(OpenItem):
     done_event = "response.function_call_arguments.done"
     has_content = False
 
-    def __init__(self, writer: EventWriter, index: int, call_id: str, name: str) -> None:
+    def __init__(self, writer: EventWriter, index: int, call_id: str, called: Called) -> None:
         super().__init__(writer, index, new_id("fc"))
         self._call_id = call_id
-        self._name = name
+        self._name = called.name
+        self._namespace = _optional(called.namespace)
 
     def so_far(self, status: ItemStatus) -> OutputItem:
         return FunctionCallItem(
-            id=self.id, call_id=self._call_id, name=self._name, arguments=self._text, status=status
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            arguments=self._text,
+            namespace=self._namespace,
+            status=status,
         )
 
     def done_fields(self) -> dict[str, object]:
         return {"name": self._name, "arguments": self._text}
 
 
+class OpenCustomCall(OpenItem):
+    """A call of a custom tool: the text in the arguments that the model writes."""
+
+    delta_event = "response.custom_tool_call_input.delta"
+    done_event = "response.custom_tool_call_input.done"
+    has_content = False
+
+    def __init__(self, writer: EventWriter, index: int, call_id: str, called: Called) -> None:
+        super().__init__(writer, index, new_id("ctc"))
+        self._call_id = call_id
+        self._name = called.name
+        self._namespace = _optional(called.namespace)
+        self._input = FreeformInput()
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        free = self._input.push(text)
+        return super().add(free) if free else b""
+
+    def so_far(self, status: ItemStatus) -> OutputItem:
+        return CustomCallItem(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            input=self._text,
+            namespace=self._namespace,
+            status=status,
+        )
+
+    def closing(self, status: ItemStatus) -> tuple[OutputItem, bytes]:
+        left = self._input.finish()
+        events = super().add(left) if left else b""
+        item, closing = super().closing(status)
+        return item, events + closing
+
+    def done_fields(self) -> dict[str, object]:
+        return {"input": self._text}
+
+
+def _optional(namespace: str | None) -> str | msgspec.UnsetType:
+    return msgspec.UNSET if namespace is None else namespace
+
+
 class ResponseOutput:
     """The items of a response: opens one for each part of another kind, and closes the one before it."""
 
-    def __init__(self, writer: EventWriter, parser: AnswerParser | None) -> None:
-        """Without a parser, all text is the answer's content."""
+    def __init__(
+        self, writer: EventWriter, parser: AnswerParser | None, tools: ToolTable, seal: SealText | None
+    ) -> None:
+        """Without a parser, all text is the answer's content. `seal`: that of reasoning, if it is asked for."""
         self._writer = writer
         self._parser = parser
+        self._tools = tools
+        self._seal = seal
         self._open: OpenItem | None = None
         self._closed: list[OutputItem] = []
         self._logprobs: list[TokenLogprob] = []
@@ -250,13 +327,15 @@ class ResponseOutput:
         if isinstance(part, ReasoningPart):
             begun = b""
             if not isinstance(self._open, OpenReasoning):
-                begun = self._begin(OpenReasoning(self._writer, self._next_index))
+                begun = self._begin(OpenReasoning(self._writer, self._next_index, self._seal))
             assert self._open is not None
             return begun + self._open.add(part.text)
         if isinstance(part, ToolCallPart):
-            return self._begin(OpenCall(self._writer, self._next_index, part.id, part.name))
+            called = self._tools.called(part.name)
+            kind = OpenCustomCall if called.kind == "custom" else OpenCall
+            return self._begin(kind(self._writer, self._next_index, part.id, called))
         assert isinstance(part, ArgumentsPart)
-        assert isinstance(self._open, OpenCall)
+        assert isinstance(self._open, OpenCall | OpenCustomCall)
         return self._open.add(part.json)
 
     def _add_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
@@ -283,6 +362,35 @@ class ResponseOutput:
         return events
 
 
+class CompactionOutput(ResponseOutput):
+    """One item, the sealed text of the answer. Reasoning and calls are left out."""
+
+    def __init__(self, writer: EventWriter, parser: AnswerParser | None, tools: ToolTable, seal: SealText) -> None:
+        super().__init__(writer, parser, tools, seal)
+        self._seal_summary = seal
+        self._summary: list[str] = []
+
+    def push(self, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        return self._keep([TextPart(text)] if self._parser is None else self._parser.push(text), num_tokens)
+
+    def finish(self, status: ItemStatus) -> bytes:
+        """The events of the item. Raises `EngineError` if the model wrote no text."""
+        if self._parser is not None:
+            self._keep(self._parser.finish(), 0)
+        summary = "".join(self._summary).strip()
+        if not summary:
+            raise EngineError("the model wrote no summary of the conversation; send the request again")
+        item = CompactionItem(id=new_id("cmp"), encrypted_content=self._seal_summary("compaction", summary))
+        self._closed.append(item)
+        kinds = ("response.output_item.added", "response.output_item.done")
+        return b"".join([self._writer.write(kind, {"output_index": 0, "item": item}) for kind in kinds])
+
+    def _keep(self, parts: Sequence[Part], num_tokens: int) -> bytes:
+        self._reasoning_tokens.add(parts, num_tokens)
+        self._summary += [part.text for part in parts if isinstance(part, TextPart)]
+        return b""
+
+
 class ResponsesRenderer(Renderer):
     """One response, generated with `params`. `on_end` receives it when it has ended, before the client does."""
 
@@ -293,6 +401,8 @@ class ResponsesRenderer(Renderer):
         tokenizer: Tokenizer,
         fingerprint: str,
         parser: AnswerParser | None,
+        tools: ToolTable,
+        seal: SealText,
         on_end: Callable[[ResponseObject], None],
     ) -> None:
         self._response = _new_response(request, params, new_id("resp"), int(time.time()))
@@ -301,7 +411,11 @@ class ResponsesRenderer(Renderer):
         self._tokens_as_ids = request.return_tokens_as_token_ids
         self._on_end = on_end
         self._writer = EventWriter()
-        self._output = ResponseOutput(self._writer, parser)
+        self._output = (
+            CompactionOutput(self._writer, parser, tools, seal)
+            if request.compacts
+            else ResponseOutput(self._writer, parser, tools, seal if request.wants_sealed_reasoning else None)
+        )
         self._is_begun = False
         self._finish_reason: str | None = None
 
@@ -336,7 +450,7 @@ class ResponsesRenderer(Renderer):
 
     def failure(self, error: ApiError) -> bytes:
         opening = b"" if self._is_begun else self.opening()
-        self._response.error = ResponseFailure(str(error))
+        self._response.error = ResponseFailure(str(error), _FAILURES.get(error.code, "server_error"))
         self._end("failed")
         return opening + self._event("response.failed")
 
@@ -364,7 +478,8 @@ class ResponsesRenderer(Renderer):
 
     def _finish(self, reason: str | None) -> bytes:
         """The end of the text."""
-        self._finish_reason = reason
+        # A summary that the limit cut off is still the best there is.
+        self._finish_reason = None if isinstance(self._output, CompactionOutput) else reason
         return self._output.finish("incomplete" if reason == "length" else "completed")
 
     def _complete(self, usage: Usage) -> None:
@@ -396,16 +511,6 @@ class ResponsesRenderer(Renderer):
 
 def _new_response(request: ResponsesRequest, params: SamplingParams, id: str, created_at: int) -> ResponseObject:
     """A response that has not begun, with the settings of `request` and the defaults that `params` has added."""
-    tools = [
-        {
-            "type": "function",
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-            "strict": bool(tool.strict),
-        }
-        for tool in request.tools
-    ]
     choice = request.tool_choice
     form = request.text.format
     return ResponseObject(
@@ -427,10 +532,10 @@ def _new_response(request: ResponsesRequest, params: SamplingParams, id: str, cr
         temperature=params.temperature,
         text={
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_unset=True),
-            "verbosity": "medium",
+            "verbosity": request.text.verbosity or "medium",
         },
-        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=tools,
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        tools=[each for tool in request.tools if (each := echoed(tool)) is not None],
         top_logprobs=request.top_logprobs or 0,
         top_p=params.top_p if request.top_p is None else request.top_p,
         truncation=request.truncation,

@@ -8,35 +8,49 @@ events of a background response for clients that follow it.
 """
 
 import asyncio
+import json
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import msgspec
 
 from server.errors import ApiError, BadRequest
+from server.ignored import ignore
 from server.limits.accounts import Accounts, Resource
 from server.limits.keys import Owner
 from server.schemas.responses import (
+    CompactionItem,
+    CustomCallItem,
+    CustomCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    InputCompaction,
+    InputCompactionTrigger,
+    InputCustomCall,
+    InputCustomCallOutput,
     InputFunctionCall,
     InputFunctionCallOutput,
+    InputHostedItem,
     InputItem,
     InputMessage,
     InputPart,
     InputReasoning,
     InputReference,
     InputText,
+    InputTools,
     Item,
     MessageContent,
     MessageItem,
+    OutputPart,
     OutputText,
     ReasoningItem,
     ReasoningText,
     Refusal,
     SummaryText,
+    UnreadPart,
 )
 
 _EVENT_END = b"\n\n"
@@ -419,7 +433,10 @@ def new_id(prefix: str) -> str:
 
 
 def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None]) -> list[Item]:
-    """The items of a request. `stored` looks up references. Raises `BadRequest` for one that it does not find."""
+    """The items of a request. `stored` looks up references. Raises `BadRequest` for one that it does not find.
+
+    Items that carry nothing for the model are left out; those that had something are reported as ignored.
+    """
     items: list[Item] = []
     for index, each in enumerate(given):
         if isinstance(each, InputReference):
@@ -431,12 +448,21 @@ def stored_items(given: Iterable[InputItem], stored: Callable[[str], Item | None
                     param=f"input[{index}].id",
                 )
             items.append(item)
-        else:
+        elif isinstance(each, InputHostedItem):
+            read = _hosted_items(each)
+            if not read:
+                ignore(f"input[{index}] ({each.type})")
+            items += read
+        elif isinstance(each, InputFunctionCallOutput | InputCustomCallOutput):
+            items.append(_call_output(each, index))
+        elif not isinstance(each, InputCompactionTrigger | InputTools):
             items.append(_stored_item(each))
     return items
 
 
-def _stored_item(item: InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning) -> Item:
+def _stored_item(
+    item: InputMessage | InputFunctionCall | InputCustomCall | InputReasoning | InputCompaction,
+) -> Item:
     if isinstance(item, InputMessage):
         id = item.id or new_id("msg")
         content = [_content(part, is_answer=item.role == "assistant") for part in item.content]
@@ -447,16 +473,40 @@ def _stored_item(item: InputMessage | InputFunctionCall | InputFunctionCallOutpu
             call_id=item.call_id,
             name=item.name,
             arguments=item.arguments,
+            namespace=item.namespace or msgspec.UNSET,
             status=item.status or "completed",
         )
-    if isinstance(item, InputFunctionCallOutput):
-        output = "".join(part.text or part.refusal or "" for part in item.output)
-        return FunctionCallOutputItem(id=item.id or new_id("fco"), call_id=item.call_id, output=output)
+    if isinstance(item, InputCustomCall):
+        return CustomCallItem(
+            id=item.id or new_id("ctc"),
+            call_id=item.call_id,
+            name=item.name,
+            input=item.input,
+            namespace=item.namespace or msgspec.UNSET,
+            status=item.status or "completed",
+        )
+    if isinstance(item, InputCompaction):
+        return CompactionItem(id=item.id or new_id("cmp"), encrypted_content=item.encrypted_content)
     return ReasoningItem(
         id=item.id or new_id("rs"),
         summary=[SummaryText(each.text) for each in item.summary or ()],
         content=[ReasoningText(each.text) for each in item.content or ()],
+        encrypted_content=item.encrypted_content,
     )
+
+
+def _call_output(item: InputFunctionCallOutput | InputCustomCallOutput, index: int) -> Item:
+    for number, part in enumerate(item.output):
+        if isinstance(part, UnreadPart):
+            ignore(f"input[{index}].output[{number}] ({part.type})")
+    output = "".join(map(_output_text, item.output))
+    if isinstance(item, InputFunctionCallOutput):
+        return FunctionCallOutputItem(id=item.id or new_id("fco"), call_id=item.call_id, output=output)
+    return CustomCallOutputItem(id=item.id or new_id("ctco"), call_id=item.call_id, output=output)
+
+
+def _output_text(part: OutputPart) -> str:
+    return part.note if isinstance(part, UnreadPart) else part.text or part.refusal or ""
 
 
 def _content(part: InputPart, *, is_answer: bool) -> MessageContent:
@@ -464,3 +514,56 @@ def _content(part: InputPart, *, is_answer: bool) -> MessageContent:
     if not is_answer:
         return InputText(part.text or part.refusal or "")
     return Refusal(part.refusal or "") if part.type == "refusal" else OutputText(part.text or "")
+
+
+# -- items of tools that another server ran -------------------------------------------------------------------------
+
+_ARGUMENTS = {
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "computer_call": "action",
+    "mcp_call": "arguments",
+    "code_interpreter_call": "code",
+}
+"""Calls that the model is shown as a function's, with the field that becomes the arguments."""
+
+_OUTPUTS = {"mcp_call": "output", "code_interpreter_call": "outputs"}
+"""Those of them that hold their output too."""
+
+
+def _hosted_items(item: InputHostedItem) -> list[Item]:
+    """The item as a function's call and its output; empty for one that says nothing to the model."""
+    fields = item.model_extra or {}
+    given = fields.get("call_id")
+    call_id = given if isinstance(given, str) else item.id or new_id("call")
+    if item.type.endswith("_call_output"):
+        return [_hosted_output(call_id, fields.get("output"))]
+    if item.type == "agent_message":
+        text = _plain_text(fields.get("content"))
+        return [MessageItem(id=item.id or new_id("msg"), role="user", content=[InputText(text)])] if text else []
+    if item.type not in _ARGUMENTS:
+        return []
+    name = fields.get("name")
+    arguments = fields.get(_ARGUMENTS[item.type])
+    call = FunctionCallItem(
+        id=new_id("fc"),
+        call_id=call_id,
+        name=name if isinstance(name, str) else item.type.removesuffix("_call"),
+        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {}),
+    )
+    if item.type not in _OUTPUTS:
+        return [call]
+    return [call, _hosted_output(call_id, fields.get(_OUTPUTS[item.type]) or fields.get("error"))]
+
+
+def _hosted_output(call_id: str, output: Any) -> FunctionCallOutputItem:
+    text = output if isinstance(output, str) else _plain_text(output) or json.dumps(output, ensure_ascii=False)
+    return FunctionCallOutputItem(id=new_id("fco"), call_id=call_id, output=text)
+
+
+def _plain_text(parts: Any) -> str:
+    """The text of a list of parts; empty for anything else."""
+    if not isinstance(parts, list):
+        return ""
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))

@@ -14,6 +14,7 @@ from server.responses.conversion import prepare
 from server.responses.rendering import ResponsesRenderer
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, StoredResponse, Turn, stored_items
+from server.responses.tools import ToolTable
 from server.schemas.body import as_json, json_response
 from server.schemas.responses import (
     DeletedResponse,
@@ -62,7 +63,7 @@ async def create_response(http: Request) -> Response:
     service = ResponsesService.of(http.app)
     async with accept(http, ResponsesRequest) as (request, frontend, owner):
         frontend.admission.precheck(owner.party, 1)
-        turn, chat = await _prepare(request, frontend, service, owner)
+        turn, tools, chat = await _prepare(request, frontend, service, owner)
 
         def keep(response: ResponseObject) -> None:
             if request.store:
@@ -78,7 +79,9 @@ async def create_response(http: Request) -> Response:
             visible_token_ids=chat.visible_token_ids,
         )
         params, tokenizer = chat.prompt.params, frontend.loaded.processor.tokenizer
-        renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, chat.new_parser(), keep)
+        seal = service.sealer(owner)
+        parser = chat.new_parser()
+        renderer = ResponsesRenderer(request, params, tokenizer, frontend.fingerprint, parser, tools, seal, keep)
         generation = Generation(frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout)
     if not request.background:
         return await generation.respond(http, renderer, stream=request.stream)
@@ -100,18 +103,19 @@ async def count_input_tokens(http: Request) -> Response:
     frontend.check_loaded()
     request.model = request.model or frontend.model_names[0]
     frontend.check_model(request.model)
-    _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
+    _, _, chat = await _prepare(request, frontend, ResponsesService.of(http.app), owner_of(http.scope))
     return as_json(InputTokens(len(chat.prompt.token_ids)))
 
 
 async def _prepare(
     request: ResponsesRequest, frontend: Frontend, service: ResponsesService, owner: Owner
-) -> tuple[Turn, PreparedChat]:
-    """The turn that `request` adds to its conversation, and the chat that answers it. Raises `BadRequest`."""
+) -> tuple[Turn, ToolTable, PreparedChat]:
+    """The turn that `request` adds to its conversation, its tools, and the chat to answer. Raises `BadRequest`."""
     store, id = service.store, request.previous_response_id
     previous = None if id is None else store.previous_turn(id, owner)
     turn = Turn(previous, stored_items(request.input, lambda id: store.item(id, owner)))
-    return turn, await prepare(request, turn.context(), frontend, owner)
+    tools = ToolTable(request)
+    return turn, tools, await prepare(request, turn.context(), tools, service.opener(owner), frontend, owner)
 
 
 @endpoints.get("/v1/responses/{response_id}", ResponseObject, parameters=_RETRIEVE_PARAMETERS)

@@ -5,10 +5,10 @@
 """
 
 import json
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.sampling_params import MAX_LOGPROBS
 from engine.text.structured.spec import is_deeper
@@ -36,13 +36,14 @@ def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None}
 
 
+_TEXTS = ("input_text", "output_text", "refusal")
+
+
 def _text_part(data: Any) -> Any:
     """Refuse parts that are not text, with their type in the message."""
     kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind not in ("input_text", "output_text", "refusal"):
-        raise sentence(
-            f"is of type {kind[:60]}; this server reads parts of type input_text, output_text and refusal only"
-        )
+    if isinstance(kind, str) and kind not in _TEXTS:
+        raise sentence(f"is of type {kind[:60]}; this server reads parts of type {', '.join(_TEXTS)} only")
     field = "refusal" if kind == "refusal" else "text"
     if isinstance(kind, str) and data.get(field) is None:
         raise sentence(f"is of type {kind} and has no field {field}; it needs one")
@@ -59,6 +60,20 @@ class InputTextPart(RequestModel):
     """Of a part of type refusal, in an assistant's message."""
     annotations: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
     logprobs: Annotated[list[Any] | None, Field(description=NO_CHANGE)] = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)] = None
+
+
+class UnreadPart(RequestModel):
+    """A part of a tool's output that the model cannot read: it gets a note, because agents cannot leave it out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["input_image", "computer_screenshot", "input_file", "input_audio", "encrypted_content"]
+
+    @property
+    def note(self) -> str:
+        what = self.type.removeprefix("input_").replace("_", " ")
+        return f"[The output holds content of type {what} here, which cannot be shown: this model reads text only.]"
 
 
 InputPart: TypeAlias = Annotated[InputTextPart, BeforeValidator(_text_part)]
@@ -75,6 +90,26 @@ _Parts: TypeAlias = Annotated[
 ]
 """Text, or a list of parts; read as a list."""
 
+_UNREAD: tuple[str, ...] = get_args(UnreadPart.model_fields["type"].annotation)
+
+
+def _output_part(data: Any) -> Any:
+    kind = data.get("type") if isinstance(data, dict) else None
+    return data if isinstance(kind, str) and kind in _UNREAD else _text_part(data)
+
+
+OutputPart: TypeAlias = Annotated[
+    Annotated[InputTextPart | UnreadPart, Field(discriminator="type")], BeforeValidator(_output_part)
+]
+
+_OutputParts: TypeAlias = Annotated[
+    Items[OutputPart], BeforeValidator(_to_parts, json_schema_input_type=str | list[InputTextPart | UnreadPart])
+]
+"""The output of a tool: text, or a list of parts, of which images and files are replaced by a note."""
+
+_Caller: TypeAlias = Annotated[dict[str, Any] | None, FewFields, Field(description=NO_CHANGE)]
+_Async: TypeAlias = Annotated[bool | None, Field(alias="async", description=NO_CHANGE)]
+
 
 class InputMessage(RequestModel):
     type: Literal["message"] | None = "message"
@@ -83,6 +118,7 @@ class InputMessage(RequestModel):
     id: str | None = None
     status: _ItemStatus = None
     phase: Annotated[Literal["commentary", "final_answer"] | None, Field(description=NO_CHANGE)] = None
+    end_turn: Annotated[bool | None, Field(description=NO_CHANGE)] = None
 
 
 class InputFunctionCall(RequestModel):
@@ -93,8 +129,12 @@ class InputFunctionCall(RequestModel):
     name: str
     arguments: str
     """JSON text. Text that is not a JSON object is passed to the chat template unchanged."""
+    namespace: str | None = None
+    """The namespace of the function; default: none."""
     id: str | None = None
     status: _ItemStatus = None
+    caller: _Caller = None
+    async_: _Async = None
 
 
 class InputFunctionCallOutput(RequestModel):
@@ -103,10 +143,42 @@ class InputFunctionCallOutput(RequestModel):
     type: Literal["function_call_output"]
     call_id: str
     """That of an earlier function call."""
-    output: _Parts
+    output: _OutputParts
     id: str | None = None
     name: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    namespace: Annotated[str | None, Field(description=NO_CHANGE)] = None
     status: _ItemStatus = None
+    caller: _Caller = None
+
+
+class InputCustomCall(RequestModel):
+    """A call of a custom tool that the model made earlier."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    """Free text."""
+    namespace: str | None = None
+    """The namespace of the tool; default: none."""
+    id: str | None = None
+    status: _ItemStatus = None
+    caller: _Caller = None
+    async_: _Async = None
+
+
+class InputCustomCallOutput(RequestModel):
+    """The result of a custom tool's call."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    """That of an earlier call of a custom tool."""
+    output: _OutputParts
+    id: str | None = None
+    name: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    namespace: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    status: _ItemStatus = None
+    caller: _Caller = None
 
 
 class InputSummary(RequestModel):
@@ -126,8 +198,56 @@ class InputReasoning(RequestModel):
     id: str | None = None
     summary: Items[InputSummary] | None = None
     content: Items[InputReasoningText] | None = None
-    encrypted_content: Annotated[None, Field(description="Null: reasoning is in `content` here.")] = None
+    encrypted_content: str | None = None
+    """The reasoning as this server sealed it: takes the place of `content`."""
     status: _ItemStatus = None
+
+
+class InputCompaction(RequestModel):
+    """A summary that this server wrote and sealed when a conversation was compacted."""
+
+    type: Literal["compaction", "compaction_summary", "context_compaction"]
+    encrypted_content: str
+    id: str | None = None
+    created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
+
+
+class InputCompactionTrigger(RequestModel):
+    """As the last item: answer with a compaction item that stands for the conversation so far."""
+
+    type: Literal["compaction_trigger"]
+    id: str | None = None
+
+
+class InputHostedItem(RequestModel):
+    """An item of a tool that another server ran. Calls and their outputs reach the model as those of functions."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "web_search_call",
+        "file_search_call",
+        "image_generation_call",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "tool_search_call",
+        "program",
+        "program_output",
+        "agent_message",
+        "configuration_update",
+    ]
+    id: str | None = None
 
 
 class InputReference(RequestModel):
@@ -137,7 +257,22 @@ class InputReference(RequestModel):
     id: str
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_HOSTED_ITEMS: tuple[str, ...] = get_args(InputHostedItem.model_fields["type"].annotation)
+_COMPACTIONS: tuple[str, ...] = get_args(InputCompaction.model_fields["type"].annotation)
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+    *_COMPACTIONS,
+    "compaction_trigger",
+    "additional_tools",
+    "tool_search_output",
+    *_HOSTED_ITEMS,
+)
 
 
 def _kind(data: Any) -> str:
@@ -145,7 +280,14 @@ def _kind(data: Any) -> str:
     kind = data.get("type")
     if kind is None:
         kind = "item_reference" if "id" in data and "role" not in data else "message"
-    return str(kind)
+    return _TAGS.get(kind, str(kind))
+
+
+_TAGS = {
+    **dict.fromkeys(_HOSTED_ITEMS, "hosted"),
+    **dict.fromkeys(_COMPACTIONS, "compaction"),
+    "tool_search_output": "additional_tools",
+}
 
 
 def _known_item(data: Any) -> Any:
@@ -159,13 +301,148 @@ def _known_item(data: Any) -> Any:
     return _without_nulls(data)
 
 
+# -- tools ----------------------------------------------------------------------------------------------------------
+
+_MAX_NESTING = 400
+
+
+def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema that can be parsed, but not encoded in an answer, which nests it deeper."""
+    if is_deeper(schema, _MAX_NESTING):
+        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
+    return schema
+
+
+Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
+"""A JSON schema."""
+
+
+class _CallableTool(RequestModel):
+    """What functions and custom tools share: fields that have no effect here."""
+
+    defer_loading: Annotated[bool | None, Field(description=NO_CHANGE)] = None
+    allowed_callers: Annotated[list[str] | None, Field(description=NO_CHANGE)] = None
+    async_: _Async = None
+
+
+class FunctionTool(_CallableTool):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    """JSON schema of the arguments, an object's; default: any object."""
+    strict: bool | None = None
+    """Constrain the arguments of every call to `parameters`; default: false."""
+    output_schema: Annotated[Schema | None, Field(description=NO_CHANGE)] = None
+
+
+class FreeText(RequestModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarInput(RequestModel):
+    """Text that a grammar describes."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Field(min_length=1)]
+
+
+class CustomTool(_CallableTool):
+    """A tool whose input is free text. The model calls it as a function of one string, `input`."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[FreeText | GrammarInput, Field(discriminator="type")] | None = None
+    """Form of the input; default: any text."""
+
+
+class NamespaceTool(RequestModel):
+    """A group of tools. The model sees each as `namespace__name`; calls are answered with `namespace` and `name`."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Items[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+class HostedTool(RequestModel):
+    """A tool that only OpenAI's servers or another client run: accepted, left out and named in `x-kaon-ignored`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "computer",
+        "computer_use",
+        "computer_use_preview",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "tool_search",
+        "mcp",
+        "programmatic_tool_calling",
+    ]
+
+
+_HOSTED_TOOLS: tuple[str, ...] = get_args(HostedTool.model_fields["type"].annotation)
+_TOOLS = ("function", "custom", "namespace", *_HOSTED_TOOLS)
+
+
+def _known_tool(data: Any) -> Any:
+    """Refuse tools of an unknown type, with the type in the message."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind not in _TOOLS:
+        raise sentence(f"is of type {kind[:60]}, which is not known; it must be one of {', '.join(_TOOLS)}")
+    return data
+
+
+ResponseTool: TypeAlias = Annotated[
+    Annotated[FunctionTool | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")],
+    BeforeValidator(_known_tool),
+]
+
+
+class InputTools(RequestModel):
+    """Further tools, which count as if they were in `tools` of the same request."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: Items[ResponseTool]
+    role: Literal["developer"] | None = None
+    id: str | None = None
+    call_id: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    execution: Annotated[str | None, Field(description=NO_CHANGE)] = None
+    status: _ItemStatus = None
+    created_by: Annotated[str | None, Field(description=NO_CHANGE)] = None
+
+
+# -- input ----------------------------------------------------------------------------------------------------------
+
+
 InputItem: TypeAlias = Annotated[
     Annotated[
         Annotated[InputMessage, Tag("message")]
         | Annotated[InputFunctionCall, Tag("function_call")]
         | Annotated[InputFunctionCallOutput, Tag("function_call_output")]
+        | Annotated[InputCustomCall, Tag("custom_tool_call")]
+        | Annotated[InputCustomCallOutput, Tag("custom_tool_call_output")]
         | Annotated[InputReasoning, Tag("reasoning")]
-        | Annotated[InputReference, Tag("item_reference")],
+        | Annotated[InputReference, Tag("item_reference")]
+        | Annotated[InputCompaction, Tag("compaction")]
+        | Annotated[InputCompactionTrigger, Tag("compaction_trigger")]
+        | Annotated[InputTools, Tag("additional_tools")]
+        | Annotated[InputHostedItem, Tag("hosted")],
         Discriminator(_kind),
     ],
     BeforeValidator(_known_item),
@@ -184,7 +461,19 @@ Input: TypeAlias = Annotated[
     BeforeValidator(
         _to_items,
         json_schema_input_type=str
-        | list[InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning | InputReference],
+        | list[
+            InputMessage
+            | InputFunctionCall
+            | InputFunctionCallOutput
+            | InputCustomCall
+            | InputCustomCallOutput
+            | InputReasoning
+            | InputReference
+            | InputCompaction
+            | InputCompactionTrigger
+            | InputTools
+            | InputHostedItem
+        ],
     ),
 ]
 """A user's text, or a list of items; read as a list."""
@@ -237,6 +526,26 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", kw
     name: str
     arguments: str
     """JSON text of an object; truncated if `status` is `incomplete`."""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The namespace of the function, if it has one."""
+    status: ItemStatus = "completed"
+
+
+class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", kw_only=True, frozen=True):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    """Free text; truncated if `status` is `incomplete`."""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """The namespace of the tool, if it has one."""
+    status: ItemStatus = "completed"
+
+
+class CustomCallOutputItem(msgspec.Struct, tag_field="type", tag="custom_tool_call_output", kw_only=True, frozen=True):
+    id: str
+    call_id: str
+    output: str
     status: ItemStatus = "completed"
 
 
@@ -248,12 +557,13 @@ class FunctionCallOutputItem(msgspec.Struct, tag_field="type", tag="function_cal
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=True, frozen=True):
-    """The model's reasoning as plain text: the server never writes `summary` and `encrypted_content`."""
+    """The model's reasoning as plain text: the server never writes `summary`."""
 
     id: str
     summary: list[SummaryText] = []
     content: list[ReasoningText] = []
-    encrypted_content: None = None
+    encrypted_content: str | None = None
+    """The same text, sealed, where `include` asks for it: for clients that send only this back."""
     status: ItemStatus = "completed"
 
     @property
@@ -261,8 +571,24 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning", kw_only=T
         return "".join(part.text for part in self.content or self.summary)
 
 
-OutputItem: TypeAlias = MessageItem | FunctionCallItem | ReasoningItem
-Item: TypeAlias = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+class CompactionItem(msgspec.Struct, tag_field="type", tag="compaction", kw_only=True, frozen=True):
+    """Stands for the conversation before it."""
+
+    id: str
+    encrypted_content: str
+    """A summary that the model wrote, sealed."""
+
+
+OutputItem: TypeAlias = MessageItem | FunctionCallItem | CustomCallItem | ReasoningItem | CompactionItem
+Item: TypeAlias = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionCallOutputItem
+    | CustomCallItem
+    | CustomCallOutputItem
+    | ReasoningItem
+    | CompactionItem
+)
 
 
 class ItemList(msgspec.Struct, kw_only=True):
@@ -278,9 +604,8 @@ class ItemList(msgspec.Struct, kw_only=True):
 # -- requests -------------------------------------------------------------------------------------------------------
 
 _MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
-_MAX_NESTING = 400
 
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Summary: TypeAlias = Literal["auto", "concise", "detailed"]
 Includable: TypeAlias = Literal[
     "file_search_call.results",
@@ -294,25 +619,6 @@ Includable: TypeAlias = Literal[
 ]
 
 
-def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema that can be parsed, but not encoded in an answer, which nests it deeper."""
-    if is_deeper(schema, _MAX_NESTING):
-        raise rule(f"it is nested too deeply; it may have at most {_MAX_NESTING} levels")
-    return schema
-
-
-Schema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
-"""A JSON schema."""
-
-
-def _is_function(data: Any) -> Any:
-    """Refuse tools that are not functions, with their type in the message."""
-    kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise sentence(f"is of type {kind[:60]}, a tool that this server does not have; it takes type function only")
-    return data
-
-
 def _only(value: int | bool) -> BeforeValidator:
     """Accepts only `value`. A literal type would also accept false for 0 and true for 1."""
 
@@ -324,23 +630,42 @@ def _only(value: int | bool) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class FunctionTool(RequestModel):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: Schema | None = None
-    """JSON schema of the arguments, an object's; default: any object."""
-    strict: bool | None = None
-    """Constrain the arguments of every call to `parameters`; default: false."""
-
-
 class FunctionChoice(RequestModel):
     """The function that must be called, or one of those that may be."""
 
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+    """Default: the function without a namespace or, if there is none, the only one of that name."""
+
+
+class CustomChoice(RequestModel):
+    """The custom tool that must be called, or one of those that may be."""
+
+    type: Literal["custom"]
+    name: str
+    namespace: str | None = None
+
+
+class NamespaceChoice(RequestModel):
+    """All tools of a namespace, of which one must or may be called."""
+
+    type: Literal["namespace"]
+    name: str
+
+
+NamedChoice: TypeAlias = FunctionChoice | CustomChoice | NamespaceChoice
+
+
+def _callable_choice(data: Any) -> Any:
+    """Refuse choices that this server cannot make, with their type in the message."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind not in ("function", "custom", "namespace"):
+        raise sentence(
+            f"is of type {kind[:60]}, a tool that this server does not have; it must name a function, a custom tool "
+            "or a namespace"
+        )
+    return data
 
 
 class AllowedFunctions(RequestModel):
@@ -348,7 +673,10 @@ class AllowedFunctions(RequestModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[Items[Annotated[FunctionChoice, BeforeValidator(_is_function)]], Field(min_length=1)]
+    tools: Annotated[
+        Items[Annotated[Annotated[NamedChoice, Field(discriminator="type")], BeforeValidator(_callable_choice)]],
+        Field(min_length=1),
+    ]
 
 
 def _is_choice(value: Any) -> Any:
@@ -358,11 +686,11 @@ def _is_choice(value: Any) -> Any:
         return value
     if not isinstance(value, dict):
         raise rule("it must be 'none', 'auto' or 'required', or an object that names functions")
-    return value if value.get("type") == "allowed_tools" else _is_function(value)
+    return value if value.get("type") == "allowed_tools" else _callable_choice(value)
 
 
 ToolChoice: TypeAlias = Annotated[
-    Literal["none", "auto", "required"] | Annotated[FunctionChoice | AllowedFunctions, Field(discriminator="type")],
+    Literal["none", "auto", "required"] | Annotated[NamedChoice | AllowedFunctions, Field(discriminator="type")],
     BeforeValidator(_is_choice),
 ]
 
@@ -378,8 +706,7 @@ class TextConfig(RequestModel):
     """Form of the answer's text."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
-    """Only OpenAI's default, which changes nothing here."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Field(description=NO_CHANGE)] = None
 
 
 class ReasoningConfig(RequestModel):
@@ -389,6 +716,8 @@ class ReasoningConfig(RequestModel):
     """Given to the chat template as `reasoning_effort`; `none` also turns `enable_thinking` off."""
     summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
     generate_summary: Annotated[Summary | None, Field(description=NO_CHANGE)] = None
+    context: Annotated[Literal["auto", "current_turn", "all_turns"] | None, Field(description=NO_CHANGE)] = None
+    mode: Annotated[str | None, Field(description=NO_CHANGE)] = None
 
 
 def _fits_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -415,8 +744,9 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Annotated[int, Between(1, INT31)] | None = None
     """Most tokens to generate, reasoning included; default: what the context has left."""
 
-    tools: Items[Annotated[FunctionTool, BeforeValidator(_is_function)]] = []  # noqa: RUF012
-    """Functions that the model may call: shown to it by its chat template."""
+    tools: Items[ResponseTool] = []  # noqa: RUF012
+    """What the model may call: functions, custom tools and namespaces of these, shown to it by its chat template.
+    Tools of hosted services are left out."""
 
     tool_choice: ToolChoice = "auto"
     """`none` hides the tools from the model; `required`, or a function's name, makes it call one."""
@@ -437,7 +767,8 @@ class ResponsesRequest(SamplingFields):
     """Answer at once, and continue to run without the client. Needs `store`."""
 
     include: Items[Includable] = []  # noqa: RUF012
-    """`message.output_text.logprobs` reports log probabilities; the others name parts that answers here never have."""
+    """`message.output_text.logprobs` reports log probabilities, `reasoning.encrypted_content` adds the reasoning in a
+    sealed form; the others name parts that answers here never have."""
 
     top_logprobs: Annotated[int, Between(0, MAX_LOGPROBS)] | None = None
     """Report this many of the most probable alternatives with each log probability."""
@@ -459,6 +790,7 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: Ignored | None = None
     prompt_cache_key: Ignored | None = None
     prompt_cache_retention: Ignored | None = None
+    client_metadata: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     prompt_cache_options: Annotated[dict[str, Any], FewFields, Field(description=NO_CHANGE)] | None = None
     access_programs: Unsupported = None
     context_management: Unsupported = None
@@ -472,6 +804,15 @@ class ResponsesRequest(SamplingFields):
         if self.background and not self.store:
             raise sentence("background is true; it needs store to be true, because only the store holds its answer")
         return self
+
+    @property
+    def wants_sealed_reasoning(self) -> bool:
+        return "reasoning.encrypted_content" in self.include
+
+    @property
+    def compacts(self) -> bool:
+        """Whether the answer is a compaction of the conversation."""
+        return isinstance(self.input[-1], InputCompactionTrigger)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -521,7 +862,8 @@ class IncompleteDetails(msgspec.Struct):
 
 class ResponseFailure(msgspec.Struct):
     message: str
-    code: Literal["server_error"] = "server_error"
+    code: str = "server_error"
+    """`rate_limit_exceeded` or `context_length_exceeded` where that is the reason."""
 
 
 ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

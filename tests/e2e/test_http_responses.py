@@ -240,7 +240,7 @@ def test_a_background_stream_is_taken_up_where_it_was_left(client: openai.OpenAI
 
 BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x/"}]}]}, None),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "telepathy"}]}, "tools[0]"),
     ({"previous_response_id": "resp_0"}, "previous_response_id"),
     ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "5"}]}, "input"),

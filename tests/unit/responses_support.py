@@ -7,16 +7,22 @@ from typing import Any
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
+from server.limits.keys import ANYONE
 from server.parsing.parser import AnswerParser, Part
 from server.responses.rendering import ResponsesRenderer
+from server.responses.service import ResponsesService
+from server.responses.tools import ToolTable
 from server.schemas.body import validate
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.schemas.responses import ResponseObject, ResponsesRequest
 
 USAGE = Usage(7, 5, 12, PromptTokensDetails(4))
+SEALED = ResponsesService(ServerConfig())
+"""Seals what renderers of tests answer."""
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -46,7 +52,9 @@ def renderer_of(
     told = [] if ended is None else ended
     request = request_of(**fields)
     params = SamplingParams(temperature=0.75 if request.temperature is None else request.temperature)
-    return ResponsesRenderer(request, params, tokenizer, "f", parser, told.append)
+    return ResponsesRenderer(
+        request, params, tokenizer, "f", parser, ToolTable(request), SEALED.sealer(ANYONE), told.append
+    )
 
 
 def events_of(stream: bytes) -> list[Any]:

@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 
 from server.errors import BadRequest
-from server.responses.conversion import _starts, to_chat, to_messages, with_responses_field_names
+from server.ignored import collect
+from server.responses import conversion
+from server.responses.conversion import SUMMARY_INTRODUCTION, _starts, to_chat
 from server.responses.store import stored_items
+from server.responses.tools import ToolTable
 from server.schemas.chat import AllowedToolsChoice, NamedTool
 from server.schemas.responses import Item
+from server.sealing import Seal
 from tests.unit.responses_support import request_of
 
 CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 2}'}
@@ -22,8 +26,21 @@ def items_of(*given: dict[str, Any]) -> list[Item]:
     return stored_items(request_of(input=list(given)).input, lambda id: None)
 
 
+NO_TOOLS = ToolTable(request_of())
+SEAL = Seal()
+
+
 def chat_of(**fields: Any) -> Any:
-    return to_chat(request_of(**fields), [{"role": "user", "content": "Hi"}])
+    request = request_of(**fields)
+    return to_chat(request, [{"role": "user", "content": "Hi"}], ToolTable(request), request.max_output_tokens)
+
+
+def to_messages(items: list[Item], tools: ToolTable = NO_TOOLS, owner: str | None = None) -> list[conversion.Message]:
+    return conversion.to_messages(items, tools, lambda kind, sealed: SEAL.open(kind, sealed, owner))
+
+
+def with_responses_field_names(error: BadRequest, tools: ToolTable = NO_TOOLS) -> BadRequest:
+    return conversion.with_responses_field_names(error, tools)
 
 
 def test_messages_keep_their_roles_and_their_text() -> None:
@@ -152,9 +169,10 @@ def test_errors_of_the_chat_speak_of_the_fields_that_were_sent() -> None:
     )
     error = BadRequest("min_tokens is 9; it must be at most max_tokens, 4", param="min_tokens")
     assert str(with_responses_field_names(error)).endswith("at most max_output_tokens, 4")
+    fields = {"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}
     with pytest.raises(BadRequest) as refused:
-        chat_of(tools=[{"type": "function", "name": "f", "parameters": {"type": "string"}}])
-    renamed = with_responses_field_names(refused.value)
+        chat_of(**fields)
+    renamed = with_responses_field_names(refused.value, ToolTable(request_of(**fields)))
     assert renamed.param == "tools[0].parameters"
     assert str(renamed).startswith("tools[0].parameters is not the schema of an object")
 
@@ -168,3 +186,82 @@ def test_a_truncated_chat_begins_at_no_calls_output_and_where_the_rest_may_fit()
     messages.append({"role": "user", "content": "x" * 100})
     assert _starts(messages, 50) == [4]
     assert _starts(messages[:1], 50) == []
+
+
+def test_custom_calls_are_calls_of_a_function_with_one_argument() -> None:
+    call = {"type": "custom_tool_call", "call_id": "c3", "name": "patch", "input": 'a "b"\n\N{BULLET}'}
+    output = {"type": "custom_tool_call_output", "call_id": "c3", "output": "done"}
+    turn, result = to_messages(items_of(call, output))
+    assert turn["tool_calls"][0]["function"] == {
+        "name": "patch",
+        "arguments": '{"input": "a \\"b\\"\\n\N{BULLET}"}',
+    }
+    assert result == {"role": "tool", "tool_call_id": "c3", "name": "patch", "content": "done"}
+
+
+def test_calls_of_members_have_the_name_that_the_model_sees() -> None:
+    tools = ToolTable(
+        request_of(
+            tools=[{"type": "namespace", "name": "crm", "tools": [{"type": "function", "name": "add"}]}, TOOLS[0]]
+        )
+    )
+    turn, result, _ = to_messages(items_of({**CALL, "namespace": "crm"}, OUTPUT, {**CALL, "call_id": "c2"}), tools)
+    assert turn["tool_calls"][0]["function"]["name"] == result["name"] == "crm__add"
+    (gone,) = to_messages(items_of({**CALL, "namespace": "old"}))
+    assert gone["tool_calls"][0]["function"]["name"] == "old__add"
+
+
+def test_what_a_tool_showed_is_a_note_and_reported() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
+    output = {**OUTPUT, "output": [{"type": "input_text", "text": "See:"}, image]}
+    with collect() as ignored:
+        _, result = to_messages(items_of(CALL, output))
+    assert result["content"].startswith("See:[The output holds content of type image here")
+    assert ignored == ["input[1].output[1] (input_image)"]
+
+
+def test_calls_that_another_server_ran_read_as_functions() -> None:
+    shell = {
+        "type": "local_shell_call",
+        "id": "ls",
+        "call_id": "s1",
+        "status": "completed",
+        "action": {"type": "exec"},
+    }
+    done = {"type": "local_shell_call_output", "id": "lo", "call_id": "s1", "output": "README"}
+    remote = {"type": "mcp_call", "id": "m", "server_label": "x", "name": "look", "arguments": "{}", "output": "seen"}
+    searched = {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search"}}
+    with collect() as ignored:
+        messages = to_messages(items_of(shell, done, searched, remote))
+    assert [(message["role"], message.get("name")) for message in messages] == [
+        ("assistant", None), ("tool", "local_shell"), ("assistant", None), ("tool", "look"),
+    ]  # fmt: skip
+    assert [message["content"] for message in messages[1::2]] == ["README", "seen"]
+    assert ignored == ["input[2] (web_search_call)"]
+
+
+def test_sealed_reasoning_is_shown_to_the_template() -> None:
+    sealed = SEAL.seal("reasoning", "hm", "me")
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed}
+    assert to_messages(items_of(item), owner="me")[0]["reasoning_content"] == "hm"
+    for owner, blob in (("you", sealed), ("me", sealed[:-6] + "AAAA" + sealed[-2:])):
+        with pytest.raises(BadRequest, match="it was changed, or was made for another API key") as refused:
+            to_messages(items_of({**item, "encrypted_content": blob}), owner=owner)
+        assert refused.value.code == "invalid_encrypted_content"
+
+
+@pytest.mark.parametrize("blob", ["gAAAAABopaque", "", "kaon", Seal().seal("reasoning", "hm", None)])
+def test_reasoning_that_another_server_sealed_is_left_out_and_reported(blob: str) -> None:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": blob}
+    with collect() as ignored:
+        assert to_messages(items_of(item))[0]["reasoning_content"] == ""
+    assert ignored == ["reasoning (encrypted_content of another server)"]
+
+
+def test_a_compaction_is_its_summary_or_refused() -> None:
+    item = {"type": "compaction", "encrypted_content": SEAL.seal("compaction", "We agreed.", None)}
+    assert to_messages(items_of(item)) == [{"role": "user", "content": SUMMARY_INTRODUCTION + "We agreed."}]
+    for blob in (Seal().seal("compaction", "x", None), SEAL.seal("reasoning", "x", None), "x"):
+        with pytest.raises(BadRequest) as refused:
+            to_messages(items_of({**item, "encrypted_content": blob}))
+        assert refused.value.code == "invalid_encrypted_content"

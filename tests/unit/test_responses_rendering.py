@@ -1,5 +1,6 @@
 """The events and the answer of a response, checked against the official client's types."""
 
+import json
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -9,10 +10,12 @@ from openai.types.responses import Response
 
 from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta, RequestState
-from server.errors import EngineError
+from server.errors import ApiError, ContextLengthExceeded, EngineError, Overloaded
+from server.ignored import collect
+from server.limits.keys import ANYONE
 from server.parsing.parser import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
 from server.schemas.responses import ResponseObject
-from tests.unit.responses_support import USAGE, ScriptedParser, events_of, renderer_of, types_of
+from tests.unit.responses_support import SEALED, USAGE, ScriptedParser, events_of, renderer_of, types_of
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 THINKS_AND_CALLS = [
@@ -22,6 +25,18 @@ THINKS_AND_CALLS = [
     [ToolCallPart(0, "call_1", "f"), ArgumentsPart(0, '{"a"')],
     [ArgumentsPart(0, ":1}")],
     [ToolCallPart(1, "call_2", "f"), ArgumentsPart(1, "{}")],
+]
+
+
+AGENT_TOOLS: list[dict[str, Any]] = [
+    {"type": "namespace", "name": "crm", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+    {"type": "custom", "name": "patch"},
+    {"type": "web_search"},
+]
+MEMBER_AND_PATCH = [
+    [ToolCallPart(0, "call_1", "crm__f"), ArgumentsPart(0, '{"a":1}')],
+    [ToolCallPart(1, "call_2", "patch"), ArgumentsPart(1, '{"input": "*** Be')],
+    [ArgumentsPart(1, 'gin\\n\\u00e9"}')],
 ]
 
 
@@ -223,3 +238,76 @@ def test_an_answer_repeats_what_was_asked_for() -> None:
 
 def test_defaults_that_the_checkpoint_set_are_told() -> None:
     assert whole(None, ["Hi"]).temperature == 0.75
+
+
+def test_a_members_call_bears_name_and_namespace() -> None:
+    with collect():
+        events = events_of(stream(ScriptedParser(MEMBER_AND_PATCH), ["t"] * 3, tools=AGENT_TOOLS))
+    call = events[-1].response.output[0]
+    assert (call.type, call.name, call.namespace, call.arguments) == ("function_call", "f", "crm", '{"a":1}')
+    added = next(event for event in events if event.type == "response.output_item.added")
+    assert (added.item.name, added.item.namespace) == ("f", "crm")
+    assert [tool.type for tool in events[-1].response.tools] == ["namespace", "custom"]
+    (plain,) = whole(ScriptedParser([THINKS_AND_CALLS[5]]), ["t"], tools=[TOOL]).output
+    assert "namespace" not in plain.model_dump(exclude_unset=True)
+
+
+def test_a_custom_call_streams_its_text() -> None:
+    with collect():
+        events = events_of(stream(ScriptedParser(MEMBER_AND_PATCH), ["t"] * 3, tools=AGENT_TOOLS))
+    second = [event for event in events if getattr(event, "output_index", 0) == 1]
+    assert [event.type.removeprefix("response.") for event in second] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.delta",
+        "custom_tool_call_input.done", "output_item.done",
+    ]  # fmt: skip
+    assert [event.delta for event in second[1:3]] == ["*** Be", "gin\n\xe9"]
+    assert second[3].input == second[4].item.input == "*** Begin\n\xe9"
+    assert (second[4].item.type, second[4].item.name, second[4].item.call_id) == (
+        "custom_tool_call",
+        "patch",
+        "call_2",
+    )
+
+
+def test_reasoning_is_sealed_where_the_request_asks_for_it() -> None:
+    script = [[ReasoningPart("hm")], [TextPart("5")]]
+    asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
+    events = events_of(stream(ScriptedParser(script), ["t"] * 2, **asked))
+    done = next(event.item for event in events if event.type == "response.output_item.done")
+    assert SEALED.opener(ANYONE)("reasoning", done.encrypted_content) == "hm"
+    assert events[-1].response.output[0] == done
+    assert whole(ScriptedParser(script), ["t"] * 2).output[0].model_dump()["encrypted_content"] is None
+
+
+COMPACT: dict[str, Any] = {"input": [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]}
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_a_compaction_is_one_sealed_item(finish_reason: str) -> None:
+    script = [[ReasoningPart("hm")], [TextPart(" We ag")], [TextPart("reed.")]]
+    events = stream(ScriptedParser(script), ["t"] * 3, finish_reason, **COMPACT)
+    assert types_of(events) == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    (item,) = events_of(events)[-1].response.output
+    assert item.type == "compaction"
+    assert SEALED.opener(ANYONE)("compaction", item.encrypted_content) == "We agreed."
+    plain = whole(None, ["We ", "agreed."], **COMPACT).output[0].model_dump()
+    assert SEALED.opener(ANYONE)("compaction", plain["encrypted_content"]) == "We agreed."
+
+
+def test_a_compaction_without_a_summary_fails() -> None:
+    with pytest.raises(EngineError, match="wrote no summary"):
+        whole(ScriptedParser([[ReasoningPart("hm")]]), ["t"], **COMPACT)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineError("it broke"), "server_error"),
+        (Overloaded("full", "requests", 1.5), "rate_limit_exceeded"),
+        (ContextLengthExceeded("too long"), "context_length_exceeded"),
+    ],
+)
+def test_a_failed_response_says_why(error: ApiError, code: str) -> None:
+    last = json.loads(renderer_of().failure(error).split(b"data: ")[-1])
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"message": str(error), "code": code}

@@ -28,20 +28,20 @@ from tests.unit.responses_support import request_of
             "input[0].content[0] is of type input_file",
             "input[0].content[0]",
         ),
-        ({"input": [{"type": "computer_call"}]}, "input[0] is of type computer_call", "input[0]"),
+        ({"input": [{"type": "telepathy_call"}]}, "input[0] is of type telepathy_call", "input[0]"),
         ({"input": [{"type": 7}]}, "input[0] has a type that is not a string", "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id is missing", "input[0].call_id"),
+        ({"tools": [{"type": "telepathy"}]}, "tools[0] is of type telepathy, which is not known", "tools[0]"),
         (
-            {"input": [{"type": "reasoning", "encrypted_content": "gAAA"}]},
-            "input[0].encrypted_content is not supported",
-            "input[0].encrypted_content",
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            'tools[0].tools[0].type is "mcp"; it must be',
+            "tools[0].tools[0].type",
         ),
-        *(
-            ({"tools": [{"type": kind}]}, f"tools[0] is of type {kind}, a tool that", "tools[0]")
-            for kind in (
-                "web_search", "web_search_preview", "file_search", "computer_use_preview", "mcp", "code_interpreter",
-                "image_generation", "local_shell", "shell", "apply_patch", "custom",
-            )
+        ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name is", "tools[0].name"),
+        (
+            {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "ebnf"}}]},
+            'tools[0].format.syntax is "ebnf"',
+            "tools[0].format.syntax",
         ),
         ({"tool_choice": "maybe"}, 'tool_choice is "maybe"', "tool_choice"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice is of type mcp", "tool_choice"),
@@ -88,6 +88,14 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], said: str, param: str | 
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}], "content": None},
         {"type": "item_reference", "id": "msg_1"},
         {"type": None, "id": "msg_1"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "status": "completed"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "x"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "data:x"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"type": "compaction_summary", "encrypted_content": "x"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "a"}]},
         ResponseFunctionToolCall(type="function_call", call_id="c", name="f", arguments="{}").model_dump(),
         ResponseReasoningItem(type="reasoning", id="rs_1", summary=[]).model_dump(),
     ],
@@ -107,3 +115,32 @@ def test_a_schema_too_deep_to_be_repeated_is_refused() -> None:
     ):
         with pytest.raises(BadRequest, match="nested too deeply; it may have at most 400 levels"):
             request_of(**fields)
+
+
+def test_the_tools_that_agents_send_are_read() -> None:
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "name": "f", "strict": False, "parameters": {"type": "object"}, "defer_loading": True},
+        {"type": "custom", "name": "patch", "description": "d", "format": {"type": "text"}},
+        {"type": "namespace", "name": "mcp__notes", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "mcp", "server_label": "x", "server_url": "https://example.com"},
+        *({"type": kind} for kind in ("file_search", "code_interpreter", "image_generation", "computer_use_preview")),
+        *({"type": kind} for kind in ("local_shell", "tool_search", "web_search_preview", "computer_use")),
+    ]
+    assert len(request_of(tools=tools).tools) == len(tools)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"reasoning": {"effort": each}} for each in ("none", "minimal", "low", "medium", "high", "xhigh", "max")),
+        *({"text": {"verbosity": each}} for each in ("low", "medium", "high")),
+        *({"service_tier": each} for each in ("auto", "default", "flex", "priority", "fast")),
+        {"client_metadata": {"session_id": "x"}},
+        {"include": ["reasoning.encrypted_content"], "store": False},
+        {"prompt_cache_key": "x", "prompt_cache_retention": "24h", "safety_identifier": "x", "max_tool_calls": 3},
+        {"stream": True, "stream_options": {"include_obfuscation": False}, "truncation": "auto"},
+    ],
+)
+def test_the_fields_that_agents_send_are_read(fields: dict[str, Any]) -> None:
+    request_of(**fields)

@@ -1,0 +1,220 @@
+"""`ToolTable`: the tools of a responses request as the functions that the model sees, and back.
+
+A member of a namespace is shown as `namespace__name`, a custom tool as a function of one string, `input`. Hosted tools
+are left out.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from server.errors import BadRequest
+from server.ignored import ignore
+from server.schemas.responses import (
+    AllowedFunctions,
+    CustomTool,
+    FunctionTool,
+    HostedTool,
+    InputTools,
+    NamedChoice,
+    NamespaceTool,
+    ResponsesRequest,
+    ResponseTool,
+    ToolChoice,
+)
+
+INPUT = "input"
+"""The one argument of a custom tool."""
+
+_MAX_NAME = 64
+_HASH_CHARACTERS = 8
+_INPUT_DESCRIPTION = "The tool's input as free text."
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name under which the model sees a tool, of at most 64 characters."""
+    if namespace is None:
+        return name
+    flat = f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+    if len(flat) <= _MAX_NAME:
+        return flat
+    digest = hashlib.blake2b(f"{namespace}\0{name}".encode(), digest_size=_HASH_CHARACTERS // 2).hexdigest()
+    return f"{flat[: _MAX_NAME - _HASH_CHARACTERS - 1]}_{digest}"
+
+
+class OfferedTool(NamedTuple):
+    """A tool that the model may call."""
+
+    tool: FunctionTool | CustomTool
+    namespace: str | None
+    flat: str
+    """Its name as the model sees it: no two tools of a request have the same."""
+    path: str
+    """Where it is in the request: `tools[3].tools[0]`."""
+    introduction: str
+    """The description of its namespace, if it is the first member."""
+
+
+class Called(NamedTuple):
+    """What a name that the model called stands for."""
+
+    kind: Literal["function", "custom"]
+    namespace: str | None
+    name: str
+
+
+class ToolTable:
+    """The tools of one request."""
+
+    def __init__(self, request: ResponsesRequest) -> None:
+        """Reports hosted tools as ignored. Raises `BadRequest` for two tools of one name."""
+        self.offered = list(_offered(request))
+        self._by_flat: dict[str, OfferedTool] = {}
+        self._flat: dict[tuple[str | None, str], str] = {}
+        for each in self.offered:
+            key = each.namespace, each.tool.name
+            if key in self._flat:
+                whose = "" if each.namespace is None else f" in the namespace {each.namespace}"
+                raise BadRequest(
+                    f"tools holds two functions named {each.tool.name}{whose}, the second at {each.path}; give each "
+                    "a name of its own",
+                    param="tools",
+                )
+            self._flat[key] = each.flat
+            self._by_flat[each.flat] = each
+
+    def flat(self, namespace: str | None, name: str) -> str:
+        """The name that stands for a tool in the prompt, also of one that an earlier turn called and is gone."""
+        return self._flat.get((namespace, name)) or flat_name(namespace, name)
+
+    def called(self, flat: str) -> Called:
+        """What the model called. A name that no tool has stands for a function: the client reports it."""
+        offered = self._by_flat.get(flat)
+        if offered is None:
+            return Called("function", None, flat)
+        kind: Literal["function", "custom"] = "custom" if isinstance(offered.tool, CustomTool) else "function"
+        return Called(kind, offered.namespace, offered.tool.name)
+
+    def chat_tools(self) -> list[dict[str, Any]]:
+        """The tools of the chat request."""
+        return [{"type": "function", "function": _function(each)} for each in self.offered]
+
+    def chat_choice(self, choice: ToolChoice) -> Any:
+        """The tool choice of the chat request. Raises `BadRequest` for a tool that there is not."""
+        if isinstance(choice, str):
+            return choice
+        if isinstance(choice, AllowedFunctions):
+            names = [name for each in choice.tools for name in self._chosen(each)]
+            mode: str = choice.mode
+        else:
+            names, mode = self._chosen(choice), "required"
+            if choice.type != "namespace":
+                return {"type": "function", "function": {"name": names[0]}}
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    def _chosen(self, choice: NamedChoice) -> list[str]:
+        """The names that the model sees of what `choice` names."""
+        if choice.type == "namespace":
+            names = [each.flat for each in self.offered if each.namespace == choice.name]
+        else:
+            kind = CustomTool if choice.type == "custom" else FunctionTool
+            same = [each for each in self.offered if each.tool.name == choice.name and isinstance(each.tool, kind)]
+            names = [each.flat for each in same if each.namespace == choice.namespace]
+            if not names and choice.namespace is None and len(same) == 1:
+                names = [same[0].flat]
+        if names:
+            return names
+        if not self.offered:
+            raise BadRequest(
+                "tool_choice asks for a call, and there are no tools to call; send tools with it", param="tool_choice"
+            )
+        there = ", ".join(each.flat for each in self.offered[:20])
+        what = choice.name[:_MAX_NAME]
+        raise BadRequest(
+            f"tool_choice names the {choice.type} {what!r}; among the tools are {there}", param="tool_choice"
+        )
+
+    def with_paths(self, text: str) -> str:
+        """`text` of the chat's errors, with tools named as the responses request has them."""
+        return _CHAT_PATH.sub(self._path, text)
+
+    def _path(self, match: re.Match[str]) -> str:
+        position = int(match[1])
+        return self.offered[position].path if position < len(self.offered) else f"tools[{position}]"
+
+
+_CHAT_PATH = re.compile(r"\btools\[(\d+)\](?:\.function\b)?")
+
+
+def _offered(request: ResponsesRequest) -> Iterator[OfferedTool]:
+    listed = [(f"tools[{index}]", tool) for index, tool in enumerate(request.tools)]
+    for number, item in enumerate(request.input):
+        if isinstance(item, InputTools):
+            listed += [(f"input[{number}].tools[{index}]", tool) for index, tool in enumerate(item.tools)]
+    taken = {tool.name for _, tool in listed if isinstance(tool, FunctionTool | CustomTool)}
+    for path, tool in listed:
+        if isinstance(tool, HostedTool):
+            ignore(f"{path} ({tool.type})")
+        elif isinstance(tool, NamespaceTool):
+            yield from _members(path, tool, taken)
+        else:
+            yield OfferedTool(tool, None, tool.name, path, "")
+
+
+def _members(path: str, namespace: NamespaceTool, taken: set[str]) -> Iterator[OfferedTool]:
+    introduction = f"{namespace.description}\n\n" if namespace.description else ""
+    for index, tool in enumerate(namespace.tools):
+        flat, number = flat_name(namespace.name, tool.name), 1
+        while flat in taken:
+            number += 1
+            flat = f"{flat_name(namespace.name, tool.name)[: _MAX_NAME - 5]}_{number}"
+        taken.add(flat)
+        yield OfferedTool(tool, namespace.name, flat, f"{path}.tools[{index}]", introduction)
+        introduction = ""
+
+
+def _function(offered: OfferedTool) -> dict[str, Any]:
+    """A tool as a function of a chat, with the fields that the request set."""
+    tool = offered.tool
+    if isinstance(tool, CustomTool):
+        return _freeform_function(offered, tool)
+    data = tool.model_dump(exclude_unset=True, include={"description", "parameters", "strict"})
+    if offered.introduction:
+        data["description"] = offered.introduction + (tool.description or "")
+    return {"name": offered.flat, **data}
+
+
+def _freeform_function(offered: OfferedTool, tool: CustomTool) -> dict[str, Any]:
+    """A custom tool as a function of one string. A regular expression becomes its pattern, which calls then follow."""
+    text: dict[str, Any] = {"type": "string", "description": _INPUT_DESCRIPTION}
+    description = offered.introduction + (tool.description or "")
+    strict = False
+    if tool.format is not None and tool.format.type == "grammar":
+        form = "regular expression" if tool.format.syntax == "regex" else "Lark grammar"
+        text["description"] = f"Free text that follows this {form}:\n{tool.format.definition}"
+        if tool.format.syntax == "regex":
+            text["pattern"] = f"^({tool.format.definition})$"
+            strict = True
+    parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    return {"name": offered.flat, "description": description, "parameters": parameters, "strict": strict}
+
+
+def echoed(tool: ResponseTool) -> dict[str, Any] | None:
+    """A tool as the response repeats it; None for one that was left out."""
+    if isinstance(tool, HostedTool):
+        return None
+    if isinstance(tool, NamespaceTool):
+        members = [each for member in tool.tools if (each := echoed(member)) is not None]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": members}
+    if isinstance(tool, CustomTool):
+        form = {"type": "text"} if tool.format is None else tool.format.model_dump()
+        return {"type": "custom", "name": tool.name, "description": tool.description, "format": form}
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": bool(tool.strict),
+    }

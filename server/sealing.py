@@ -1,0 +1,85 @@
+"""`Seal`: text that clients keep for the server and cannot read or change: reasoning, and summaries of compactions.
+
+AES-256-GCM. A sealed text is bound to its kind and to the API key that it was made for. It begins with the id of the
+server's key, so that a text of another server, or of this one before it was started again, is told from a changed one.
+"""
+
+import base64
+import binascii
+import hashlib
+import os
+from pathlib import Path
+from typing import Literal, Self, TypeAlias
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from engine.config.config import ServerConfig
+from engine.config.paths import why_unreadable
+
+Kind: TypeAlias = Literal["reasoning", "compaction"]
+
+_VERSION = b"kaon1"
+_MIN_SECRET_BYTES = 16
+_KEY_BYTES, _ID_BYTES, _NONCE_BYTES = 32, 8, 12
+
+
+class Foreign(ValueError):
+    """The text was not sealed with this server's key."""
+
+
+class Changed(ValueError):
+    """The text was sealed with this server's key, but was changed, or is of another kind or owner."""
+
+
+class Seal:
+    """One key. Replicas and restarts of a server share theirs by a file."""
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        """`secret`: at least 16 bytes that cannot be guessed; default: a new random key."""
+        key = os.urandom(_KEY_BYTES) if secret is None else hashlib.blake2b(secret, digest_size=_KEY_BYTES).digest()
+        self._cipher = AESGCM(key)
+        self._id = hashlib.blake2b(key, digest_size=_ID_BYTES, person=b"kaon key id").digest()
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        """The key of `reasoning_key_file`, or a new one. Raises `ValueError` with a sentence for the user."""
+        file = config.reasoning_key_file
+        if file is None:
+            return cls()
+        try:
+            secret = Path(file).read_bytes().strip()
+        except OSError as error:
+            raise ValueError(f"reasoning_key_file is {file}, which cannot be read: {why_unreadable(error)}") from error
+        if len(secret) < _MIN_SECRET_BYTES:
+            raise ValueError(
+                f"reasoning_key_file is {file}, which holds {len(secret)} bytes; it must hold at least "
+                f"{_MIN_SECRET_BYTES} that cannot be guessed (openssl rand -hex 32)"
+            )
+        return cls(secret)
+
+    def seal(self, kind: Kind, text: str, owner: str | None) -> str:
+        """`text` in a form that only `open` with the same kind and owner reads: URL-safe base64."""
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, text.encode("utf-8", "surrogatepass"), _context(kind, owner))
+        return base64.urlsafe_b64encode(_VERSION + self._id + nonce + sealed).decode("ascii")
+
+    def open(self, kind: Kind, sealed: str, owner: str | None) -> str:
+        """The text. Raises `Foreign` for one of another key or form, and `Changed`."""
+        head = _VERSION + self._id
+        try:
+            data = base64.b64decode(sealed, altchars=b"-_", validate=True)
+        except (ValueError, binascii.Error):
+            raise Foreign from None
+        if not data.startswith(head):
+            raise Foreign
+        nonce, body = data[len(head) : len(head) + _NONCE_BYTES], data[len(head) + _NONCE_BYTES :]
+        try:
+            return self._cipher.decrypt(nonce, body, _context(kind, owner)).decode("utf-8", "surrogatepass")
+        except (InvalidTag, ValueError):
+            raise Changed from None
+
+
+def _context(kind: Kind, owner: str | None) -> bytes:
+    """What a sealed text is bound to."""
+    return f"{kind}\0{'' if owner is None else owner}".encode()
