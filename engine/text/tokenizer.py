@@ -177,7 +177,9 @@ class Tokenizer:
             return cls(convert_slow_tokenizer(path), read_special_tokens(path))
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
             raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
         _return_freed_memory()
         return cls(backend, read_special_tokens(path))
@@ -185,11 +187,17 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds what the checkpoint puts around a text, such as BOS.
 
-        Other threads run meanwhile. Raises `ValueError` on a lone surrogate, which has no UTF-8 form.
+        Other threads run meanwhile. Raises `ValueError` on a lone surrogate, which has no UTF-8 form, and on text that
+        the checkpoint's tokenizer has no tokens for.
         """
         check_encodable(text)
-        # The library's call for one text would hold the interpreter lock, and compute offsets that nobody reads.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            # The library's call for one text would hold the interpreter lock, and compute offsets that nobody reads.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            raise ValueError(f"the model's tokenizer cannot encode this text: {error}") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -250,6 +258,11 @@ class TextStream:
                 first = self._tokenizer.first_token_bytes(shown[0])
                 return self._decode(first + b"".join(map(token_bytes, shown[1:])), final)
         return self._decode(b"".join(map(token_bytes, shown)), final)
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the native library raised it: a plain `Exception`, or a panic, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def check_encodable(text: str) -> None:

@@ -151,6 +151,17 @@ def test_truncation_and_padding_stored_in_the_file_are_not_applied(
     assert len(tokenizer.encode("the quick brown fox")) < 64
 
 
+FAULTY = Path(__file__).parents[2] / "fuzz" / "corpora" / "tokenizer_json"
+
+
+@pytest.mark.parametrize("name", ["no-unknown-token", "panic"])
+def test_text_that_the_library_cannot_encode_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    """Found by the fuzzer: of these files the library raises a plain `Exception`, and panics."""
+    (tmp_path / "tokenizer.json").write_bytes((FAULTY / name).read_bytes())
+    with pytest.raises(ValueError, match="the model's tokenizer cannot encode this text: "):
+        Tokenizer.from_checkpoint(tmp_path).encode("über")
+
+
 def test_a_broken_tokenizer_file_is_named(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").write_text('{"model": ')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
