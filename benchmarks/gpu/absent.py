@@ -137,7 +137,7 @@ def weights_of_ones(
 
 
 def first_tokens(src: Any, target: object, options: object) -> Any:
-    """A compiled kernel that does nothing, but that the likeliest token is always the first: tokens are read.
+    """A compiled kernel that does nothing, except that the argmax is always token 0, because tokens are read.
 
     Stands where Triton's compiler does.
     """

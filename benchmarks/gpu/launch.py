@@ -338,7 +338,7 @@ OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
     "SwiGLU": _gated,
     "attention: store, decode, merge": _attention,
     "attention decode and merge": _decode,
-    "likeliest tokens": _argmax,
+    "argmax": _argmax,
     "experts' routes": _route,
     "experts: sort, products, sum": _experts,
     "experts' sort": _sort,
@@ -354,12 +354,12 @@ OPERATORS: Mapping[str, Callable[[Bench], Call]] = {
     "4-bit product": _int4,
     "FP8 experts' gate and up": _fp8_experts,
     "4-bit experts' gate and up": _mxfp4_experts,
-    "tokens drawn": lambda bench: _draw(bench, is_filtered=False),
-    "tokens drawn by top-p": lambda bench: _draw(bench, is_filtered=True),
+    "sampling": lambda bench: _draw(bench, is_filtered=False),
+    "sampling by top-p": lambda bench: _draw(bench, is_filtered=True),
     "penalties": _adjust,
     "masks": _mask,
     "log probabilities": _logprobs,
-    "drafts kept": _keep_equal,
+    "drafts accepted": _keep_equal,
 }
 
 

@@ -11,7 +11,7 @@ from engine.sampling.ops import Candidates, LogprobColumns, TorchOps
 from engine.sampling.parameters import BIAS, FREQUENCY, PRESENCE, REPETITION, RandomRows
 from models.ops.triton import logits as kernels
 from models.ops.triton import sampling as draw_kernels
-from models.ops.triton.logits import MAX_LIKELIEST
+from models.ops.triton.logits import MAX_TOP_LOGPROBS
 
 _KINDS = {
     REPETITION: kernels.REPETITION,
@@ -52,6 +52,6 @@ class TritonOps(TorchOps):
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> LogprobColumns:
         """See `TorchOps`."""
-        if count > MAX_LIKELIEST:
+        if count > MAX_TOP_LOGPROBS:
             return super().logprobs(logits, token_ids, count)
         return kernels.logprobs(logits, token_ids, count)

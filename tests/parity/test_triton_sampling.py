@@ -204,13 +204,13 @@ def reference_draw(
     temperature: float,
     top_k: int,
     top_p: float,
-    least_likely: float,
+    max_gap: float,
     bits: int,
     is_filtered: bool,
 ) -> int:
     """The token of a row of finite maximum, in integers. # [V] float32
 
-    `least_likely`: how far from the peak a token may be. `bits`: the row's number in [0, 1), times 2^64.
+    `max_gap`: how far from the peak a token may be. `bits`: the row's number in [0, 1), times 2^64.
     """
     distance = (logits.max() - logits) / torch.tensor(temperature, dtype=torch.float32)
     weights = (torch.exp(-distance) * 2.0**40).to(torch.int64)
@@ -218,7 +218,7 @@ def reference_draw(
     if is_filtered:
         order = distance.sort(stable=True).indices
         running = weights[order].cumsum(0)
-        kept = min(top_k, int((distance <= least_likely).sum()))
+        kept = min(top_k, int((distance <= max_gap).sum()))
         if top_p < 1.0:
             needed = torch.tensor(top_p, dtype=torch.float64) * running[top_k - 1].double()
             kept = min(kept, 1 + int((running.double() < needed.ceil()).sum()))
@@ -244,7 +244,7 @@ def test_a_draw_is_that_of_its_reference_to_the_last_bit(filters: dict[str, floa
             temperature=float(random.temperature[nth]),
             top_k=int(random.top_k[nth]),
             top_p=float(random.top_p[nth]),
-            least_likely=float(columns[draw.LEAST_LIKELY, nth].int().view(torch.float32)),
+            max_gap=float(columns[draw.MAX_GAP, nth].int().view(torch.float32)),
             bits=int(numbers[nth] * 2.0**53) << 11,
             is_filtered=has_filtered,
         )

@@ -51,8 +51,8 @@ _LOGPROBS_COMPILATIONS = tuple(
         target=target,
         config=config_of(kernel.__name__.removesuffix("_kernel"), target),
         signature={
-            **dict.fromkeys(("logits", "peaks", "sums", "chosen", "likeliest"), "*fp32"),
-            **dict.fromkeys(("token_ids", "best", "ranks", "likeliest_ids"), "*i64"),
+            **dict.fromkeys(("logits", "peaks", "sums", "chosen", "top_logprobs"), "*fp32"),
+            **dict.fromkeys(("token_ids", "best", "ranks", "top_ids"), "*i64"),
             "better": "*i32",
             **dict.fromkeys(("stride", "vocab_size", "count", "tiles"), "i32"),
         },

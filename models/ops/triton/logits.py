@@ -124,7 +124,7 @@ def argmax_kernel(
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """One row's likeliest token: the best of each lane, then of the lanes. Grid: (N,)."""
+    """The argmax of one row: first of each lane, then of the lanes. Grid: (N,)."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([TILE], -(2**63), tl.int64)
     for first in range(0, vocab_size, TILE):
@@ -136,7 +136,7 @@ def argmax_kernel(
     tl.store(peaks + row, tl.load(logits + row * stride + token))
 
 
-class Likeliest:
+class Argmax:
     """Tokens and the largest logits of N rows, in one buffer that is read at once."""
 
     __slots__ = ("both", "peaks", "tokens")
@@ -156,10 +156,10 @@ class Likeliest:
         return both[0, : len(self.tokens)], both[1].view(np.float32)[: len(self.tokens)]
 
 
-def argmax(logits: torch.Tensor) -> Likeliest:
-    """Each row's likeliest token, the first of equal ones, and its logit; a NaN counts as largest. # [N, V] float32"""
+def argmax(logits: torch.Tensor) -> Argmax:
+    """The argmax of each row, the first of equal logits, and its logit; a NaN counts as largest. # [N, V] float32"""
     num_rows, vocab_size = logits.shape
-    found = Likeliest(num_rows, logits.device)
+    found = Argmax(num_rows, logits.device)
     launch = launch_of("argmax", logits.device)
     argmax_kernel[(num_rows,)](logits, found.tokens, found.peaks, logits.stride(0), vocab_size, **launch.keywords)
     return found
@@ -169,8 +169,8 @@ def argmax(logits: torch.Tensor) -> Likeliest:
 #
 # Two passes: each tile of a row finds its own top-k, then one program merges a row's tiles in their order.
 
-MAX_LIKELIEST = 32
-"""Likeliest tokens that the kernels find; a search for more takes a pass over the tile for each."""
+MAX_TOP_LOGPROBS = 32
+"""Most top log probabilities that the kernels find; each takes a pass over the tile."""
 _NOTHING = tl.constexpr(-(2**63))
 
 
@@ -179,8 +179,8 @@ class Logprobs(NamedTuple):
 
     chosen: torch.Tensor  # [R] float32, the log probability of the row's token
     ranks: torch.Tensor  # [R] int64, from 1; equal tokens rank by id
-    likeliest_ids: torch.Tensor  # [R, count] int64
-    likeliest: torch.Tensor  # [R, count] float32
+    top_ids: torch.Tensor  # [R, count] int64
+    top_logprobs: torch.Tensor  # [R, count] float32
 
 
 @triton.jit
@@ -234,8 +234,8 @@ def logprobs_row_kernel(
     best,
     chosen,  # [R] float32
     ranks,  # [R] int64
-    likeliest_ids,  # [R, count] int64
-    likeliest,  # [R, count] float32
+    top_ids,  # [R, count] int64
+    top_logprobs,  # [R, count] float32
     stride,
     tiles,
     count,
@@ -257,15 +257,17 @@ def logprobs_row_kernel(
     order = tl.load(best + row * tiles * count + entries, mask=entries < tiles * count, other=_NOTHING)
     for nth in range(count):
         first = tl.max(order, 0)
-        tl.store(likeliest_ids + row * count + nth, id_of(first))
-        tl.store(likeliest + row * count + nth, _value_of(first) - normaliser)
+        tl.store(top_ids + row * count + nth, id_of(first))
+        tl.store(top_logprobs + row * count + nth, _value_of(first) - normaliser)
         order = tl.where(order == first, _NOTHING, order)
 
 
 def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logprobs:
-    """`logits - log(sum(exp(logits)))` of each row's token and of the `count` likeliest, descending, equal ones by id.
+    """`logits - log(sum(exp(logits)))` of each row's token and of its `count` largest logits.
 
-    # [R, V] float32, [R] int64; `count` is 0 to the lesser of V and `MAX_LIKELIEST`
+    These are in descending order, equal ones by id.
+
+    # [R, V] float32, [R] int64; `count` is 0 to the lesser of V and `MAX_TOP_LOGPROBS`
     """
     num_rows, vocab_size = logits.shape
     tile = launch_of("logprobs_tile", logits.device)
@@ -289,7 +291,7 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> Logpr
         tiles,
         count,
         TILES=next_power_of_2(tiles),
-        CANDIDATES=next_power_of_2(tiles * MAX_LIKELIEST),  # One form for any count
+        CANDIDATES=next_power_of_2(tiles * MAX_TOP_LOGPROBS),  # One form for any count
         **launch_of("logprobs_row", logits.device).keywords,
     )
     return out

@@ -59,7 +59,7 @@ _NEVER = tl.constexpr(0x7F800000)  # Key of minus infinity
 
 @triton.jit
 def key_of(logits, peak, temperature):
-    """How far tokens are from the likeliest, as the bits of a float32: 0 for that, larger for less likely ones."""
+    """The distance of logits from the largest, over the temperature, as the bits of a float32; 0 for the largest."""
     return tl.div_rn(logits - peak, temperature).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -79,7 +79,7 @@ def needed_mass(top_p, mass):
 
 @triton.jit
 def _tally(logits, peak, temperature, vocab_size, key, TILE: tl.constexpr):
-    """How many tokens of a row are as likely as `key` or likelier, and what they weigh. # int64, int64"""
+    """The number and the mass of a row's tokens whose key is at most `key`. # int64, int64"""
     number, mass = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int64)
     for first in range(0, vocab_size, TILE):
         ids = first + tl.arange(0, TILE)
@@ -112,9 +112,9 @@ def _find(logits, peak, temperature, vocab_size, number, mass, TILE: tl.constexp
 
 
 @triton.jit
-def draw_from_whole(logits, peak, temperature, vocab_size, top_k, top_p, least_likely, bits, TILE: tl.constexpr):
+def draw_from_whole(logits, peak, temperature, vocab_size, top_k, top_p, max_gap, bits, TILE: tl.constexpr):
     """The token that the filters and the number choose, of one row. # -> int64"""
-    by_min_p, _ = _tally(logits, peak, temperature, vocab_size, least_likely, TILE)
+    by_min_p, _ = _tally(logits, peak, temperature, vocab_size, max_gap, TILE)
     key, rank = tl.full([], 0, tl.int32), tl.full([], 1, tl.int64)
     number, mass, kept = top_k, tl.full([], 0, tl.int64), tl.minimum(top_k, by_min_p)
     # What top-k leaves; of that, what top-p does; what is kept in the end; and of that, what the number says.
@@ -139,10 +139,10 @@ def draw_from_whole(logits, peak, temperature, vocab_size, top_k, top_p, least_l
 
 
 NUM_COLUMNS = 8
-ROW, TEMPERATURE, TOP_K, TOP_P, LEAST_LIKELY, KEY, POSITION, IS_FILTERED = range(NUM_COLUMNS)
-"""What is known of a draw, 64 bits each."""
+ROW, TEMPERATURE, TOP_K, TOP_P, MAX_GAP, KEY, POSITION, IS_FILTERED = range(NUM_COLUMNS)
+"""Columns of a draw, 64 bits each."""
 _ROW, _TEMPERATURE, _TOP_K, _TOP_P = (tl.constexpr(column) for column in (ROW, TEMPERATURE, TOP_K, TOP_P))
-_LEAST_LIKELY, _KEY, _POSITION = (tl.constexpr(column) for column in (LEAST_LIKELY, KEY, POSITION))
+_MAX_GAP, _KEY, _POSITION = (tl.constexpr(column) for column in (MAX_GAP, KEY, POSITION))
 _IS_FILTERED = tl.constexpr(IS_FILTERED)
 
 RUN = 256
@@ -173,7 +173,7 @@ def weigh_kernel(
     peaks,  # [N] float32
     columns,  # [NUM_COLUMNS, num_draws] int64
     masses,  # [num_draws, runs] int64, what each RUN of tokens weighs
-    counts,  # [num_draws, BUCKETS] int32, zeros, tokens by how far from the likeliest they are
+    counts,  # [num_draws, BUCKETS] int32, zeros: number of tokens by distance from the largest logit
     stride,
     vocab_size,
     num_draws,
@@ -217,7 +217,7 @@ def gather_kernel(
     peaks,
     columns,
     counts,  # [num_draws, BUCKETS] int32
-    candidates,  # [num_draws, ROOM] int64, key and id of the likeliest tokens
+    candidates,  # [num_draws, ROOM] int64, key and id of the tokens with the largest logits
     found,  # [num_draws] int32, zeros
     stride,
     vocab_size,
@@ -226,7 +226,7 @@ def gather_kernel(
     ROOM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Puts a tile's likeliest tokens with those of its row's others, in any order. Grid: (tiles, draws)."""
+    """Appends a tile's tokens with the largest logits to its row's candidates, unordered. Grid: (tiles, draws)."""
     draw = tl.program_id(1)
     row = tl.load(columns + _ROW * num_draws + draw)
     peak = tl.load(peaks + row)
@@ -261,7 +261,7 @@ def _draw_by_id(logits, masses, peak, temperature, runs, vocab_size, bits, RUN: 
 
 
 @triton.jit
-def _draw_from_candidates(candidates, held, top_k, top_p, least_likely, total, bits, is_all, ROOM: tl.constexpr):
+def _draw_from_candidates(candidates, held, top_k, top_p, max_gap, total, bits, is_all, ROOM: tl.constexpr):
     """The token that the filters and the number choose; -1 where more than the candidates would be kept."""
     ranks = tl.arange(0, ROOM)
     # The least likely of all fill the rest: they are last in order, and weigh nothing.
@@ -272,7 +272,7 @@ def _draw_from_candidates(candidates, held, top_k, top_p, least_likely, total, b
     # Top-p is a share of what top-k leaves: of the whole distribution where it leaves everything.
     mass = tl.where((top_k <= held) | is_all, tl.max(tl.where(ranks < top_k, running, 0), 0), total)
     by_p = 1 + tl.sum((running < needed_mass(top_p, mass)).to(tl.int64), 0)
-    by_min_p = tl.sum(((keys <= least_likely) & (ranks < held)).to(tl.int64), 0)
+    by_min_p = tl.sum(((keys <= max_gap) & (ranks < held)).to(tl.int64), 0)
     by_min_p = tl.where(by_min_p == held, top_k, by_min_p)
     kept = tl.minimum(tl.minimum(top_k, by_min_p), tl.where(top_p < 1.0, by_p, top_k))
     target = share_of(bits, tl.max(tl.where(ranks < kept, running, 0), 0))
@@ -317,16 +317,16 @@ def draw_kernel(
     if is_filtered:
         top_k = tl.load(columns + _TOP_K * num_draws + draw)
         top_p = tl.load(columns + _TOP_P * num_draws + draw).to(tl.float64, bitcast=True)
-        least_likely = tl.load(columns + _LEAST_LIKELY * num_draws + draw).to(tl.int32)
+        max_gap = tl.load(columns + _MAX_GAP * num_draws + draw).to(tl.int32)
         buckets, held = gathered_buckets(counts, draw, BUCKETS, ROOM)
         is_all = buckets == BUCKETS - 1  # Of the tokens that weigh anything.
         places = tl.arange(0, RUNS)
         total = tl.sum(tl.load(of_draw + places, mask=places < runs, other=0), 0)
         found = candidates + draw.to(tl.int64) * ROOM
         held = held.to(tl.int64)
-        token = _draw_from_candidates(found, held, top_k, top_p, least_likely, total, bits, is_all, ROOM)
+        token = _draw_from_candidates(found, held, top_k, top_p, max_gap, total, bits, is_all, ROOM)
         if token < 0:
-            token = draw_from_whole(of_row, peak, temperature, vocab_size, top_k, top_p, least_likely, bits, TILE)
+            token = draw_from_whole(of_row, peak, temperature, vocab_size, top_k, top_p, max_gap, bits, TILE)
     else:
         token = _draw_by_id(of_row, of_draw, peak, temperature, runs, vocab_size, bits, RUN, RUNS)
     tl.store(tokens + row, token)
@@ -349,7 +349,7 @@ def pack_columns(
     columns[TEMPERATURE] = temperature.view(np.int32)
     columns[TOP_K] = top_k
     columns[TOP_P] = top_p.view(np.int64)
-    columns[LEAST_LIKELY] = _max_logit_gap(min_p)
+    columns[MAX_GAP] = _max_logit_gap(min_p)
     columns[KEY] = key.view(np.int64)
     columns[POSITION] = position
     columns[IS_FILTERED] = filtered
@@ -373,7 +373,7 @@ def draw(
     """Replaces the tokens of rows that are drawn. # [N, V] float32, [N] float32, [N] int64, [NUM_COLUMNS, D] int64
 
     `columns` by row: `TEMPERATURE` the bits of a float32, `TOP_K` 1 to V, `TOP_P` the bits of a float64,
-    `LEAST_LIKELY` those of the largest float32 that is not more than `-log(min_p)`, `KEY` and `POSITION` the
+    `MAX_GAP` those of the largest float32 that is not more than `-log(min_p)`, `KEY` and `POSITION` the
     generator's. Rows whose peak is not finite keep their tokens. `has_filtered`: whether any row `IS_FILTERED`.
     """
     num_draws, vocab_size = columns.shape[1], logits.shape[1]

@@ -13,7 +13,7 @@ from models.ops.self_test import FLOAT32, Case, Finding, Problems, exact_match, 
 from models.ops.triton.logits import (
     BIAS,
     FREQUENCY,
-    MAX_LIKELIEST,
+    MAX_TOP_LOGPROBS,
     PRESENCE,
     REPETITION,
     Logprobs,
@@ -155,7 +155,7 @@ class SamplingCase(Case):
                 )
 
     def _logprobs(self, problems: Problems) -> Iterator[Finding]:
-        logits, count = self._logits(problems, 3), min(MAX_LIKELIEST, self.vocab_size)
+        logits, count = self._logits(problems, 3), min(MAX_TOP_LOGPROBS, self.vocab_size)
         tokens = problems.distinct_rows(self.vocab_size, 3, 1)[:, 0]
         found, expected = logprobs(logits, tokens, count), reference_logprobs(logits, tokens, count)
         for one, other in zip(found, expected, strict=True):
