@@ -76,7 +76,77 @@ def test_a_manifest_s_selectors_find_its_pods(path: Path) -> None:
 def test_ranks_of_a_pod_have_shared_memory(path: Path) -> None:
     [mount] = (each for each in container(path)["volumeMounts"] if each["mountPath"] == "/dev/shm")
     volumes = {volume["name"]: volume for volume in workload(path)["spec"]["template"]["spec"]["volumes"]}
-    assert volumes[mount["name"]]["emptyDir"] == {"medium": "Memory"}
+    assert volumes[mount["name"]]["emptyDir"]["medium"] == "Memory"
+
+
+def faults(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Where manifests fall short of the profile `restricted` of Kubernetes' Pod Security Standards, and of more."""
+    [work] = (each for each in found.values() if each["kind"] in {"Deployment", "StatefulSet"})
+    template = work["spec"]["template"]
+    pod = template["spec"]
+    [box] = pod["containers"]
+    context = {**pod.get("securityContext", {}), **box.get("securityContext", {})}
+    policies = [each["spec"] for each in found.values() if each["kind"] == "NetworkPolicy"]
+    labels = template["metadata"]["labels"]
+    mine = [each for each in policies if each["podSelector"].get("matchLabels", {}).items() <= labels.items()]
+    directions = {direction for policy in mine for direction in policy["policyTypes"]}
+    volumes = pod.get("volumes", [])
+    rules = {
+        "it may run as root": context.get("runAsNonRoot") is True and context.get("runAsUser", 0) > 0,
+        "its root is writable": context.get("readOnlyRootFilesystem") is True,
+        "it may gain privileges": context.get("allowPrivilegeEscalation") is False,
+        "it is privileged": not context.get("privileged"),
+        "it keeps capabilities": context.get("capabilities") == {"drop": ["ALL"]},
+        "no seccomp profile": context.get("seccompProfile") == {"type": "RuntimeDefault"},
+        "it shares a namespace of the host": not any(pod.get(f"host{name}") for name in ("Network", "PID", "IPC")),
+        "it mounts a token of the cluster": pod.get("automountServiceAccountToken") is False,
+        "it mounts the host's files": not any("hostPath" in volume for volume in volumes),
+        "a volume has no limit": all("sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}) for volume in volumes),
+        "memory has no limit": "memory" in box["resources"].get("limits", {}),
+        "/tmp is not writable": "/tmp" in {mount["mountPath"] for mount in box["volumeMounts"]},
+        "its network is open": directions == {"Ingress", "Egress"},
+        "a port of the host is open": not any("hostPort" in port for port in box["ports"]),
+        "a secret is optional": not any(
+            variable.get("valueFrom", {}).get("secretKeyRef", {}).get("optional") for variable in box["env"]
+        ),
+    }
+    return [fault for fault, holds in rules.items() if not holds]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_a_manifest_meets_the_restricted_profile_and_leaves_nothing_open(path: Path) -> None:
+    assert faults(objects(path)) == []
+
+
+POLICY = "  podSelector: {matchLabels: {app: kaon}}\n  policyTypes"
+HARDENING = [
+    ("it may run as root", "runAsNonRoot: true", "runAsNonRoot: false"),
+    ("its root is writable", "readOnlyRootFilesystem: true", "readOnlyRootFilesystem: false"),
+    ("it may gain privileges", "allowPrivilegeEscalation: false", "privileged: false"),
+    ("it keeps capabilities", "drop: [ALL]", "drop: [NET_RAW]"),
+    ("no seccomp profile", "type: RuntimeDefault", "type: Unconfined"),
+    ("it mounts a token of the cluster", "automountServiceAccountToken: false", "hostNetwork: false"),
+    ("it shares a namespace of the host", "automountServiceAccountToken: false", "hostIPC: true"),
+    ("a volume has no limit", "{medium: Memory, sizeLimit: 2Gi}", "{medium: Memory}"),
+    ("it mounts the host's files", "emptyDir: {sizeLimit: 1Gi}", "hostPath: {path: /tmp}"),
+    ("memory has no limit", "limits: {memory: 8Gi}", "limits: {}"),
+    ("its network is open", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]"),
+    (
+        "its network is open",
+        "  podSelector: {matchLabels: {app: kaon}}\n  policy",
+        "  podSelector: {matchLabels: {app: x}}\n  policy",
+    ),
+    ("a secret is optional", "key: keys}", "key: keys, optional: true}"),
+]
+
+
+@pytest.mark.parametrize(("fault", "given", "changed"), HARDENING)
+def test_each_rule_finds_a_manifest_without_it(fault: str, given: str, changed: str, tmp_path: Path) -> None:
+    text = MANIFESTS[0].read_text(encoding="utf-8")
+    assert given in text
+    weaker = tmp_path / "weaker.yaml"
+    weaker.write_text(text.replace(given, changed))
+    assert fault in faults(objects(weaker))
 
 
 TWO_HOSTS = ROOT / "deploy" / "kubernetes" / "kaon-two-hosts.yaml"
