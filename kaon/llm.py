@@ -98,7 +98,8 @@ class LLM(LLMEngine):
 
         frontend = Frontend(self.config, self._core, self._ids)
         processor = self.io_processor
-        frontend.open(self.model_info, processor.tokenizer, processor.chat_template, processor.defaults)
+        pooling = None if self.pooling is None else self.pooling.pooling
+        frontend.open(self.model_info, processor.tokenizer, processor.chat_template, processor.defaults, pooling)
         return frontend
 
     async def _prepare(self, bodies: Sequence[dict[str, Any]]) -> "list[tuple[list[NewSequence], ChatRenderer]]":

@@ -111,6 +111,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "completions": "server.routes.completions",
         "chat": "server.routes.chat",
         "responses": "server.routes.responses",
+        "pooling": "server.routes.pooling",
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",
         "health": "server.routes.health",

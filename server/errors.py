@@ -107,6 +107,13 @@ class ModelNotFound(BadRequest):
     code = "model_not_found"
 
 
+class WrongTask(BadRequest):
+    """The served model does not do what the endpoint is for: 404, as OpenAI answers for a model of another kind."""
+
+    status = 404
+    code = "model_not_supported"
+
+
 class BodyTooLarge(BadRequest):
     """The body is over `max_request_bytes`."""
 
@@ -194,7 +201,6 @@ _ANTHROPIC_STATUS = {503: 529}
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 _UNSUPPORTED_PARTS = {
-    "embeddings": "embeddings",
     "audio": "speech",
     "images": "images",
     "videos": "videos",

@@ -22,10 +22,12 @@ from engine.messages import ModelInfo
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
+from engine.text.pooling import PoolingProcessor
 from engine.text.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
+from models.architectures.pooling import PoolingConfig, read_pooling
 from models.errors import CheckpointError
-from server.errors import ModelNotFound, NotReady, ShuttingDown
+from server.errors import ModelNotFound, NotReady, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
@@ -41,6 +43,12 @@ _BODY_BYTES_PER_TOKEN = 32
 """Text has 4 bytes a token, up to 16 where all of it is escaped, and token ids have 8; several prompts have more."""
 _LEAST_BODY_LIMIT, _MOST_BODY_LIMIT = 4 * 2**20, 32 * 2**20
 
+_ENDPOINTS_OF = {
+    "embed": "/v1/embeddings, /score, /rerank and /pooling",
+    "classify": "/classify, /score, /rerank and /pooling",
+}
+"""What a model is for, by its task."""
+
 _SHUTTING_DOWN = "the server is shutting down; send the request again later"
 
 
@@ -54,6 +62,8 @@ class LoadedModel(NamedTuple):
     """Checks the grammars of requests."""
     max_model_len: int
     """Longest prompt plus completion in tokens."""
+    pooling: PoolingProcessor | None
+    """Makes prompts for embeddings, classes or scores; None: the model only generates."""
 
 
 class Frontend:
@@ -101,7 +111,7 @@ class Frontend:
             self.failure = str(error)
             return
         try:
-            tokenizer, template, defaults = await asyncio.to_thread(_load_text_side, self.config)
+            tokenizer, template, defaults, pooling = await asyncio.to_thread(_load_text_side, self.config)
             ready = await self._core.wait_ready_async()
         except (CheckpointError, EngineDeadError) as error:
             self.failure = str(error)
@@ -114,13 +124,21 @@ class Frontend:
             avoid_cpus(ready.model.own_cpus)
         except OSError as error:
             _log.warning("the API process shares the engine's CPUs: the system refused to keep it off (%s)", error)
-        self.open(ready.model, tokenizer, template, defaults)
+        self.open(ready.model, tokenizer, template, defaults, pooling)
         on_ready(self.model_names)
 
     def open(
-        self, model: ModelInfo, tokenizer: Tokenizer, template: ChatTemplate | None, defaults: GenerationDefaults
+        self,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        defaults: GenerationDefaults,
+        pooling: PoolingConfig | None = None,
     ) -> None:
-        """Take requests for the loaded model. Raises `ValueError` for a parser that does not exist."""
+        """Take requests for the loaded model. Raises `ValueError` for a parser that does not exist.
+
+        `pooling`: how it pools prompts; None: it does not.
+        """
         parsers = self.config.server_config.tool_call_parser, self.config.server_config.reasoning_parser
         self.admission.open(model, self._num_replicas)
         grammars = GrammarCompiler(
@@ -129,18 +147,20 @@ class Frontend:
             num_processes=NUM_GRAMMAR_CHECKS,
             special_tokens={token_id: tokenizer.token(token_id) or "" for token_id in tokenizer.special_ids},
         )
+        processor = InputOutputProcessor(
+            tokenizer,
+            template,
+            model,
+            defaults,
+            self.config.bos_token_id,
+            clips_max_tokens=self.config.server_config.max_tokens_overflow == "clamp",
+        )
         self._loaded = LoadedModel(
-            InputOutputProcessor(
-                tokenizer,
-                template,
-                model,
-                defaults,
-                self.config.bos_token_id,
-                clips_max_tokens=self.config.server_config.max_tokens_overflow == "clamp",
-            ),
+            processor,
             AnswerFormat.of_model(tokenizer, template, model.architecture, *parsers),
             grammars,
             model.max_model_len,
+            None if pooling is None else PoolingProcessor(processor, pooling),
         )
 
     def drain(self) -> None:
@@ -205,6 +225,28 @@ class Frontend:
                 f"model is {name[:60]!r}, which this server does not serve; use {served}", param="model"
             )
 
+    def check_generates(self) -> None:
+        """Raise `WrongTask` where the loaded model generates nothing."""
+        pooling = self.loaded.pooling
+        if pooling is not None and "generate" not in self.config.task:
+            what = _ENDPOINTS_OF[pooling.pooling.task]
+            raise WrongTask(
+                f"the model of this server does not generate text; it serves {what}, see docs/embeddings.md",
+                param="model",
+            )
+
+    def pooling_for(self, *tasks: str) -> PoolingProcessor:
+        """What makes the prompts of an endpoint that needs a model for one of `tasks`. Raises `WrongTask`."""
+        pooling = self.loaded.pooling
+        if pooling is not None and pooling.pooling.task in tasks:
+            return pooling
+        what = "generates text" if pooling is None else f"serves {_ENDPOINTS_OF[pooling.pooling.task]}"
+        needed = " or ".join(tasks)
+        raise WrongTask(
+            f"the model of this server {what}; this endpoint needs one that is served to {needed} (--task {tasks[0]})",
+            param="model",
+        )
+
     def adapter_of(self, name: str) -> int:
         """Number of the LoRA adapter with the served name `name`; 0 if the name is the model's own."""
         return self._adapters.get(name, 0)
@@ -216,11 +258,14 @@ def owner_of(scope: Scope) -> Owner:
     return owner
 
 
-def _load_text_side(config: Config) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:
+def _load_text_side(config: Config) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults, PoolingConfig | None]:
     checkpoint = resolve_checkpoint(config.model)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     defaults = GenerationDefaults.load(config.generation_config, checkpoint)
+    pooling = read_pooling(checkpoint, config.task, matryoshka=config.matryoshka)
     file = config.server_config.chat_template
     if file is not None:
-        return tokenizer, ChatTemplate.from_file(Path(file), checkpoint), defaults
-    return tokenizer, ChatTemplate.from_checkpoint(checkpoint), defaults
+        template: ChatTemplate | None = ChatTemplate.from_file(Path(file), checkpoint)
+    else:
+        template = ChatTemplate.from_checkpoint(checkpoint)
+    return tokenizer, template, defaults, pooling

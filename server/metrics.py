@@ -239,6 +239,13 @@ class Metrics:
         if state.queue_time is not None:
             self._queue_time.observe(state.queue_time)
 
+    def pooled(self, state: RequestState) -> None:
+        """A request's prompt was pooled."""
+        self._prompt_tokens.inc(state.num_prompt_tokens)
+        self._prompt_length.observe(state.num_prompt_tokens)
+        if state.queue_time is not None:
+            self._queue_time.observe(state.queue_time)
+
     def received(self, count: int) -> None:
         """So many requests arrived. Each is later reported exactly once, as rejected or as finished."""
         self._received.inc(count)

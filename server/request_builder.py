@@ -29,6 +29,7 @@ from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, ToolUse
 from server.schemas.generation import INT31, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from server.schemas.pooling import PoolingFields
 
 MAX_SEQUENCES = 2048
 """Most sequences that one request may run."""
@@ -53,11 +54,11 @@ _TAIL_CHARACTERS = 256
 """Length of the prompt's end that shows whether the template opened the reasoning."""
 
 Result = TypeVar("Result")
-Generating = TypeVar("Generating", bound=SamplingFields)
+Accepted = TypeVar("Accepted", bound=SamplingFields | PoolingFields)
 
 
 @asynccontextmanager
-async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[Generating, Frontend, Owner]]:
+async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Accepted, Frontend, Owner]]:
     """The validated body, the front end and the request's owner, for all work up to `Generation.respond`.
 
     Raises what the body, the model's name or the server's state refuses, and counts what is refused inside.
@@ -67,6 +68,8 @@ async def accept(http: Request, model: type[Generating]) -> AsyncIterator[tuple[
         request = await read_request(http, model, frontend.config.server_config)
         frontend.check_loaded()
         frontend.check_model(request.model)
+        if isinstance(request, SamplingFields):
+            frontend.check_generates()
         facts_of(http.scope).model = request.model
         yield request, frontend, owner_of(http.scope)
 
@@ -382,7 +385,7 @@ def new_sequences(
         prompt,
         frontend.hub.new_ids(num_choices),
         grammar=grammar,
-        cache_salt=_prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key),
+        cache_salt=prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key),
         owner=owner.party,
         priority=request.priority,
         adapter=frontend.adapter_of(request.model),
@@ -397,7 +400,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _prefix_salt(given: str | None, key: str | None) -> int | None:
+def prefix_salt(given: str | None, key: str | None) -> int | None:
     """A 64-bit start for the chain of prefix hashes, made of the request's salt and the owner's key; None without any.
 
     Requests of different salts never share blocks, so that neither usage nor timing shows what others sent.

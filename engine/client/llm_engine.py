@@ -15,9 +15,11 @@ from engine.config.paths import resolve_checkpoint
 from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from engine.text.checkpoint_settings import GenerationDefaults
-from engine.text.io_processor import InputOutputProcessor, NewSequence
+from engine.text.io_processor import InputOutputProcessor, InvalidRequest, NewSequence
+from engine.text.pooling import PooledPrompt, PoolingProcessor, numbers_of
 from engine.text.request_state import RequestDelta, RequestResult, RequestState
 from engine.text.tokenizer import Tokenizer
+from models.architectures.pooling import read_pooling
 
 __all__ = ["EngineDeadError", "InputOutputProcessor", "LLMEngine", "Prompts"]
 
@@ -51,6 +53,7 @@ class LLMEngine:
             # While the core imports and loads.
             tokenizer, chat_template = Tokenizer.from_checkpoint(checkpoint), ChatTemplate.from_checkpoint(checkpoint)
             defaults = GenerationDefaults.load(config.generation_config, checkpoint)
+            pooling = read_pooling(checkpoint, config.task, matryoshka=config.matryoshka)
             self.model_info = self._core.wait_ready().model
         except BaseException as error:
             try:
@@ -62,6 +65,8 @@ class LLMEngine:
         self.io_processor = InputOutputProcessor(
             tokenizer, chat_template, self.model_info, defaults, config.bos_token_id
         )
+        self.pooling = None if pooling is None else PoolingProcessor(self.io_processor, pooling)
+        """Makes prompts of what the model embeds, scores or classifies; None: it only generates."""
         self._adapters = {name: number for number, name in enumerate(config.lora_paths, 1)}
         self._ids = itertools.count()
         self._states: dict[int, RequestState] = {}
@@ -129,6 +134,80 @@ class LLMEngine:
             self._core.abort(unfinished)
             self._forget(ids)
 
+    def embed(
+        self,
+        texts: Prompts,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[list[float]]:
+        """The vector of each text, of an embedding model.
+
+        `dimensions` cuts the vectors of a model that was trained for it; `prompt_name` is one of the checkpoint's
+        prompts, which goes before each text; `normalize` false leaves the model's last function out. Raises
+        `InvalidRequest`, a `ValueError`, before anything is sent, and `EngineDeadError` when the core dies::
+
+            query, document = llm.embed(["capital of France", "Paris is the capital of France."])
+        """
+        processor = self._pooling_for("embed")
+        processor.check_dimensions(dimensions)
+        given: list[Any] = [texts] if isinstance(texts, str) else list(texts)
+        prompts = [
+            processor.prompt(
+                processor.text_of(each, prompt_name) if isinstance(each, str) else each.copy(), f"texts[{index}]"
+            )
+            for index, each in enumerate(given)
+        ]
+        return [
+            numbers_of(vector) for vector in self._pool(prompts, use_tqdm, dimensions=dimensions, activate=normalize)
+        ]
+
+    def score(
+        self, query: str, documents: list[str], *, instruction: str | None = None, use_tqdm: bool = False
+    ) -> list[float]:
+        """How relevant each document is to `query`, of a reranker or an embedding model. Raises as `embed` does.
+
+        `instruction` says what relevance means, for rerankers that read it.
+        """
+        processor = self._pooling_for("classify", "embed")
+        if processor.pooling.task == "classify" and not processor.pooling.scores_pairs:
+            raise InvalidRequest(
+                f"the model has {processor.pooling.dimension} classes, and no single score; use classify", "model"
+            )
+        if not documents:
+            return []
+        prompts = processor.search(query, documents, instruction=instruction)
+        return processor.scores(self._pool(prompts, use_tqdm), [0] * len(documents))
+
+    def classify(self, texts: Prompts, *, use_tqdm: bool = False) -> list[tuple[str, list[float]]]:
+        """The most probable class of each text, and the probability of each class. Raises as `embed` does."""
+        processor = self._pooling_for("classify")
+        given: list[Any] = [texts] if isinstance(texts, str) else list(texts)
+        prompts = [processor.prompt(each, f"texts[{index}]") for index, each in enumerate(given)]
+        classes = [numbers_of(vector) for vector in self._pool(prompts, use_tqdm)]
+        return [(processor.best_label(scores), scores) for scores in classes]
+
+    def _pooling_for(self, *tasks: str) -> PoolingProcessor:
+        if self.pooling is None or self.pooling.pooling.task not in tasks:
+            what = "generate" if self.pooling is None else self.pooling.pooling.task
+            raise InvalidRequest(
+                f"the model is served to {what}, and not to {' or '.join(tasks)}; set task to {tasks[0]}", "task"
+            )
+        return self.pooling
+
+    def _pool(self, prompts: Sequence[PooledPrompt], use_tqdm: bool, **how: Any) -> list[bytes]:
+        """The vectors of prompts."""
+        assert self.pooling is not None
+        sequences = [self.pooling.sequence(prompt, next(self._ids), **how) for prompt in prompts]
+        vectors = []
+        for state in self._wait(self._submit(sequences), use_tqdm):
+            if state.vector is None:
+                raise RuntimeError(f"a text could not be pooled: {state.error or state.finish_reason}")
+            vectors.append(state.vector)
+        return vectors
+
     def add_request(
         self,
         prompts: Prompts,
@@ -150,6 +229,10 @@ class LLMEngine:
         if not isinstance(prompts, str | Iterable):
             raise TypeError(f"prompts is of type {type(prompts).__name__}; it must be a text, or a list of prompts")
         texts_or_ids: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if self.pooling is not None and "generate" not in self.config.task:
+            raise InvalidRequest(
+                f"the model is served to {self.pooling.pooling.task}, and generates nothing", "prompts"
+            )
         adapter = self._adapter(lora)
         if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(texts_or_ids):

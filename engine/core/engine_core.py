@@ -69,6 +69,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, window=window, blocks_at_first=blocks_at_first, splits_prompts=splits_prompts
         )
+        self._generates = generates
         self._canary_pooling = None if generates else PoolingParams()
         self.runner = runner
         self.input_queue = input_queue
@@ -148,6 +149,8 @@ class EngineCore:
         # Should taking it in end this process, the record names it.
         self._record.begin([seq.id])
         try:
+            if seq.pooling is None and not self._generates:
+                raise ValueError("the model pools prompts, and generates nothing")
             self.scheduler.add(seq)
         except ValueError as error:
             self._outputs.append(terminal_output(seq.id, "error", str(error)))

@@ -26,9 +26,8 @@ from engine.distributed.rank_steps import RankGroup
 from engine.runner.loaded_model import LoadedModel, load_model, start_operators
 from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
 from models.architectures.config import CheckpointConfig, ModelConfig
-from models.architectures.registry import ARCHITECTURES
+from models.architectures.pooling import PoolingConfig, read_pooling
 from models.attention.backend import require_backend
-from models.config.pooling import PoolingConfig, read_pooling
 from models.loading.checkpoint import read_checkpoint_config
 from models.ops import registry as backends
 from models.ops.aiter.cases import Sizes
@@ -160,9 +159,7 @@ def load_rank(
 
     `lockstep_member`: this replica among those that compute in lockstep; `share`: this replica's share of the host.
     """
-    pooling = read_pooling(
-        path, config.task, has_architecture=ARCHITECTURES.__contains__, matryoshka=config.matryoshka
-    )
+    pooling = read_pooling(path, config.task, matryoshka=config.matryoshka)
     model_config = read_checkpoint_config(path, config.model_impl, pooling)
     _require_quantization(config.quantization_config.quantization, path, model_config)
     config = _with_checkpoint(config, model_config, pooling)

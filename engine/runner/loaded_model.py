@@ -14,9 +14,9 @@ from engine.distributed.host_resources import available_host_memory
 from engine.runner.device import Device, device_of, oom_at_start
 from engine.runner.kv_cache import KV_CACHE_DTYPES, LayerCaches
 from models.architectures.config import CheckpointConfig, ModelConfig
+from models.architectures.pooling import PoolingConfig
 from models.attention.backend import AttentionBackend, select_backend
 from models.attention.context import DPMetadata
-from models.config.pooling import PoolingConfig
 from models.layers.base import CausalLM
 from models.layers.pooling import PoolingHead
 from models.loading import loader

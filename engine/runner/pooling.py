@@ -13,7 +13,7 @@ import torch
 
 from engine.messages import PoolingParams
 from engine.runner.input_batch import PooledSpan
-from models.config.pooling import Function, Mode, PoolingConfig
+from models.architectures.pooling import Function, Mode, PoolingConfig
 from models.layers.pooling import PoolingHead
 
 _SMALLEST_NORM = 1e-12

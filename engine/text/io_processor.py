@@ -213,6 +213,11 @@ class InputOutputProcessor:
             )
         return CheckedPrompt(token_ids, params, min(params.max_tokens, room))
 
+    def check_pooled(self, token_ids: list[int]) -> None:
+        """Raise `InvalidRequest` unless vocabulary, context and cache allow a prompt after which nothing comes."""
+        self._check_token_ids(token_ids, "prompt")
+        self._room(len(token_ids), 0)
+
     def new_sequences(
         self,
         prompt: CheckedPrompt,
@@ -253,7 +258,7 @@ class InputOutputProcessor:
         With `keep_last`, at most that many: the special tokens before the text, and the text's end.
         """
         if keep_last is None or keep_last > self.longest_prompt():
-            self._check_length(text)
+            self.check_length(text)
         else:
             text = text[-(keep_last * self.tokenizer.longest_token + _RESYNC_CHARACTERS) :]
         try:
@@ -334,7 +339,7 @@ class InputOutputProcessor:
         """The results of completed sequences, by request id."""
         return {state.request_id: state.result() for state in completed}
 
-    def _check_length(self, text: str) -> None:
+    def check_length(self, text: str) -> None:
         """Raise if no tokenisation of `text` could fit: tokenising megabytes takes seconds and 200 bytes a token."""
         if len(text) > min(self._context, self._cache):
             self._room(-(-len(text) // self.tokenizer.longest_token), 0, "at least ")

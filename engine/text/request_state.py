@@ -67,7 +67,7 @@ class RequestState:
     __slots__ = (
         "_counts", "_detokenizer", "_include_stop", "_special_ids", "_texts", "arrival_time", "error", "finish_reason",
         "first_token_time", "last_time", "logprobs", "num_cached_tokens", "num_prompt_tokens", "prompt_logprobs",
-        "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids",
+        "queue_time", "request_id", "stop_reason", "stopped_early", "token_ids", "vector",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +96,8 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.vector: bytes | None = None
+        """Of a pooled prompt: little-endian float32."""
         self.error: str | None = None
         self.stopped_early = False
         """A stop string ended the sequence before the core did: the caller of `push` must abort it in the core."""
@@ -109,6 +111,7 @@ class RequestState:
         """Add the output of one step. Must not be called again after a delta that is `finished`."""
         token_ids, logprobs = output.output_tokens, output.logprobs
         self._record_times(output)
+        self.vector = output.vector
         detokenizer = self._detokenizer
         shown = token_ids[:-1] if output.finished and self._hides_last_token(output) else token_ids
         text = detokenizer.push(shown, output.finished)

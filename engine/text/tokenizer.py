@@ -201,6 +201,28 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_for_pooling(
+        self, text: str, pair: str | None = None, *, add_special_tokens: bool = True, longest: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of a text, or of two texts as one prompt; and the index at which the type of tokens changes, if
+        it does: models with types of tokens tell the two texts apart by it.
+
+        With `longest`, at most that many: the end of the last text is left out, and no special token. Other threads
+        run meanwhile. Raises `ValueError` on a lone surrogate.
+        """
+        for each in (text, pair or ""):
+            check_encodable(each)
+        given: Any = text if pair is None else (text, pair)
+        [encoding] = self._backend.encode_batch_fast([given], add_special_tokens=add_special_tokens)
+        ids, types = encoding.ids, encoding.type_ids
+        if longest is not None and len(ids) > longest:
+            last = 0 if pair is None else 1
+            own = [index for index, number in enumerate(encoding.sequence_ids) if number == last]
+            cut = set(own[max(0, len(own) - (len(ids) - longest)) :])
+            ids = [token_id for index, token_id in enumerate(ids) if index not in cut]
+            types = [kind for index, kind in enumerate(types) if index not in cut]
+        return ids, types.index(1) if 1 in types else None
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Ids that are no token have no text; incomplete characters become U+FFFD."""
         return self.stream(skip_special_tokens).step(token_ids, final=True)

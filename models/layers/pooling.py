@@ -16,7 +16,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
         "sigmoid": torch.sigmoid,
     }
 )
-"""By the names of `models.config.pooling.ACTIVATIONS`."""
+"""By the names of `models.architectures.pooling.ACTIVATIONS`."""
 
 
 class VectorLayer(NamedTuple):

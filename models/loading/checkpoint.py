@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
+from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
-from models.config.pooling import PoolingConfig
 from models.errors import CheckpointError, first_line
 from models.quantization.methods import parse_quantization
 

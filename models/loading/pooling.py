@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.config.pooling import HeadLayer, PoolingConfig
+from models.architectures.pooling import HeadLayer, PoolingConfig
 from models.errors import CheckpointError
 from models.layers.pooling import PoolingHead, VectorLayer
 from models.loading.checkpoint import weight_files
@@ -50,25 +50,34 @@ def _layer(path: Path, layer: HeadLayer) -> VectorLayer:
     return VectorLayer(weight, _find(files, f"{layer.name}.bias"), layer.activation, layer.norm_eps)
 
 
-def _answer_layer(path: Path, no_and_yes: tuple[str, str]) -> VectorLayer:
-    """The layer whose output is the logit of "yes" less that of "no": the score before its sigmoid."""
+def _answer_layer(path: Path, no_and_yes: tuple[str | int | None, str | int]) -> VectorLayer:
+    """The layer whose output is the score before its function: the logit of "yes" less that of "no"."""
+    files = weight_files(path)
+    no, yes = (None if token is None else _token_row(path, files, _token_id(path, token)) for token in no_and_yes)
+    assert yes is not None
+    return VectorLayer((yes if no is None else yes - no)[None], None)
+
+
+def _token_id(path: Path, token: str | int) -> int:
+    if isinstance(token, int):
+        return token
     file = path / "tokenizer.json"
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        found: int | None = tokenizers.Tokenizer.from_file(str(file)).token_to_id(token)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{file} cannot be read: {error}; download the checkpoint again") from error
-    rows = []
-    files = weight_files(path)
-    for token in no_and_yes:
-        token_id = tokenizer.token_to_id(token)
-        if token_id is None:
-            raise CheckpointError(f"{file} has no token {token!r}, whose logit the score is made of")
-        row = next((row for name in _LANGUAGE_HEADS if (row := _find(files, name, token_id)) is not None), None)
-        if row is None:
-            raise CheckpointError(f"{path} lacks {_LANGUAGE_HEADS[0]}, which its score needs")
-        rows.append(row)
-    no, yes = rows
-    return VectorLayer((yes - no)[None], None)
+    if found is None:
+        raise CheckpointError(f"{file} has no token {token!r}, whose logit the score is made of")
+    return found
+
+
+def _token_row(path: Path, files: Iterable[Path], token_id: int) -> torch.Tensor:
+    """The row of the language-model head that gives a token's logit."""
+    for name in _LANGUAGE_HEADS:
+        row = _find(files, name, token_id)
+        if row is not None:
+            return row
+    raise CheckpointError(f"{path} lacks {_LANGUAGE_HEADS[0]}, which its score needs")
 
 
 def _find(files: Iterable[Path], name: str, row: int | None = None) -> torch.Tensor | None:

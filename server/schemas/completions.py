@@ -11,7 +11,7 @@ from server.schemas.generation import INT31, Logprobs, PromptLogprobs, ResponseF
 Prompt: TypeAlias = str | list[int]
 
 
-def _to_prompts(value: Any) -> list[Prompt]:
+def to_prompts(value: Any) -> list[Prompt]:
     """The list of prompts. A list of integers is one prompt, any other list holds several."""
     if isinstance(value, str):
         return [value]
@@ -38,7 +38,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: Annotated[
         list[Prompt],
-        PlainValidator(_to_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(to_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ] = [""]  # noqa: RUF012
     """One prompt or several, each as text or as token ids; an empty text is the beginning-of-sequence token."""
 

@@ -122,6 +122,11 @@ def _not_zero(value: int) -> int:
     return value
 
 
+TruncatePromptTokens: TypeAlias = Annotated[int, Between(-1, INT31), AfterValidator(_not_zero)]
+Priority: TypeAlias = Annotated[int, Between(-INT31 - 1, INT31)]
+Timeout: TypeAlias = Annotated[float, Between(0, _MAX_TIMEOUT, low_open=True)]
+
+
 class StreamOptions(RequestModel):
     """How a stream is written."""
 
@@ -224,7 +229,7 @@ class SamplingFields(RequestModel):
     prompt_logprobs: Logprobs | None = None
     """Report the log probability of each prompt token and of this many of the most probable alternatives."""
 
-    truncate_prompt_tokens: Annotated[int, Between(-1, INT31), AfterValidator(_not_zero)] | None = None
+    truncate_prompt_tokens: TruncatePromptTokens | None = None
     """Keep only this many of the prompt's last tokens; -1: as many as fit."""
 
     return_token_ids: bool = False
@@ -233,10 +238,10 @@ class SamplingFields(RequestModel):
     return_tokens_as_token_ids: bool = False
     """Spell each token in log probabilities as `token_id:` and its id."""
 
-    priority: Annotated[int, Between(-INT31 - 1, INT31)] = 0
+    priority: Priority = 0
     """Lower is served first, equal ones in order of arrival; beyond -100 and 100 it counts as these."""
 
-    timeout: Annotated[float, Between(0, _MAX_TIMEOUT, low_open=True)] | None = None
+    timeout: Timeout | None = None
     """Seconds that the answer may take, waiting included; a request that is not done by then is ended with a 408."""
 
     cache_salt: str | None = None

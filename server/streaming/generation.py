@@ -86,8 +86,8 @@ class Generation:
 
         Raises `Overloaded` and other `ApiError`s; if the answer is a stream, only before it begins.
         """
-        self._facts = facts_of(http.scope)
         if stream:
+            self._facts = facts_of(http.scope)
             return EventStream(self.events(renderer), self.end)
         await self.complete(renderer.head.id, http)
         if self._renders_in_thread:
@@ -101,6 +101,8 @@ class Generation:
 
         Raises `Overloaded` and other `ApiError`s, and `ClientDisconnect` where the client of `http` leaves.
         """
+        if http is not None:
+            self._facts = facts_of(http.scope)
         results = WholeResult(len(self._states))
         self._begin(id, results)
         try:

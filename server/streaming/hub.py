@@ -153,6 +153,9 @@ class Hub:
         elif state.token_ids:
             self.metrics.first_token(state)
             self.admission.first_output(state.request_id)
+        elif state.vector is not None:
+            self.metrics.pooled(state)
+            self.admission.first_output(state.request_id)
         if delta.finished:
             del self._live[state.request_id]
             self.metrics.finished(state, delta.finish_reason or "error", live.model)

@@ -40,7 +40,7 @@ def test_a_wrong_method_says_which_is_right(http_client: httpx.Client, method: s
     assert allowed in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/completions/", "/v1/embeddings", "/%00", "/v1/models/a/b"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/completions/", "/v1/audio/speech", "/%00", "/v1/models/a/b"])
 def test_an_unknown_path_is_an_error_object(http_client: httpx.Client, path: str) -> None:
     response = http_client.get(path)
     assert response.status_code == 404

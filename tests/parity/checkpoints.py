@@ -85,7 +85,8 @@ def make_checkpoint(
             else:
                 fan_in = 1 if "embed" in name or parameter.dim() == 0 else parameter.shape[-1]
                 parameter.copy_(noise * (1.5 * fan_in**-0.5))
-    model.generation_config.eos_token_id = fields["eos_token_id"]
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = fields["eos_token_id"]
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     _write_tokenizer(directory, fields["vocab_size"])
     return directory

@@ -390,7 +390,7 @@ async def test_a_client_that_leaves_is_logged_as_499(caplog: pytest.LogCaptureFi
 # -- paths ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/moderations"])
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/images/generations", "/v1/moderations"])
 async def test_what_openai_has_and_this_server_has_not_is_a_404_that_says_so(path: str) -> None:
     answer = await client().post(path, json={})
     assert answer.status_code == 404

@@ -11,7 +11,7 @@ from engine.text.checkpoint_settings import GenerationDefaults
 from engine.text.io_processor import InputOutputProcessor
 from server.errors import BadRequest
 from server.ignored import collect
-from server.request_builder import _prefix_salt, sampling_params
+from server.request_builder import prefix_salt, sampling_params
 from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest, FunctionReference, NamedTool
 from server.schemas.completions import CompletionRequest
@@ -310,7 +310,7 @@ def test_min_tokens_above_max_tokens_is_refused() -> None:
 
 
 def test_cache_salts_are_stable_and_apart() -> None:
-    keys = [_prefix_salt(salt, None) for salt in ("a", "b", "a")]
+    keys = [prefix_salt(salt, None) for salt in ("a", "b", "a")]
     assert keys[0] == keys[2] != keys[1]
     assert all(key is not None and 0 <= key < 2**64 for key in keys)
 

@@ -5,12 +5,13 @@ architecture. Both are a body, whose hidden states are pooled, and a head: a few
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from models.architectures.registry import ARCHITECTURES
 from models.config.fields import Fields, read_config
 from models.errors import CheckpointError
 
@@ -66,8 +67,9 @@ class PoolingConfig:
     modes: tuple[Mode, ...]
     """What is taken of a prompt's hidden states; several vectors are concatenated."""
     head: tuple[HeadLayer, ...] = ()
-    label_tokens: tuple[str, str] | None = None
-    """Of a language model that reranks: the tokens of the answers no and yes, whose logits make the score."""
+    label_tokens: tuple[str | int | None, str | int] | None = None
+    """Of a language model that reranks: the tokens of the answers no and yes, or their ids. The score is made of the
+    logit of yes less that of no; without a token of no, of the logit of yes."""
     function: Function = "normalize"
     dimension: int
     """Elements of the vector."""
@@ -107,7 +109,6 @@ def read_pooling(
     path: Path,
     tasks: Collection[str] = (),
     *,
-    has_architecture: Callable[[str], bool] = lambda _name: True,
     matryoshka: str = "auto",
 ) -> PoolingConfig | None:
     """How the checkpoint directory `path` pools prompts for `tasks`; None where it is served to generate alone.
@@ -126,18 +127,24 @@ def read_pooling(
         task: Task = "embed" if wanted[0] == "embed" else "classify"
     elif tasks:
         return None
-    elif name.endswith("ForSequenceClassification") or config.has("classifier_from_token"):
+    elif (
+        name.endswith("ForSequenceClassification")
+        or config.has("classifier_from_token")
+        or any(kind == "LogitScore" for kind, _ in modules)
+    ):
         task = "classify"
     elif modules or _encoder(name) is not None:
         task = "embed"
     else:
         return None
-    body, is_encoder = _body(config, name, has_architecture)
+    body, is_encoder = _body(config, name)
     if is_encoder and "generate" in tasks:
         raise CheckpointError(
             f"task is {','.join(tasks)}, but {name} of {path} is an encoder, which generates nothing"
         )
     if task == "classify":
+        if any(kind == "LogitScore" for kind, _ in modules):
+            return _cross_encoder(path, modules, config, body)
         return _classifier(config, name, body, is_encoder)
     return _embedder(path, config, modules, body, is_encoder, matryoshka)
 
@@ -147,14 +154,14 @@ def _encoder(name: str) -> str | None:
     return next((ENCODERS[name.removesuffix(kind)] for kind in _KINDS if name.removesuffix(kind) in ENCODERS), None)
 
 
-def _body(config: Fields, name: str, has_architecture: Callable[[str], bool]) -> tuple[str, bool]:
+def _body(config: Fields, name: str) -> tuple[str, bool]:
     """The architecture of the body, and whether it is an encoder."""
     encoder = _encoder(name)
     if encoder is not None and not name.endswith("ForCausalLM"):
         return encoder, True
     for kind in _KINDS:
         body = f"{name.removesuffix(kind)}ForCausalLM"
-        if name.endswith(kind) and has_architecture(body):
+        if name.endswith(kind) and body in ARCHITECTURES:
             if config.boolean("use_bidirectional_attention", False) or not config.boolean("is_causal", True):
                 raise CheckpointError(
                     f"{config.where} asks for attention in both directions, with which {name} cannot be served"
@@ -210,6 +217,24 @@ def _classifier(config: Fields, name: str, body: str, is_encoder: bool) -> Pooli
     )
 
 
+def _cross_encoder(path: Path, modules: Sequence[tuple[str, str]], config: Fields, body: str) -> PoolingConfig:
+    """A language model with sentence-transformers' LogitScore."""
+    folder = next(folder for kind, folder in modules if kind == "LogitScore")
+    score = Fields.from_file(path / folder / "config.json")
+    no = score.integer("false_token_id", minimum=0) if score.has("false_token_id") else None
+    settings = _optional(path / "config_sentence_transformers.json")
+    return PoolingConfig(
+        task="classify",
+        body=body,
+        is_encoder=False,
+        modes=("last",),
+        label_tokens=(no, score.integer("true_token_id", minimum=0)),
+        function=_function_named(settings.string("activation_fn", ""), settings.where),
+        dimension=1,
+        labels=_labels(config, 1),
+    )
+
+
 def _num_labels(config: Fields) -> int:
     names = config.section("id2label")
     default = 2 if names is None else len(names.values)
@@ -231,12 +256,16 @@ def _last_function(config: Fields, num_labels: int) -> Function:
         return "sigmoid" if kind == "multi_label_classification" else "softmax"
     own = config.section("sentence_transformers")
     named = "" if own is None else own.string("activation_fn", "")
-    named = named or config.string("sbert_ce_default_activation_function", "")
+    return _function_named(named or config.string("sbert_ce_default_activation_function", ""), config.where)
+
+
+def _function_named(name: str, where: str) -> Function:
+    """That of torch's class with this name; of none, a sigmoid."""
     known: dict[str, Function] = {"": "sigmoid", "Sigmoid": "sigmoid", "Identity": "none"}
-    last = named.rpartition(".")[2]
+    last = name.rpartition(".")[2]
     if last not in known:
         raise CheckpointError(
-            f"{config.where} names {named} as the function of its score; this release has Sigmoid and Identity"
+            f"{where} names {name} as the function of its score; this release has Sigmoid and Identity"
         )
     return known[last]
 
@@ -262,6 +291,10 @@ def _embedder(
             dimension *= len(modes)
         elif kind == "Dense":
             dense = Fields.from_file(path / folder / "config.json")
+            if dense.boolean("use_residual", False):
+                raise dense.invalid("use_residual", "false, or left out")
+            if dense.string("module_input_name", "sentence_embedding") != "sentence_embedding":
+                raise dense.invalid("module_input_name", '"sentence_embedding"')
             head.append(HeadLayer("linear", _activation(dense, "activation_function", "tanh"), folder))
             dimension = dense.integer("out_features")
         elif kind == "Normalize":

@@ -1,0 +1,296 @@
+"""`PoolingProcessor`: from texts and pairs of texts to the sequences whose prompts the core pools.
+
+The counterpart of `InputOutputProcessor`, over which it is built, for embeddings, classes and scores. The server and
+`LLMEngine` use it alike. Rerankers that are language models read a query and a document in a template of their own.
+"""
+
+import re
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from engine.messages import AddRequest, PoolingParams
+from engine.sampling_params import SamplingParams
+from engine.text.io_processor import DoesNotFit, InputOutputProcessor, InvalidRequest, NewSequence
+from engine.text.request_state import RequestState
+from models.architectures.pooling import PoolingConfig
+
+_NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
+"""Of sequences that generate no token."""
+
+_QUERY_ROLE = re.compile(r"""["']query["']""")
+"""In a chat template: it renders a query and a document, as those of rerankers do."""
+
+_RERANKER_PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_RERANKER_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_RERANKER_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""The prompt that Qwen3-Reranker was trained with, which its model card gives."""
+
+_WRITTEN_OUT = "<|im_start|>"
+"""Beginning of a query whose client has applied that prompt itself."""
+
+_QUERY_PROMPTS = ("query",)
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+"""Names of the prompts of sentence-transformers' checkpoints for the two sides of a search."""
+
+_SPARE_CHARACTERS = 4096
+"""Text that is tokenised after the part that surely holds the kept tokens."""
+
+
+class PooledPrompt(NamedTuple):
+    """A prompt that can be pooled."""
+
+    token_ids: list[int]
+    first_text_tokens: int | None = None
+    """See `PoolingParams`."""
+
+
+class PoolingProcessor:
+    """Makes prompts of what one model embeds, classifies or scores. All methods may be called from any thread."""
+
+    def __init__(self, processor: InputOutputProcessor, pooling: PoolingConfig) -> None:
+        self.pooling = pooling
+        self.processor = processor
+        template = processor.chat_template
+        is_language_model = pooling.scores_pairs and not pooling.is_encoder
+        self._has_own_template = (
+            is_language_model and template is not None and _QUERY_ROLE.search(template.source) is not None
+        )
+        self._is_qwen3_reranker = is_language_model and pooling.body == "Qwen3ForCausalLM"
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raise `InvalidRequest` unless the model's vectors may be cut to so many elements."""
+        pooling = self.pooling
+        if dimensions is None or pooling.allows(dimensions):
+            return
+        if pooling.matryoshka is None:
+            limit = f"this model's embeddings have {pooling.dimension} and cannot be cut; leave it out"
+        elif pooling.matryoshka:
+            limit = (
+                f"this model's embeddings may have {', '.join(map(str, pooling.matryoshka))} or {pooling.dimension}"
+            )
+        else:
+            limit = f"this model's embeddings have {pooling.dimension}, and may be cut to 1 or more of them"
+        raise InvalidRequest(f"dimensions is {dimensions}; {limit}", "dimensions")
+
+    def text_of(self, text: str, prompt_name: str | None = None) -> str:
+        """`text` after the checkpoint's prompt of that name, or after its default one. Raises `InvalidRequest`."""
+        prompts, name = self.pooling.prompts, prompt_name or self.pooling.default_prompt
+        if name is not None and name not in prompts:
+            known = ", ".join(prompts) or "none"
+            raise InvalidRequest(
+                f"prompt_name is {name[:60]!r}; the prompts of this model are: {known}", "prompt_name"
+            )
+        text = text if name is None else prompts[name] + text
+        return text.lower() if self.pooling.lower_case else text
+
+    def query_text(self, text: str) -> str:
+        """`text` as the query of a search in embeddings."""
+        return self.text_of(text, self._first_prompt(_QUERY_PROMPTS))
+
+    def document_text(self, text: str) -> str:
+        """`text` as a document that such a search may find."""
+        return self.text_of(text, self._first_prompt(_DOCUMENT_PROMPTS))
+
+    def prompt(
+        self,
+        given: str | list[int],
+        field: str,
+        *,
+        longest: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> PooledPrompt:
+        """The prompt of a text, or of token ids as they are. Raises `InvalidRequest` that names `field`.
+
+        With `longest`, at most so many tokens: the end is left out; -1: as many as fit.
+        """
+        longest = self._longest(longest)
+        try:
+            if not isinstance(given, str):
+                prompt = PooledPrompt(given if longest is None else given[:longest])
+            else:
+                prompt = self._encoded(given, None, longest, add_special_tokens)
+            self.processor.check_pooled(prompt.token_ids)
+        except ValueError as error:
+            raise _about(error, field) from error
+        return prompt
+
+    def pair(
+        self,
+        query: str,
+        document: str,
+        field: str,
+        *,
+        instruction: str | None = None,
+        longest: int | None = None,
+        longest_document: int | None = None,
+    ) -> PooledPrompt:
+        """The prompt whose vector scores how relevant `document` is to `query`. Raises `InvalidRequest`.
+
+        `longest`: as for `prompt`, of the document's end; `longest_document`: most tokens of the document.
+        """
+        longest = self._longest(longest)
+        try:
+            if longest_document is not None:
+                document = self._cut(document, longest_document)
+            prompt = self._pair(query, document, instruction, longest)
+            self.processor.check_pooled(prompt.token_ids)
+        except ValueError as error:
+            raise _about(error, field) from error
+        return prompt
+
+    def search(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        longest: int | None = None,
+        longest_document: int | None = None,
+    ) -> list[PooledPrompt]:
+        """The prompts whose vectors give, by `scores`, the relevance of each document to `query`.
+
+        `longest` and `longest_document`: as for `pair`. Raises `InvalidRequest` that names `query` or `documents[i]`.
+        """
+        if self.pooling.scores_pairs:
+            how: dict[str, Any] = {
+                "instruction": instruction,
+                "longest": longest,
+                "longest_document": longest_document,
+            }
+            return [
+                self.pair(query, document, f"documents[{index}]", **how) for index, document in enumerate(documents)
+            ]
+        prompts = [self.prompt(self.query_text(query), "query", longest=longest)]
+        for index, document in enumerate(documents):
+            field = f"documents[{index}]"
+            if longest_document is not None:
+                try:
+                    document = self._cut(document, longest_document)
+                except ValueError as error:
+                    raise _about(error, field) from error
+            prompts.append(self.prompt(self.document_text(document), field, longest=longest))
+        return prompts
+
+    def scores(self, vectors: Sequence[bytes], firsts: Sequence[int]) -> list[float]:
+        """The score of each pair; `firsts`: the index of its first text, of those that were embedded.
+
+        `vectors` are those of the pairs, or of an embedding model those of all first texts, then of all second ones.
+        """
+        if self.pooling.scores_pairs:
+            return [numbers_of(vector)[0] for vector in vectors]
+        count = max(firsts) + 1
+        embedded = [numbers_of(vector) for vector in vectors[:count]]
+        return [
+            _cosine(embedded[first], numbers_of(second)) for first, second in zip(firsts, vectors[count:], strict=True)
+        ]
+
+    def best_label(self, scores: Sequence[float]) -> str:
+        """The class of the highest score."""
+        return self.pooling.labels[max(range(len(scores)), key=scores.__getitem__)]
+
+    def sequence(
+        self,
+        prompt: PooledPrompt,
+        request_id: int,
+        *,
+        dimensions: int | None = None,
+        activate: bool = True,
+        cache_salt: int | None = None,
+        priority: int = 0,
+        adapter: int = 0,
+        owner: str = "",
+        arrival_time: float | None = None,
+    ) -> NewSequence:
+        """The sequence that pools a prompt; for its options see `PoolingParams` and `AddRequest`."""
+        request = AddRequest(
+            request_id,
+            prompt.token_ids,
+            _NOTHING,
+            cache_salt=cache_salt,
+            priority=priority,
+            adapter=adapter,
+            owner=owner,
+            pooling=PoolingParams(dimensions, activate, prompt.first_text_tokens),
+        )
+        state = RequestState(request_id, prompt.token_ids, _NOTHING, self.processor.tokenizer, arrival_time)
+        return NewSequence(request, state)
+
+    def _first_prompt(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self.pooling.prompts), None)
+
+    def _longest(self, longest: int | None) -> int | None:
+        return self.processor.longest_prompt() if longest == -1 else longest
+
+    def _pair(self, query: str, document: str, instruction: str | None, longest: int | None) -> PooledPrompt:
+        if not (self._has_own_template or self._is_qwen3_reranker) or query.startswith(_WRITTEN_OUT):
+            return self._encoded(query, document, longest, True)
+        self.processor.check_length(query)
+        if longest is None:
+            self.processor.check_length(document)
+            return self._rendered(query, document, instruction)
+        # Only the document is cut: its own tokens and those of the template can differ by a few where they meet.
+        room = longest - len(self._rendered(query, "", instruction).token_ids)
+        while room > 0:
+            prompt = self._rendered(query, self._cut(document, room), instruction)
+            excess = len(prompt.token_ids) - longest
+            if excess <= 0:
+                return prompt
+            room -= excess
+        return self._rendered(query, "", instruction)
+
+    def _rendered(self, query: str, document: str, instruction: str | None) -> PooledPrompt:
+        if self._has_own_template:
+            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            if instruction is not None:
+                messages.insert(0, {"role": "system", "content": instruction})
+            text = self.processor.render_chat(messages)
+        else:
+            asked = f"<Instruct>: {instruction or _RERANKER_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+            text = f"{_RERANKER_PREFIX}{asked}{_RERANKER_SUFFIX}"
+        return PooledPrompt(*self.processor.tokenizer.encode_for_pooling(text, add_special_tokens=False))
+
+    def _encoded(self, text: str, pair: str | None, longest: int | None, add_special_tokens: bool) -> PooledPrompt:
+        tokenizer = self.processor.tokenizer
+        last = text if pair is None else pair
+        if longest is None:
+            self.processor.check_length(last)
+        else:
+            last = last[: longest * tokenizer.longest_token + _SPARE_CHARACTERS]
+        if pair is None:
+            text = last
+        else:
+            self.processor.check_length(text)
+            pair = last
+        return PooledPrompt(
+            *tokenizer.encode_for_pooling(text, pair, add_special_tokens=add_special_tokens, longest=longest)
+        )
+
+    def _cut(self, text: str, longest: int) -> str:
+        tokenizer = self.processor.tokenizer
+        text = text[: longest * tokenizer.longest_token + _SPARE_CHARACTERS]
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        return text if len(token_ids) <= longest else tokenizer.decode(token_ids[:longest], skip_special_tokens=False)
+
+
+def numbers_of(vector: bytes) -> list[float]:
+    """The elements of a vector as the core sends it."""
+    numbers: list[float] = array("f", vector).tolist()
+    return numbers
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    product = sum(x * y for x, y in zip(a, b, strict=True))
+    lengths = sum(x * x for x in a) * sum(y * y for y in b)
+    return product / lengths**0.5 if lengths else 0.0
+
+
+def _about(error: ValueError, field: str) -> InvalidRequest:
+    """`error` as one about a field of the request."""
+    kind = DoesNotFit if isinstance(error, DoesNotFit) else InvalidRequest
+    if isinstance(error, InvalidRequest) and error.param not in ("prompt", "messages"):
+        return error
+    return kind(f"{field} is not accepted: its {error}", field)

@@ -1,0 +1,339 @@
+"""Embeddings, classes and scores: `/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`.
+
+Each input, and each pair of texts, is a sequence whose prompt the engine pools to a vector. The sequences of a request
+are admitted together and run in the same steps as all others. A reranker scores pairs; of an embedding model the
+score of a pair is the cosine of the two texts' vectors.
+"""
+
+import base64
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from engine.text.pooling import PooledPrompt, PoolingProcessor, numbers_of
+from engine.text.request_state import RequestState
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.errors import BadRequest
+from server.frontend import Frontend
+from server.limits.keys import Owner
+from server.request_builder import MAX_SEQUENCES, accept, prefix_salt
+from server.schemas.body import json_response
+from server.schemas.completions import Prompt
+from server.schemas.generation import Usage
+from server.schemas.pooling import (
+    ApiVersion,
+    BilledUnits,
+    Classification,
+    ClassifyAnswer,
+    ClassifyRequest,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    PooledData,
+    PoolingAnswer,
+    PoolingFields,
+    PoolingRequest,
+    PoolingUsage,
+    RankedDocument,
+    RerankAnswer,
+    RerankMeta,
+    RerankRequest,
+    RerankResult,
+    Score,
+    ScoreAnswer,
+    ScoreRequest,
+    TextDocument,
+    VectorFields,
+)
+from server.streaming.generation import Generation
+
+endpoints = ENDPOINTS.register("pooling")(EndpointFamily())
+
+_LONG_CHARACTERS = 4096
+"""Longer texts are tokenised in a thread, so that other streams go on meanwhile."""
+_MANY_NUMBERS = 8192
+"""Longer answers are written in a thread."""
+
+Result = TypeVar("Result")
+
+
+class _Call:
+    """One request, from its accepted body to the vectors of its prompts."""
+
+    def __init__(
+        self, http: Request, request: PoolingFields, frontend: Frontend, owner: Owner, processor: PoolingProcessor
+    ) -> None:
+        self._http, self._request, self._frontend, self._owner = http, request, frontend, owner
+        self.processor = processor
+        self.id = uuid.uuid4().hex
+        self._arrival_time = time.monotonic()
+        self._generation: Generation | None = None
+
+    async def tokenize(self, texts: Iterable[Prompt], work: Callable[[], list[PooledPrompt]]) -> list[PooledPrompt]:
+        """Do `work`, which tokenises `texts`; in a thread if they are long."""
+        if sum(len(text) for text in texts if isinstance(text, str)) > _LONG_CHARACTERS:
+            return await self._frontend.jobs.of(self._owner).text(work)
+        return work()
+
+    def prepare(
+        self, prompts: Sequence[PooledPrompt], *, dimensions: int | None = None, activate: bool = True
+    ) -> None:
+        """Make the sequences of the prompts, which `run` runs."""
+        request, frontend, owner = self._request, self._frontend, self._owner
+        if len(prompts) > MAX_SEQUENCES:
+            raise BadRequest(f"the request has {len(prompts)} prompts; it may have at most {MAX_SEQUENCES}")
+        salt = prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key)
+        sequences = [
+            self.processor.sequence(
+                prompt,
+                request_id,
+                dimensions=dimensions,
+                activate=activate,
+                cache_salt=salt,
+                priority=request.priority,
+                adapter=frontend.adapter_of(request.model),
+                owner=owner.party,
+                arrival_time=self._arrival_time,
+            )
+            for prompt, request_id in zip(prompts, frontend.hub.new_ids(len(prompts)), strict=True)
+        ]
+        self._generation = Generation(
+            frontend.hub, frontend.config, sequences, 1, owner=owner, timeout=request.timeout
+        )
+
+    async def answer(self, write: Callable[[Sequence[bytes], PoolingUsage], msgspec.Struct]) -> Response:
+        """Run the sequences, and answer with what `write` makes of their vectors; in a thread if these are long."""
+        generation = self._generation
+        assert generation is not None
+        vectors = [_vector(state) for state in await generation.complete(self.id, self._http)]
+        usage = _usage(generation.usage)
+
+        def encode() -> bytes:
+            return msgspec.json.encode(write(vectors, usage))
+
+        if sum(map(len, vectors)) // 4 > _MANY_NUMBERS:
+            return json_response(await self._frontend.jobs.of(self._owner).text(encode))
+        return json_response(encode())
+
+
+def _vector(state: RequestState) -> bytes:
+    assert state.vector is not None, "a pooled sequence that did not fail has a vector"
+    return state.vector
+
+
+def _usage(usage: Usage) -> PoolingUsage:
+    return PoolingUsage(usage.prompt_tokens, usage.prompt_tokens)
+
+
+def _written(vector: bytes, encoding_format: str) -> list[float] | str:
+    return base64.b64encode(vector).decode() if encoding_format == "base64" else numbers_of(vector)
+
+
+# -- single texts -----------------------------------------------------------------------------------------------
+
+
+async def _prompts_of(call: _Call, request: VectorFields | ClassifyRequest) -> list[PooledPrompt]:
+    processor = call.processor
+    prompt_name = request.prompt_name if isinstance(request, VectorFields) else None
+    is_one = len(request.input) == 1
+
+    def tokenize() -> list[PooledPrompt]:
+        return [
+            processor.prompt(
+                processor.text_of(given, prompt_name) if isinstance(given, str) else given,
+                "input" if is_one else f"input[{index}]",
+                longest=request.truncate_prompt_tokens,
+                add_special_tokens=request.add_special_tokens,
+            )
+            for index, given in enumerate(request.input)
+        ]
+
+    return await call.tokenize(request.input, tokenize)
+
+
+@endpoints.post(
+    "/v1/embeddings",
+    EmbeddingList,
+    request=EmbeddingRequest,
+    example={"input": ["The capital of France", "Paris"], "encoding_format": "float"},
+)
+async def embeddings(http: Request) -> Response:
+    """Vectors of texts, for an embedding model."""
+    async with accept(http, EmbeddingRequest) as (request, frontend, owner):
+        call = _Call(http, request, frontend, owner, frontend.pooling_for("embed"))
+        call.processor.check_dimensions(request.dimensions)
+        frontend.admission.precheck(owner.party, len(request.input))
+        prompts = await _prompts_of(call, request)
+        call.prepare(prompts, dimensions=request.dimensions, activate=request.normalize)
+
+    def write(vectors: Sequence[bytes], usage: PoolingUsage) -> EmbeddingList:
+        data = [Embedding(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors)]
+        return EmbeddingList(data=data, model=request.model, usage=usage)
+
+    return await call.answer(write)
+
+
+@endpoints.post("/pooling", PoolingAnswer, request=PoolingRequest, example={"input": "The capital of France"})
+async def pool(http: Request) -> Response:
+    """The model's vectors of texts, whatever they mean: embeddings, or scores of classes."""
+    async with accept(http, PoolingRequest) as (request, frontend, owner):
+        call = _Call(http, request, frontend, owner, frontend.pooling_for("embed", "classify"))
+        call.processor.check_dimensions(request.dimensions)
+        frontend.admission.precheck(owner.party, len(request.input))
+        prompts = await _prompts_of(call, request)
+        call.prepare(prompts, dimensions=request.dimensions, activate=request.use_activation)
+
+    def write(vectors: Sequence[bytes], usage: PoolingUsage) -> PoolingAnswer:
+        data = [PooledData(index, _written(vector, request.encoding_format)) for index, vector in enumerate(vectors)]
+        return PoolingAnswer(
+            id=f"pool-{call.id}", created=int(time.time()), model=request.model, data=data, usage=usage
+        )
+
+    return await call.answer(write)
+
+
+@endpoints.post("/classify", ClassifyAnswer, request=ClassifyRequest, example={"input": "A fine day"})
+async def classify(http: Request) -> Response:
+    """The most probable class of each text, for a classifier."""
+    async with accept(http, ClassifyRequest) as (request, frontend, owner):
+        call = _Call(http, request, frontend, owner, frontend.pooling_for("classify"))
+        frontend.admission.precheck(owner.party, len(request.input))
+        prompts = await _prompts_of(call, request)
+        call.prepare(prompts, activate=request.use_activation)
+
+    def write(vectors: Sequence[bytes], usage: PoolingUsage) -> ClassifyAnswer:
+        data = []
+        for index, vector in enumerate(vectors):
+            scores = numbers_of(vector)
+            data.append(Classification(index, call.processor.best_label(scores), scores, len(scores)))
+        return ClassifyAnswer(
+            id=f"classify-{call.id}", created=int(time.time()), model=request.model, data=data, usage=usage
+        )
+
+    return await call.answer(write)
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------
+
+
+def _check_scores(processor: PoolingProcessor) -> None:
+    pooling = processor.pooling
+    if pooling.task == "classify" and not pooling.scores_pairs:
+        raise BadRequest(
+            f"the model of this server has {pooling.dimension} classes, and no single score; use /classify",
+            param="model",
+        )
+
+
+@endpoints.post(
+    "/v1/score", ScoreAnswer, request=ScoreRequest, example={"text_1": "The capital of France", "text_2": ["Paris"]}
+)
+@endpoints.post(
+    "/score", ScoreAnswer, request=ScoreRequest, example={"text_1": "The capital of France", "text_2": ["Paris"]}
+)
+async def score(http: Request) -> Response:
+    """How relevant texts are to another, for a reranker or an embedding model."""
+    async with accept(http, ScoreRequest) as (request, frontend, owner):
+        call = _Call(http, request, frontend, owner, frontend.pooling_for("classify", "embed"))
+        processor = call.processor
+        _check_scores(processor)
+        queries, documents = request.text_1, request.text_2
+        if len(queries) not in (1, len(documents)):
+            raise BadRequest(
+                f"text_1 holds {len(queries)} texts and text_2 {len(documents)}; it must hold 1, or as many",
+                param="text_1",
+            )
+        frontend.admission.precheck(owner.party, len(documents))
+        firsts = [index % len(queries) for index in range(len(documents))]
+        longest = request.truncate_prompt_tokens
+
+        def tokenize() -> list[PooledPrompt]:
+            if processor.pooling.scores_pairs:
+                return [
+                    processor.pair(
+                        queries[first],
+                        document,
+                        _item("text_2", index, len(documents)),
+                        instruction=request.instruction,
+                        longest=longest,
+                    )
+                    for index, (first, document) in enumerate(zip(firsts, documents, strict=True))
+                ]
+            named = [
+                (_item(field, index, len(texts)), text)
+                for field, texts in (("text_1", queries), ("text_2", documents))
+                for index, text in enumerate(texts)
+            ]
+            return [processor.prompt(processor.text_of(text), field, longest=longest) for field, text in named]
+
+        call.prepare(await call.tokenize((*queries, *documents), tokenize), activate=request.use_activation)
+
+    def write(vectors: Sequence[bytes], usage: PoolingUsage) -> ScoreAnswer:
+        data = [Score(index, each) for index, each in enumerate(processor.scores(vectors, firsts))]
+        return ScoreAnswer(
+            id=f"score-{call.id}", created=int(time.time()), model=request.model, data=data, usage=usage
+        )
+
+    return await call.answer(write)
+
+
+def _item(field: str, index: int, count: int) -> str:
+    return field if count == 1 else f"{field}[{index}]"
+
+
+_RERANK_EXAMPLE = {"query": "The capital of France", "documents": ["Paris", "London"], "top_n": 1}
+
+
+@endpoints.post("/v1/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
+async def rerank(http: Request) -> Response:
+    """Documents in the order of their relevance to a query, for a reranker or an embedding model."""
+    return await _rerank(http, returns_documents=True, version="1")
+
+
+@endpoints.post("/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
+async def rerank_as_jina(http: Request) -> Response:
+    """The same, at Jina's path."""
+    return await _rerank(http, returns_documents=True, version="1")
+
+
+@endpoints.post("/v2/rerank", RerankAnswer, request=RerankRequest, example=_RERANK_EXAMPLE)
+async def rerank_as_cohere(http: Request) -> Response:
+    """The same, at Cohere's path."""
+    return await _rerank(http, returns_documents=False, version="2")
+
+
+async def _rerank(http: Request, *, returns_documents: bool, version: str) -> Response:
+    async with accept(http, RerankRequest) as (request, frontend, owner):
+        call = _Call(http, request, frontend, owner, frontend.pooling_for("classify", "embed"))
+        processor = call.processor
+        _check_scores(processor)
+        documents = [each.text if isinstance(each, TextDocument) else each for each in request.documents]
+        frontend.admission.precheck(owner.party, len(documents))
+
+        def tokenize() -> list[PooledPrompt]:
+            return processor.search(
+                request.query,
+                documents,
+                instruction=request.instruction,
+                longest=request.truncate_prompt_tokens,
+                longest_document=request.max_tokens_per_doc,
+            )
+
+        call.prepare(await call.tokenize((request.query, *documents), tokenize), activate=request.use_activation)
+    shows_documents = returns_documents if request.return_documents is None else request.return_documents
+
+    def write(vectors: Sequence[bytes], usage: PoolingUsage) -> RerankAnswer:
+        scores = processor.scores(vectors, [0] * len(documents))
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: request.top_n]
+        results = [
+            RerankResult(index, scores[index], RankedDocument(documents[index]) if shows_documents else None)
+            for index in order
+        ]
+        meta = RerankMeta(ApiVersion(version), BilledUnits(1, usage.prompt_tokens))
+        return RerankAnswer(id=f"rerank-{call.id}", model=request.model, usage=usage, results=results, meta=meta)
+
+    return await call.answer(write)

@@ -1,0 +1,76 @@
+"""Small random checkpoints of embedding models, classifiers and rerankers, as sentence-transformers lays them out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.checkpoints import Family, edit_json, make_checkpoint
+
+_MODULE = "sentence_transformers.models"
+
+
+def add_modules(
+    directory: Path,
+    *pooling_modes: str,
+    normalize: bool = True,
+    dense: tuple[int, int] | None = None,
+    prompts: dict[str, str] | None = None,
+) -> Path:
+    """Write sentence-transformers' modules next to a checkpoint: pooling by `pooling_modes` (`lasttoken`,
+    `mean_tokens`, …), perhaps a layer of `dense` (in, out) features, and normalisation."""
+    kinds = ["Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]
+    modules = [{"idx": 0, "name": "0", "path": "", "type": f"{_MODULE}.Transformer"}]
+    for index, kind in enumerate(kinds, 1):
+        path = f"{index}_{kind}"
+        modules.append({"idx": index, "name": str(index), "path": path, "type": f"{_MODULE}.{kind}"})
+        (directory / path).mkdir(exist_ok=True)
+    (directory / "modules.json").write_text(json.dumps(modules))
+    size = json.loads((directory / "config.json").read_text())["hidden_size"]
+    modes = {f"pooling_mode_{mode}": True for mode in pooling_modes}
+    modes.setdefault("pooling_mode_mean_tokens", False)
+    (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": size, **modes}))
+    if dense:
+        _add_dense(directory / "2_Dense", *dense)
+    if prompts is not None:
+        settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+        (directory / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return directory
+
+
+def _add_dense(folder: Path, in_features: int, out_features: int) -> None:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(in_features)
+    weight = torch.randn(out_features, in_features, generator=generator) * in_features**-0.5
+    bias = torch.randn(out_features, generator=generator)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "model.safetensors")
+    settings = {
+        "in_features": in_features,
+        "out_features": out_features,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def qwen3_embedding(directory: Path, **overrides: Any) -> Path:
+    """As Qwen3-Embedding: a language model whose last token is pooled and normalised, with prompts."""
+    make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
+    return add_modules(directory, "lasttoken", prompts={"query": "Find what answers: ", "document": ""})
+
+
+def qwen3_classifier(directory: Path, num_labels: int = 1, **overrides: Any) -> Path:
+    """As the conversion of Qwen3-Reranker to a classifier, or as any classifier over a language model."""
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    family = Family(Qwen3Config, Qwen3ForSequenceClassification)
+    return make_checkpoint(directory, family, num_labels=num_labels, **overrides)
+
+
+def qwen3_reranker(directory: Path, **overrides: Any) -> Path:
+    """As Qwen3-Reranker: a language model whose answers no and yes, here the letters n and y, make the score."""
+    make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
+    edit_json(directory / "config.json", classifier_from_token=["n", "y"])
+    return directory
