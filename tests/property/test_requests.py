@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import ApiError, NotReady
+from server.limits.keys import Owner
 from tests.unit.generation_support import FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}
@@ -23,7 +24,7 @@ class Client:
     def __init__(self, front: FrontEnd, n: int, owner: str, timeout: float | None, *, stream: bool) -> None:
         self._left = asyncio.Event()
         self._may_send = asyncio.Event()
-        generation = front.generation(time.monotonic(), n, owner=owner, timeout=timeout)
+        generation = front.generation(time.monotonic(), n, owner=Owner(party=owner), timeout=timeout)
         self.task = asyncio.ensure_future(self._run(generation, n, stream))
         self.received = b""
 
