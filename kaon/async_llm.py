@@ -15,7 +15,7 @@ from engine.text.request_state import RequestDelta, RequestResult
 from kaon.chunks import ChatChunk, chunks
 from kaon.llm import Messages, refusals_as_invalid_requests, validated_chat
 from server.frontend import Frontend
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.routes.chat import ChatRenderer, prepare
 from server.schemas.chat import ChatCompletion
 from server.streaming.generation import Generation

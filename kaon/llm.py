@@ -104,7 +104,7 @@ class LLM(LLMEngine):
 
     async def _prepare(self, bodies: Sequence[dict[str, Any]]) -> "list[tuple[list[NewSequence], ChatRenderer]]":
         """The sequences of each chat, and what writes its answer."""
-        from server.limits.keys import ANYONE
+        from server.limits.owners import ANYONE
         from server.routes.chat import prepare
 
         with refusals_as_invalid_requests():

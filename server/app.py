@@ -34,18 +34,21 @@ def create_app(
     frontend = Frontend(config, core)
     service = ResponsesService(config.server_config, frontend.accounts)
     settings = config.server_config
+    keys = ApiKeys.of(settings) if keys is None else keys
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         starting = asyncio.create_task(frontend.start(on_ready))
+        watching = asyncio.create_task(keys.watch())
         yield
         starting.cancel()
+        watching.cancel()
         frontend.close()
         await service.close()
 
     app = _Application(
         settings,
-        ApiKeys.of(settings) if keys is None else keys,
+        keys,
         title="Kaon",
         version=frontend.version,
         description="An OpenAI-compatible LLM inference server.",
@@ -80,7 +83,8 @@ class _Application(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         settings, metrics = self._settings, Frontend.of(self).metrics
         app: ASGIApp = super().build_middleware_stack()
-        app = OwnerMiddleware(app, self._keys, settings.keyless_paths)
+        scopes = {endpoint.path: endpoint.scope for endpoint in all_endpoints()}
+        app = OwnerMiddleware(app, self._keys, settings.keyless_paths, scopes)
         if settings.allowed_origins:
             app = CORSMiddleware(
                 app,

@@ -13,6 +13,7 @@ usage: kaon serve [MODEL] [flags]   serve a checkpoint directory or hub id; with
        kaon list                    checkpoints in the hub's cache
        kaon rm ID [ID ...]          delete checkpoints from the hub's cache
        kaon doctor [--json]         what models run on here, and what is wrong
+       kaon key create|list|revoke  API keys in a file, with names, scopes, quotas and expiry
        kaon completion SHELL        completion of commands and flags: bash, zsh, fish, tcsh
        kaon --version
 
@@ -90,6 +91,15 @@ def _doctor(arguments: list[str], command: str) -> int:
     return run(arguments)
 
 
+def _key(arguments: list[str], command: str) -> int:
+    from server.key_command import KeyCommandError, run
+
+    try:
+        return run(arguments)
+    except KeyCommandError as error:
+        return _complain(f"kaon key: {error}", _BAD_USAGE if error.is_usage else _FAILED)
+
+
 def _version(arguments: list[str], command: str) -> int:
     from engine.config.release import release
 
@@ -121,6 +131,7 @@ _COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "list": _checkpoints,
     "rm": _checkpoints,
     "doctor": _doctor,
+    "key": _key,
     "completion": _completion,
     "--version": _version,
     "-V": _version,

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Response
 
 from models.registry import Registry
 from server.errors import ErrorBody
+from server.limits.owners import Scope
 from server.schemas.body import RequestModel
 
 SCHEMA_REF = "#/components/schemas/{name}"
@@ -43,6 +44,8 @@ class Endpoint(NamedTuple):
     """A body that works, but for the name of the model."""
     is_probe: bool = False
     """Whether probes or scrapers request it every few seconds."""
+    scope: Scope | None = "inference"
+    """What a key must open to request it; None: any key will do."""
 
 
 class EndpointFamily:
@@ -60,9 +63,10 @@ class EndpointFamily:
         parameters: Sequence[Mapping[str, Any]] = (),
         is_probe: bool = False,
         in_schema: bool = True,
+        scope: Scope | None = "inference",
     ) -> Callable[[Handler], Handler]:
         """An endpoint that answers GET and HEAD. `parameters` describes those of the query, in OpenAPI's form."""
-        self.endpoints.append(Endpoint(path, answer, is_probe=is_probe))
+        self.endpoints.append(Endpoint(path, answer, is_probe=is_probe, scope=scope))
         keywords = _keywords(answer)
         if parameters:
             keywords["openapi_extra"] = {"parameters": list(parameters)}

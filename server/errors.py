@@ -94,6 +94,13 @@ class InvalidApiKey(BadRequest):
     headers = {"WWW-Authenticate": "Bearer"}  # noqa: RUF012
 
 
+class Forbidden(BadRequest):
+    """The request's key does not open this path: 403."""
+
+    status = 403
+    code = "insufficient_scope"
+
+
 class UnsupportedMediaType(BadRequest):
     """The body's media type is not JSON, or it is compressed: 415."""
 

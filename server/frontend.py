@@ -31,7 +31,7 @@ from server.errors import ModelNotFound, NotReady, ShuttingDown, WrongTask
 from server.limits.accounts import Accounts
 from server.limits.admission import Admission
 from server.limits.jobs import NUM_GRAMMAR_CHECKS, Jobs
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.metrics import Metrics
 from server.parsing.answer_format import AnswerFormat
 from server.streaming.hub import Hub

@@ -1,7 +1,10 @@
 """What every request passes before its route: `RequestIdMiddleware` outermost, then `OwnerMiddleware`."""
 
+import json
+import logging
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
+from types import MappingProxyType
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,11 +21,15 @@ from server.access_log import (
     route_path,
     usable_request_id,
 )
-from server.errors import InvalidApiKey, as_response, speaks_anthropic
+from server.errors import ApiError, Forbidden, InvalidApiKey, as_response, speaks_anthropic
 from server.ignored import HEADER as IGNORED_HEADER
 from server.ignored import IgnoredLog, collect, header_value
-from server.limits.keys import ApiKeys, Owner
+from server.limits.keys import ApiKeys
+from server.limits.owners import Owner
+from server.limits.owners import Scope as KeyScope
 from server.metrics import Metrics
+
+_audit_log = logging.getLogger("server.audit")
 
 _ID_HEADER = HEADER.lower().encode()
 _ANTHROPIC_ID_HEADER = ANTHROPIC_HEADER.encode()
@@ -105,28 +112,82 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class OwnerMiddleware:
-    """Sets the `Owner` of each request. With keys, one without a valid key gets a 401, but on `keyless_paths`."""
+    """Sets the `Owner` of each request. With keys, one without a valid key gets a 401, but on `keyless_paths`.
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, keyless_paths: Iterable[str]) -> None:
+    A key whose scopes do not open the path gets a 403. Calls of the scope `admin` are logged with their outcome.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        keyless_paths: Iterable[str],
+        scopes: Mapping[str, KeyScope | None] = MappingProxyType({}),
+    ) -> None:
+        """`scopes`: what a key must open to request a path, by default `inference`; None: any key will do."""
         self._app = app
         self._keys = keys
         self._keyless_paths = frozenset(keyless_paths)
+        self._scopes = scopes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            client = scope.get("client")
-            owner = Owner.of_address(client[0] if client else None)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = route_path(scope)
+        needed = self._scopes.get(path, "inference")
+        client = scope.get("client")
+        owner = Owner.of_address(client[0] if client else None)
+        app = self._app
+        try:
             if self._keys:
-                keys = _sent_keys(scope)
-                keyed = next(filter(None, map(self._keys.owner, keys)), None)
-                if keyed is None and route_path(scope) not in self._keyless_paths:
-                    refusal = _refusal(keys)
-                    facts_of(scope).error = str(refusal)
-                    await as_response(refusal, scope)(scope, receive, send)
-                    return
-                owner = keyed or owner
-            scope.setdefault("state", {})["owner"] = owner
-        await self._app(scope, receive, send)
+                owner = await self._keyed_owner(scope, path) or owner
+                if needed is not None and needed not in owner.scopes:
+                    raise _out_of_scope(path, needed, owner)
+        except ApiError as refusal:
+            facts_of(scope).error = str(refusal)
+            app = as_response(refusal, scope)
+        scope.setdefault("state", {})["owner"] = owner
+        if needed == "admin":
+            send = _audited(scope, path, owner, send)
+        await app(scope, receive, send)
+
+    async def _keyed_owner(self, scope: Scope, path: str) -> Owner | None:
+        """The holder of the request's key; None if it has none and needs none. Raises `InvalidApiKey`."""
+        keys = _sent_keys(scope)
+        refusal = _refusal(keys)
+        for key in keys:
+            try:
+                if (owner := await self._keys.authenticate(key)) is not None:
+                    return owner
+            except InvalidApiKey as error:
+                refusal = error
+        if path in self._keyless_paths:
+            return None
+        raise refusal
+
+
+def _out_of_scope(path: str, needed: str, owner: Owner) -> Forbidden:
+    scopes = ", ".join(sorted(owner.scopes)) or "nothing"
+    return Forbidden(f"{path} needs a key of the scope {needed}; this one opens {scopes}")
+
+
+def _audited(scope: Scope, path: str, owner: Owner, send: Send) -> Send:
+    """`send`, which logs who called and with what outcome when the answer begins."""
+
+    async def send_and_log(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            entry = {
+                "audit": f"{scope['method']} {path}",
+                "owner": owner.name,
+                "client": scope["client"][0] if scope.get("client") else None,
+                "status": message["status"],
+                "request_id": scope["state"].get("request_id"),
+            }
+            _audit_log.info("%s", json.dumps(entry))
+        await send(message)
+
+    return send_and_log
 
 
 def _sent_keys(scope: Scope) -> list[bytes]:

@@ -23,7 +23,7 @@ from server.access_log import facts_of
 from server.errors import BadRequest, BodyTooLarge, NotReady, UnsupportedMediaType, refusal
 from server.frontend import Frontend, LoadedModel, owner_of
 from server.limits.jobs import OwnerJobs
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
@@ -385,7 +385,7 @@ def new_sequences(
         prompt,
         frontend.hub.new_ids(num_choices),
         grammar=grammar,
-        cache_salt=prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key),
+        cache_salt=prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.prefix_domain),
         owner=owner.party,
         priority=request.priority,
         adapter=frontend.adapter_of(request.model),
@@ -400,13 +400,14 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def prefix_salt(given: str | None, key: str | None) -> int | None:
-    """A 64-bit start for the chain of prefix hashes, made of the request's salt and the owner's key; None without any.
+def prefix_salt(given: str | None, domain: str | None) -> int | None:
+    """A 64-bit start for the chain of prefix hashes, made of the request's salt and `Owner.prefix_domain`; None
+    without any.
 
     Requests of different salts never share blocks, so that neither usage nor timing shows what others sent.
     """
-    if given is None and key is None:
+    if given is None and domain is None:
         return None
-    # A key's digest has a fixed length: no two pairs make the same text.
-    text = given if key is None else f"{key}\0{'' if given is None else '+' + given}"
+    # A domain holds no NUL: no two pairs make the same text.
+    text = given if domain is None else f"{domain}\0{'' if given is None else '+' + given}"
     return int.from_bytes(hashlib.blake2b((text or "").encode(), digest_size=8).digest())

@@ -239,7 +239,20 @@ class ServerConfig(Section):
     Set them by the environment or `api_key_file`: other users of the machine can see a command line."""
 
     api_key_file: Annotated[str, Field(min_length=1)] | None = None
-    """File with further API keys, one a line; empty lines and comments after # are ignored."""
+    """File with further API keys: one that `kaon key` writes, or one key a line, where empty lines and comments (#)
+    are ignored. It is read again when it changes."""
+
+    jwt_issuer: Annotated[str, Field(min_length=1)] | None = None
+    """Accept JSON Web Tokens of this issuer (`iss`) in place of keys; needs `kaon[jwt]`."""
+
+    jwt_audience: Annotated[str, Field(min_length=1)] | None = None
+    """Audience (`aud`) that these tokens must have."""
+
+    jwt_jwks_url: Annotated[str, Field(min_length=1)] | None = None
+    """URL (https) of the issuer's public keys (JWKS), which are fetched when needed."""
+
+    jwt_jwks_file: Annotated[str, Field(min_length=1)] | None = None
+    """File of the issuer's public keys, in place of a URL."""
 
     insecure_no_auth: bool = False
     """Allow a `host` beyond loopback without API keys: everybody who reaches the port can use the model."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from server.errors import Overloaded
 from server.limits.accounts import Accounts, has_room
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 
 Result = TypeVar("Result")
 

@@ -1,101 +1,132 @@
-"""`ApiKeys`: the accepted API keys, kept as digests. `Owner`: the party that a request is accounted to."""
+"""`ApiKeys`: the accepted API keys, kept as digests, and the `Owner` of each.
 
+Keys come from flags, from a file with one key a line, or from a file that `kaon key` writes
+(`server.limits.key_file`). A changed file is read again; tokens of an identity provider go to `server.limits.tokens`.
+"""
+
+import asyncio
 import hashlib
 import hmac
-import ipaddress
-from collections.abc import Iterable
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from engine.config.config import ServerConfig
 from engine.config.paths import why_unreadable
+from server.errors import InvalidApiKey
+from server.limits.key_file import KeyFile
+from server.limits.owners import AcceptedKey, Owner, digest_of
+from server.limits.tokens import TokenVerifier
 
+_log = logging.getLogger(__name__)
 
-class Owner(NamedTuple):
-    """The party that a request is accounted to: the holder of an API key or, where none is needed, an address."""
-
-    party: str = "local"
-    """Among whom limits and the engine's time are shared: the digest of the key, or the client's address."""
-    key: str | None = None
-    """Digest of the key, which separates stored responses and cached prefixes; None where no key is needed."""
-    weight: float = 1.0
-    """Its share of the engine's time and of other work, where owners compete."""
-
-    @property
-    def name(self) -> str:
-        """For logs and metrics."""
-        return self.party[:12] if self.key is not None else self.party
-
-    @classmethod
-    def of_key(cls, digest: str) -> Self:
-        """The holder of the key with this digest."""
-        return cls(digest, digest)
-
-    @classmethod
-    def of_address(cls, host: str | None) -> Self:
-        """A client without a key. IPv6 addresses of one /64 network are one party: a host may use them all."""
-        if host is None:
-            return cls()
-        try:
-            address = ipaddress.ip_address(host.partition("%")[0])
-        except ValueError:
-            return cls(host)
-        if isinstance(address, ipaddress.IPv6Address):
-            if address.ipv4_mapped is None:
-                return cls(str(ipaddress.ip_network((address, 64), strict=False)))
-            address = address.ipv4_mapped
-        return cls(str(address))
-
-
-ANYONE = Owner()
+_RELOAD_SECONDS = 1.0
+"""Between looks at the key file's time of change."""
 
 
 class ApiKeys:
-    """Digests of the accepted keys. Without any key, the server accepts every request."""
+    """The accepted keys by digest. Without any source of keys, the server accepts every request.
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        """Raises `ValueError`, without showing the key, for one that cannot be sent in a header."""
-        self._digests = [_digest(_checked(key).encode()) for key in keys]
+    Looking up a digest in a dict takes a time that may depend on the digest, and on nothing else: it tells how a
+    SHA-256 begins, from which no key can be computed. The digest found is compared in constant time. One SHA-256
+    without salt suffices, because keys are random: `kaon key` makes them of 256 bits, which no dictionary holds.
+    """
+
+    def __init__(
+        self, keys: Iterable[str] = (), file: Path | None = None, tokens: TokenVerifier | None = None
+    ) -> None:
+        """Raises `ValueError`, without showing the key, for one that cannot be sent in a header, or a broken file."""
+        self._given = _plain(keys)
+        self._file = file
+        self._tokens = tokens
+        self._stamp = None if file is None else _stamp(file)
+        self._filed: Mapping[str, AcceptedKey] = {} if file is None else _read_keys(file)
 
     @classmethod
     def of(cls, config: ServerConfig) -> Self:
-        """The keys of `api_key` and `api_key_file`. Raises `ValueError` with a sentence for the user."""
-        keys = [key.get_secret_value() for key in config.api_key]
-        if config.api_key_file is not None:
-            keys += _read_keys(Path(config.api_key_file))
-        return cls(keys)
+        """The keys that `config` names. Raises `ValueError` with a sentence for the user."""
+        file = None if config.api_key_file is None else Path(config.api_key_file)
+        return cls((key.get_secret_value() for key in config.api_key), file, TokenVerifier.of(config))
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        """Whether requests need a key. A file whose last key was revoked opens nothing."""
+        return bool(self._given) or self._file is not None or self._tokens is not None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the keys in the file, in its order."""
+        return [each.owner.key_name for each in self._filed.values() if each.owner.key_name is not None]
 
     def owner(self, key: bytes) -> Owner | None:
-        """The holder of `key`; None if the key is not accepted.
+        """The holder of `key`; None if the key is not accepted. Raises `InvalidApiKey` for one that has expired."""
+        digest = hashlib.sha256(key).hexdigest()
+        accepted = self._given.get(digest) or self._filed.get(digest)
+        if accepted is None or not hmac.compare_digest(accepted.owner.party, digest):
+            return None
+        if accepted.expires is not None and accepted.expires <= time.time():
+            raise InvalidApiKey("the API key has expired; ask the operator of this server for a new one")
+        return accepted.owner
 
-        Takes equally long for a wrong and a right key.
-        """
-        digest = _digest(key)
-        known = False
-        for each in self._digests:
-            known |= hmac.compare_digest(each, digest)
-        return Owner.of_key(digest.hex()) if known else None
+    async def authenticate(self, key: bytes) -> Owner | None:
+        """The holder of an API key, or the subject of a token; None if it is neither. Raises `InvalidApiKey`."""
+        owner = self.owner(key)
+        if owner is None and self._tokens is not None and key.count(b".") == 2:
+            return await self._tokens.owner(key)
+        return owner
+
+    async def watch(self) -> None:
+        """Read the file again whenever it changes, until cancelled."""
+        while self._file is not None:
+            await asyncio.sleep(_RELOAD_SECONDS)
+            self.reload()
+
+    def reload(self) -> None:
+        """Read the file again if it has changed. One that is broken or gone leaves the keys as they are."""
+        if self._file is None or (stamp := _stamp(self._file)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._filed = _read_keys(self._file)
+        except ValueError as error:
+            _log.warning("%s; the keys that were read before stay in force", error)
+        else:
+            _log.info("api_key_file was read again; it holds %d keys", len(self._filed))
 
 
-def _read_keys(file: Path) -> list[str]:
+def _read_keys(file: Path) -> Mapping[str, AcceptedKey]:
+    """The keys of a file by digest: of `kaon key`, which is a JSON object, or one key a line. Raises `ValueError`."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(f"api_key_file is {file}, which cannot be read: {why_unreadable(error)}") from error
-    keys = [key for line in lines if (key := line.partition("#")[0].strip())]
+    if text.lstrip().startswith("{"):
+        try:
+            return KeyFile.parse(text).accepted()
+        except ValueError as error:
+            raise ValueError(f"api_key_file is {file}, which is not a file of kaon key: {error}") from error
+    keys = [key for line in text.splitlines() if (key := line.partition("#")[0].strip())]
     if not keys:
         raise ValueError(f"api_key_file is {file}, which holds no key; write one a line, or leave api_key_file out")
-    return keys
+    return _plain(keys)
+
+
+def _plain(keys: Iterable[str]) -> Mapping[str, AcceptedKey]:
+    return {digest: AcceptedKey(Owner.of_key(digest)) for digest in map(digest_of, map(_checked, keys))}
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Changes whenever the file does; None if there is no file."""
+    try:
+        state = os.stat(file)
+    except OSError:
+        return None
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _checked(key: str) -> str:
     if not key or any(not "!" <= character <= "~" for character in key):
         raise ValueError("an API key is empty, or holds a space or a character beyond ASCII; no client could send it")
     return key
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -15,7 +15,7 @@ from engine.text.io_processor import DoesNotFit
 from server.errors import BadRequest
 from server.frontend import Frontend
 from server.ignored import ignore
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.request_builder import PreparedChat, check_request_limits, prepare_chat
 from server.responses.tools import INPUT, ToolTable
 from server.schemas.body import validate

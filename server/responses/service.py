@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from engine.config.config import ServerConfig
 from server.limits.accounts import Accounts
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.responses.rendering import ResponsesRenderer
 from server.responses.store import EventLog, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.responses import ResponseObject

@@ -20,7 +20,7 @@ import msgspec
 from server.errors import ApiError, BadRequest
 from server.ignored import ignore
 from server.limits.accounts import Accounts, Resource
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.schemas.responses import (
     CompactionItem,
     CustomCallItem,

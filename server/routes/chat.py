@@ -13,7 +13,7 @@ from engine.text.request_state import RequestDelta, RequestState
 from engine.text.tokenizer import Tokenizer
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.frontend import Frontend
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.parsing.parser import (
     AnswerInParts,
     AnswerParser,

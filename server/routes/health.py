@@ -12,28 +12,28 @@ from server.schemas.models import Version
 endpoints = ENDPOINTS.register("health")(EndpointFamily())
 
 
-@endpoints.get("/livez", "text/plain", is_probe=True)
+@endpoints.get("/livez", "text/plain", is_probe=True, scope=None)
 async def live() -> Response:
     """200 while the process answers."""
     return PlainTextResponse("ok\n")
 
 
-@endpoints.get("/ping", "text/plain", is_probe=True)
-@endpoints.get("/health", "text/plain", is_probe=True)
-@endpoints.get("/readyz", "text/plain", is_probe=True)
+@endpoints.get("/ping", "text/plain", is_probe=True, scope=None)
+@endpoints.get("/health", "text/plain", is_probe=True, scope=None)
+@endpoints.get("/readyz", "text/plain", is_probe=True, scope=None)
 async def ready(http: Request) -> Response:
     """200 while requests are served; else 503 with the reason: the engine starts, restarts, or the server ends."""
     Frontend.of(http.app).check_ready()
     return PlainTextResponse("ok\n")
 
 
-@endpoints.get("/metrics", "text/plain", is_probe=True)
+@endpoints.get("/metrics", "text/plain", is_probe=True, scope="metrics")
 async def metrics(http: Request) -> Response:
     """Prometheus metrics."""
     return Response(Frontend.of(http.app).metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-@endpoints.get("/version", Version)
+@endpoints.get("/version", Version, scope=None)
 async def version(http: Request) -> Response:
     """The server's version."""
     return as_json(Version(Frontend.of(http.app).version))

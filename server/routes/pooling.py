@@ -19,7 +19,7 @@ from engine.text.request_state import RequestState
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
 from server.frontend import Frontend
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.request_builder import MAX_SEQUENCES, accept, prefix_salt
 from server.schemas.body import json_response
 from server.schemas.completions import Prompt
@@ -86,7 +86,7 @@ class _Call:
         request, frontend, owner = self._request, self._frontend, self._owner
         if len(prompts) > MAX_SEQUENCES:
             raise BadRequest(f"the request has {len(prompts)} prompts; it may have at most {MAX_SEQUENCES}")
-        salt = prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.key)
+        salt = prefix_salt(request.cache_salt, None if frontend.shares_prefix_cache else owner.prefix_domain)
         sequences = [
             self.processor.sequence(
                 prompt,

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 from server.endpoints import ENDPOINTS, EndpointFamily
 from server.errors import BadRequest
 from server.frontend import Frontend, owner_of
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from server.request_builder import PreparedChat, accept, new_sequences, read_request
 from server.responses.conversion import prepare
 from server.responses.rendering import ResponsesRenderer

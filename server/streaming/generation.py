@@ -20,7 +20,7 @@ from engine.text.io_processor import NewSequence
 from engine.text.request_state import RequestDelta, RequestState
 from server.access_log import RequestFacts, facts_of
 from server.errors import ApiError, BadRequest, EngineError, RequestTimeout, SlowReader
-from server.limits.keys import ANYONE, Owner
+from server.limits.owners import ANYONE, Owner
 from server.schemas.generation import PromptTokensDetails, Usage
 from server.streaming.hub import Consumer, DeltaStream, Hub, WholeResult
 from server.streaming.sse import EventStream, Renderer

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from starlette.requests import ClientDisconnect, Request
 
 from server.errors import ApiError, NotReady
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 from tests.unit.generation_support import FrontEnd, renderer
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "headers": [], "path": "/"}

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from server.limits.accounts import Accounts
-from server.limits.keys import ANYONE, Owner
+from server.limits.owners import ANYONE, Owner
 from server.responses.store import ResponseNotFound, ResponseStore, StoredResponse, StoreFull, Turn
 from server.schemas.responses import InputText, MessageItem
 

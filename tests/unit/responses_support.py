@@ -11,7 +11,7 @@ from engine.config.config import ServerConfig
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.parsing.parser import AnswerParser, Part
 from server.responses.rendering import ResponsesRenderer
 from server.responses.service import ResponsesService

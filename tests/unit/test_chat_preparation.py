@@ -5,7 +5,7 @@ import threading
 
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.request_builder import in_thread
 
 

@@ -13,7 +13,7 @@ from engine.text.io_processor import CheckedPrompt, InputOutputProcessor, Invali
 from engine.text.tokenizer import Tokenizer
 from server.limits.accounts import Accounts
 from server.limits.jobs import Jobs
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.routes.completions import PromptEcho, prepare_prompts
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest

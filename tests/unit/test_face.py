@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,15 +15,18 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.config.config import Config, ServerConfig
 from engine.distributed.logs import BARE
 from server.access_log import AccessLog
 from server.app import create_app
 from server.frontend import owner_of
-from server.limits.keys import ApiKeys, Owner
+from server.limits.key_file import KeyFile
+from server.limits.keys import ApiKeys
+from server.limits.owners import Owner
 from server.metrics import Metrics
-from server.middleware import RequestIdMiddleware
+from server.middleware import OwnerMiddleware, RequestIdMiddleware
 
 KEY = {"Authorization": "Bearer sk-one"}
 
@@ -123,6 +127,60 @@ async def test_each_key_opens_every_path(key: str) -> None:
     async with client(api_key=["sk-one", "sk-two"]) as http:
         for path in ("/v1/models", "/version", "/metrics", "/"):
             assert (await http.get(path, headers=headers)).status_code == 200
+
+
+@pytest.fixture
+def scoped(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """Headers with a key of each scope, and the path of their file under `file`."""
+    file = KeyFile(1, [])
+    keys = {scope: file.create(scope, scopes=[scope]) for scope in ("inference", "metrics", "admin")}
+    file.save(tmp_path / "keys")
+    headers = {scope: {"Authorization": f"Bearer {key}"} for scope, key in keys.items()}
+    return {**headers, "file": {"api_key_file": str(tmp_path / "keys")}}
+
+
+async def test_a_key_opens_what_its_scopes_say_and_a_403_says_what_is_missing(
+    scoped: dict[str, dict[str, str]],
+) -> None:
+    async with client(**scoped["file"]) as http:
+        for scope, path, status in (
+            ("inference", "/v1/models", 200),
+            ("inference", "/metrics", 403),
+            ("inference", "/nowhere", 404),
+            ("metrics", "/metrics", 200),
+            ("metrics", "/v1/models", 403),
+            ("metrics", "/v1/completions", 403),
+            ("metrics", "/version", 200),
+            ("admin", "/v1/models", 403),
+            ("admin", "/livez", 200),
+        ):
+            answer = await http.get(path, headers=scoped[scope])
+            assert (answer.status_code, scope, path) == (status, scope, path)
+            if status == 403:
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "insufficient_scope")
+                assert f"this one opens {scope}" in error["message"]
+
+
+async def test_admin_calls_leave_a_line_each_with_who_what_and_outcome(
+    scoped: dict[str, dict[str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response("ok")(scope, receive, send)
+
+    keys = ApiKeys.of(ServerConfig(**scoped["file"]))  # type: ignore[arg-type]
+    app = OwnerMiddleware(route, keys, (), {"/kaon/secret": "admin"})
+    caplog.set_level(logging.INFO, "server.audit")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kaon") as http:
+        for headers in (scoped["admin"], scoped["metrics"], {}):
+            await http.post("/kaon/secret", headers=headers)
+        await http.get("/v1/models", headers=scoped["inference"])
+    lines = [json.loads(record.getMessage()) for record in caplog.records if record.name == "server.audit"]
+    assert [(line["audit"], line["owner"], line["status"]) for line in lines] == [
+        ("POST /kaon/secret", "admin", 200),
+        ("POST /kaon/secret", "metrics", 403),
+        ("POST /kaon/secret", "127.0.0.1", 401),
+    ]
 
 
 @pytest.mark.parametrize("path", ServerConfig().keyless_paths)

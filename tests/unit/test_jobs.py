@@ -9,7 +9,7 @@ import pytest
 
 from server.limits.accounts import Accounts, has_room
 from server.limits.jobs import FairPool, TooManyJobs
-from server.limits.keys import Owner
+from server.limits.owners import Owner
 
 LIGHT, HEAVY, OTHER = Owner.of_address("10.0.0.1"), Owner.of_address("10.0.0.2"), Owner.of_address("10.0.0.3")
 

@@ -11,7 +11,7 @@ from engine.text.io_processor import InputOutputProcessor, NewSequence
 from engine.text.tokenizer import Tokenizer
 from models.demo import CHECKPOINT_DIR
 from server.frontend import Frontend
-from server.limits.keys import ANYONE, Owner
+from server.limits.owners import ANYONE, Owner
 from server.request_builder import new_sequences
 from server.schemas.body import validate
 from server.schemas.completions import CompletionRequest

@@ -12,7 +12,7 @@ from engine.messages import TokenLogprobs
 from engine.text.request_state import RequestDelta, RequestState
 from server.errors import ApiError, ContextLengthExceeded, EngineError, Overloaded
 from server.ignored import collect
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.parsing.parser import ArgumentsPart, ReasoningPart, TextPart, ToolCallPart
 from server.schemas.responses import ResponseObject
 from tests.unit.responses_support import SEALED, USAGE, ScriptedParser, events_of, renderer_of, types_of

@@ -9,7 +9,7 @@ from openai.types.responses import Response
 from engine.config.config import ServerConfig
 from engine.text.request_state import RequestDelta
 from server.errors import NotReady
-from server.limits.keys import ANYONE
+from server.limits.owners import ANYONE
 from server.responses.service import ResponsesService
 from server.responses.store import EventLog, ResponseNotFound, StoredResponse, StoreFull, Turn
 from server.schemas.responses import InputText, MessageItem

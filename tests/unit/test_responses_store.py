@@ -5,7 +5,7 @@ import pytest
 
 from server.errors import BadRequest
 from server.limits.accounts import Accounts
-from server.limits.keys import ANYONE, Owner
+from server.limits.owners import ANYONE, Owner
 from server.responses.store import (
     PreviousResponseNotFound,
     ResponseNotFound,

@@ -1,0 +1,116 @@
+"""`kaon key create | list | revoke`: manages the file of API keys that `--api-key-file` names."""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from server.limits.key_file import KeyFile, KeyRecord, exclusive
+from server.limits.owners import Scope
+
+_SPAN = re.compile(r"(\d{1,5})([hdw])")
+_UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+_QUOTAS = ("requests_per_minute", "prompt_tokens_per_minute", "output_tokens_per_minute")
+
+
+class KeyCommandError(Exception):
+    """Why a command was not done: a sentence. `is_usage`: whether its arguments are at fault."""
+
+    def __init__(self, message: str, *, is_usage: bool = False) -> None:
+        super().__init__(message)
+        self.is_usage = is_usage
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do one command; the exit code. Raises `KeyCommandError`."""
+    options = _parser().parse_args(arguments)
+    path = Path(options.file)
+    try:
+        with exclusive(path):
+            file = KeyFile.load(path)
+            if options.command == "create":
+                _create(file, path, options)
+            elif options.command == "revoke":
+                file.revoke(options.name)
+                file.save(path)
+                sys.stdout.write(f"{options.name} is revoked; running servers refuse it within seconds\n")
+            else:
+                _list(file)
+    except OSError as error:
+        raise KeyCommandError(f"{path} cannot be used: {error.strerror}") from error
+    except ValueError as error:
+        raise KeyCommandError(f"{path}: {error}") from error
+    return 0
+
+
+def _create(file: KeyFile, path: Path, options: argparse.Namespace) -> None:
+    quotas = {name: getattr(options, name) for name in _QUOTAS}
+    scopes = options.scope and sorted(set(options.scope))
+    key = file.create(
+        options.name, scopes=scopes, group=options.group, weight=options.weight, expires=options.expires, **quotas
+    )
+    file.save(path)
+    sys.stderr.write(f"key {options.name} is in {path}; this is the only time that it is shown:\n")
+    sys.stdout.write(key + "\n")
+
+
+def _list(file: KeyFile) -> None:
+    now = datetime.now(UTC)
+    rows = [("NAME", "SCOPES", "GROUP", "WEIGHT", "REQUESTS/PROMPT/OUTPUT A MINUTE", "EXPIRES", "DIGEST")]
+    rows += [_row(record, now) for record in file.keys]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        sys.stdout.write(line.rstrip() + "\n")
+
+
+def _row(record: KeyRecord, now: datetime) -> tuple[str, str, str, str, str, str, str]:
+    quotas = "/".join(str(getattr(record, name) or "-") for name in _QUOTAS)
+    expires = "never"
+    if record.expires is not None:
+        expires = record.expires.strftime("%Y-%m-%d %H:%M") + (" (expired)" if record.expires <= now else "")
+    scopes = ",".join(record.scopes)
+    return record.name, scopes, record.group or "-", f"{record.weight:g}", quotas, expires, record.digest[:12]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise KeyCommandError(message, is_usage=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kaon key", description="Manage the file of API keys that --api-key-file names.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="create | list | revoke")
+    create = commands.add_parser("create", help="make a key and show it once")
+    show = commands.add_parser("list", help="show the keys without their secrets")
+    revoke = commands.add_parser("revoke", help="remove a key")
+    default = os.environ.get("KAON_API_KEY_FILE")
+    for command in (create, show, revoke):
+        command.add_argument(
+            "--file", default=default, required=default is None, help="the key file (default: KAON_API_KEY_FILE)"
+        )
+    for command in (create, revoke):
+        command.add_argument("name", metavar="NAME", help="the key's name in metrics and logs")
+    create.add_argument(
+        "--scope", action="append", choices=get_args(Scope), help="what it opens; may be repeated (default: inference)"
+    )
+    create.add_argument("--group", help="keys of one group share cached prefixes")
+    create.add_argument("--weight", type=float, help="its share where keys compete (default: 1)")
+    create.add_argument("--expires", type=_moment, help="a date such as 2027-01-31, or a time from now: 12h, 90d, 4w")
+    for name in _QUOTAS:
+        create.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help="most of these, on average")
+    return parser
+
+
+def _moment(text: str) -> datetime:
+    if match := _SPAN.fullmatch(text):
+        return (datetime.now(UTC) + timedelta(**{_UNITS[match[2]]: int(match[1])})).replace(microsecond=0)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a date such as 2027-01-31 nor a span as 90d") from None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)

@@ -1,0 +1,234 @@
+"""`TokenVerifier`: accepts JSON Web Tokens of one OpenID Connect issuer in place of API keys. Needs `kaon[jwt]`.
+
+A token's signature is checked with the issuer's public keys, of which `KeySource` keeps a copy. The subject is the
+owner, and the claim `scope` (or `scp`) says what the token opens.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from engine.config.config import ServerConfig
+from engine.config.paths import why_unreadable
+from server.errors import InvalidApiKey
+from server.limits.owners import ALL_SCOPES, Owner, Scope
+
+if TYPE_CHECKING:
+    from jwt import PyJWK
+
+_log = logging.getLogger(__name__)
+
+ALGORITHMS = (
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
+)  # fmt: skip
+"""Signatures by a private key only. With `none`, or an HS algorithm whose secret would be the public key, anybody
+could sign."""
+
+_LEEWAY_SECONDS = 30
+"""By which clocks may differ."""
+
+_MAX_TOKEN_BYTES = 16 * 2**10
+_MAX_KEYS_BYTES = 2**20
+_SAFE_URLS = ("https://", "http://127.0.0.1:", "http://localhost:", "http://[::1]:")
+_MAX_NAME = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9._@-]")
+"""What of a subject does not go into logs."""
+
+_FRESH_SECONDS = 600.0
+"""After which the issuer's keys are fetched again, with the next token."""
+
+_FETCH_SECONDS = 5.0
+_MIN_PAUSE, _MAX_PAUSE = 10.0, 300.0
+"""Between two fetches; doubled by each that fails. Tokens of unknown keys must not make the server fetch all the
+time."""
+
+
+class KeySource:
+    """The issuer's public keys (JWKS, RFC 7517), by their ids, from a URL or a file."""
+
+    def __init__(self, url: str | None, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Reads a file at once. Raises `ValueError` if it cannot be used."""
+        self._url = url
+        self._clock = clock
+        self._keys: dict[str | None, PyJWK] = {}
+        self._fetched_at: float | None = None
+        self._next_fetch = 0.0
+        self._pause = _MIN_PAUSE
+        self._fetching: asyncio.Task[None] | None = None
+        if file is not None:
+            try:
+                self._keys = _public_keys(file.read_bytes())
+            except (OSError, ValueError) as error:
+                why = why_unreadable(error) if isinstance(error, OSError) else str(error)
+                raise ValueError(f"jwt_jwks_file is {file}, which cannot be used: {why}") from error
+
+    async def key(self, id: str | None) -> "PyJWK | None":
+        """The key of this id; without an id, the only key there is. Fetches keys if they are old or lack this one."""
+        known = self._find(id)
+        if self._url is not None:
+            is_old = self._fetched_at is None or self._clock() - self._fetched_at > _FRESH_SECONDS
+            if known is None or is_old:
+                fetching = self._fetch_unless_too_soon()
+                # An old key is used meanwhile: the issuer's server may be slow, or down.
+                if known is None and fetching is not None:
+                    await asyncio.shield(fetching)
+                    known = self._find(id)
+        return known
+
+    def _find(self, id: str | None) -> "PyJWK | None":
+        if id is None and len(self._keys) == 1:
+            return next(iter(self._keys.values()))
+        return self._keys.get(id)
+
+    def _fetch_unless_too_soon(self) -> "asyncio.Task[None] | None":
+        if self._fetching is None and self._clock() >= self._next_fetch:
+            self._next_fetch = self._clock() + self._pause
+            self._fetching = asyncio.create_task(self._fetch())
+        return self._fetching
+
+    async def _fetch(self) -> None:
+        try:
+            self._keys = _public_keys(await _download(self._url or ""))
+        except Exception as error:  # noqa: BLE001 - the keys that are known stay, and the next fetch may succeed
+            self._pause = min(2 * self._pause, _MAX_PAUSE)
+            _log.warning(
+                "the keys of tokens cannot be fetched from %s (jwt_jwks_url): %s; the %d known ones stay, and it is "
+                "tried again in %g s",
+                self._url,
+                error,
+                len(self._keys),
+                self._pause,
+            )
+        else:
+            self._pause = _MIN_PAUSE
+            self._fetched_at = self._clock()
+        finally:
+            self._next_fetch = self._clock() + self._pause
+            self._fetching = None
+
+
+async def _download(url: str) -> bytes:
+    import httpx
+
+    content = b""
+    async with asyncio.timeout(_FETCH_SECONDS), httpx.AsyncClient() as http, http.stream("GET", url) as answer:
+        answer.raise_for_status()
+        async for part in answer.aiter_bytes():
+            content += part
+            if len(content) > _MAX_KEYS_BYTES:
+                raise ValueError(f"it answers with more than {_MAX_KEYS_BYTES} bytes")
+    return content
+
+
+def _public_keys(content: bytes) -> "dict[str | None, PyJWK]":
+    """The keys of a JWKS that verify signatures, by id. Raises `ValueError` if there is none."""
+    import jwt
+
+    try:
+        given = json.loads(content)["keys"]
+        keys: dict[str | None, PyJWK] = {}
+        for each in given:
+            # Of a kind that this server does not use, such as a shared secret (`oct`), or for encryption.
+            if each.get("kty") in ("RSA", "EC", "OKP") and each.get("use", "sig") == "sig":
+                keys[each.get("kid")] = jwt.PyJWK(each)
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError, jwt.PyJWTError) as error:
+        raise ValueError(f"it is not a JSON Web Key Set: {error}") from error
+    if not keys:
+        raise ValueError("it is a JSON Web Key Set without a public key that verifies signatures")
+    return keys
+
+
+class TokenVerifier:
+    """Checks tokens of one issuer."""
+
+    def __init__(self, issuer: str, audience: str, keys: KeySource) -> None:
+        self._issuer = issuer
+        self._audience = audience
+        self._keys = keys
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self | None:
+        """What `config` names; None if it names no issuer. Raises `ValueError` with a sentence for the user."""
+        if config.jwt_issuer is None:
+            for field in ("jwt_audience", "jwt_jwks_url", "jwt_jwks_file"):
+                if getattr(config, field) is not None:
+                    raise ValueError(f"{field} is set, but jwt_issuer is not; set it too, or leave {field} out")
+            return None
+        if config.jwt_audience is None:
+            raise ValueError("jwt_issuer is set, but jwt_audience is not; set the audience of tokens for this server")
+        if (config.jwt_jwks_url is None) == (config.jwt_jwks_file is None):
+            raise ValueError("jwt_issuer needs the issuer's keys: set one of jwt_jwks_url and jwt_jwks_file")
+        if config.jwt_jwks_url is not None and not config.jwt_jwks_url.startswith(_SAFE_URLS):
+            raise ValueError(
+                f"jwt_jwks_url is {config.jwt_jwks_url}; it must begin with https://, because whoever changes these "
+                "keys on their way can sign tokens"
+            )
+        try:
+            import jwt.algorithms
+
+            has_crypto = jwt.algorithms.has_crypto
+        except ImportError:
+            has_crypto = False
+        if not has_crypto:
+            raise ValueError("jwt_issuer needs a library that is not installed; pip install 'kaon[jwt]'")
+        file = None if config.jwt_jwks_file is None else Path(config.jwt_jwks_file)
+        return cls(config.jwt_issuer, config.jwt_audience, KeySource(config.jwt_jwks_url, file))
+
+    async def owner(self, token: bytes) -> Owner:
+        """The subject of a token. Raises `InvalidApiKey`."""
+        import jwt
+
+        if len(token) > _MAX_TOKEN_BYTES:
+            raise _refused(f"it has {len(token)} bytes; it may have at most {_MAX_TOKEN_BYTES}")
+        try:
+            header = jwt.get_unverified_header(token)
+        except (jwt.PyJWTError, RecursionError) as error:
+            raise _refused("it is not a JSON Web Token") from error
+        algorithm, id = header.get("alg"), header.get("kid")
+        if algorithm not in ALGORITHMS:
+            raise _refused(f"it is signed with {str(algorithm)[:20]!r}; this server takes {', '.join(ALGORITHMS)}")
+        key = await self._keys.key(id)
+        if key is None:
+            raise _refused("its key (kid) is none of the issuer's")
+        if key.algorithm_name != algorithm and not (key.key_type == "RSA" and algorithm[:2] in ("RS", "PS")):
+            raise _refused(f"it is signed with {algorithm}, which its key (kid) is not for")
+        try:
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                key.key,
+                algorithms=[algorithm],
+                audience=self._audience,
+                issuer=self._issuer,
+                leeway=_LEEWAY_SECONDS,
+                options={"require": ["exp", "iss", "aud", "sub"]},
+            )
+        except jwt.PyJWTError as error:
+            raise _refused(str(error)) from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refused("it cannot be read") from error
+        return self._owner(claims)
+
+    def _owner(self, claims: dict[str, Any]) -> Owner:
+        subject: str = claims["sub"]
+        digest = hashlib.sha256(f"{self._issuer}\0{subject}".encode("utf-8", "surrogatepass")).hexdigest()
+        name = _UNSAFE.sub("_", subject[:_MAX_NAME])
+        return Owner(digest, digest, key_name=name, scopes=_scopes(claims))
+
+
+def _scopes(claims: dict[str, Any]) -> frozenset[Scope]:
+    """What a token opens. One without the claim opens inference, as the audience is this server."""
+    given = claims.get("scope", claims.get("scp"))
+    if given is None:
+        return frozenset(("inference",))
+    words = given.split() if isinstance(given, str) else given if isinstance(given, list) else []
+    return frozenset(scope for scope in ALL_SCOPES if scope in words)
+
+
+def _refused(why: str) -> InvalidApiKey:
+    return InvalidApiKey(f"the token is not accepted: {why}")

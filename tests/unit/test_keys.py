@@ -1,0 +1,213 @@
+"""API keys: the file that `kaon key` writes, what each key opens, and that a changed file counts at once."""
+
+import asyncio
+import hmac
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config.config import ServerConfig
+from server.cli import main
+from server.errors import InvalidApiKey
+from server.limits.key_file import KeyFile
+from server.limits.keys import ApiKeys
+from server.limits.owners import Owner, Quotas
+
+
+def command(*arguments: str) -> int:
+    return main(["key", *arguments])
+
+
+def created(capsys: pytest.CaptureFixture[str], *arguments: str) -> bytes:
+    assert command("create", *arguments) == 0
+    return capsys.readouterr().out.strip().encode()
+
+
+def keys_of(file: Path) -> ApiKeys:
+    return ApiKeys.of(ServerConfig(api_key_file=str(file)))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def test_a_created_key_is_accepted_and_is_nowhere_in_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = created(capsys, "alice", "--file", str(file))
+    assert key.startswith(b"kaon-")
+    assert len(key) >= 43
+    assert key not in file.read_bytes()
+    owner = keys_of(file).owner(key)
+    assert owner is not None
+    assert (owner.name, owner.scopes, owner.weight, owner.group) == ("alice", {"inference"}, 1.0, None)
+    assert keys_of(file).owner(key + b"x") is None
+
+
+def test_a_key_has_the_scopes_group_weight_and_quotas_that_it_was_given(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--scope", "metrics", "--scope", "inference", "--group", "team", "--weight", "2.5"]
+    options += ["--requests-per-minute", "60", "--output-tokens-per-minute", "5000"]
+    key = created(capsys, "bob", "--file", str(file), *options)
+    owner = keys_of(file).owner(key)
+    assert owner is not None
+    assert owner.scopes == {"inference", "metrics"}
+    assert (owner.group, owner.weight, owner.quotas) == ("team", 2.5, Quotas(60, None, 5000))
+    assert owner.prefix_domain == Owner("x", "x", group="team").prefix_domain != owner.key
+
+
+def test_the_file_is_replaced_whole_and_only_its_owner_may_read_it(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created(capsys, "alice", "--file", str(file))
+    before = file.stat().st_ino
+    created(capsys, "bob", "--file", str(file))
+    assert file.stat().st_ino != before
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_the_list_shows_names_and_no_secret(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = created(capsys, "alice", "--file", str(file), "--expires", "2020-01-01").decode()
+    assert command("list", "--file", str(file)) == 0
+    shown = capsys.readouterr().out
+    assert "alice" in shown
+    assert "(expired)" in shown
+    assert key not in shown
+
+
+def test_a_revoked_key_opens_nothing_and_an_empty_file_does_not_open_the_server(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = created(capsys, "alice", "--file", str(file))
+    keys = keys_of(file)
+    assert keys.owner(key) is not None
+    assert command("revoke", "alice", "--file", str(file)) == 0
+    keys.reload()
+    assert keys.owner(key) is None
+    assert keys
+
+
+def test_an_expired_key_is_refused_in_words(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = created(capsys, "alice", "--file", str(file), "--expires", "2020-01-01")
+    with pytest.raises(InvalidApiKey, match="has expired"):
+        keys_of(file).owner(key)
+    later = created(capsys, "bob", "--file", str(file), "--expires", "90d")
+    assert keys_of(file).owner(later) is not None
+
+
+async def test_a_running_server_takes_new_keys_and_keeps_the_old_ones_of_a_broken_file(
+    file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.limits.keys._RELOAD_SECONDS", 0.001)
+    first = created(capsys, "alice", "--file", str(file))
+    keys = keys_of(file)
+    watching = asyncio.create_task(keys.watch())
+    second = created(capsys, "bob", "--file", str(file))
+    while keys.owner(second) is None:
+        await asyncio.sleep(0.001)
+    assert keys.names == ["alice", "bob"]
+    whole = file.read_text()
+    for broken in ("", whole[:-30], whole.replace('"bob"', '"alice"'), '{"version": 2, "keys": []}'):
+        caplog.clear()
+        file.write_text(broken)
+        while not caplog.text:
+            await asyncio.sleep(0.001)
+        assert "the keys that were read before stay in force" in caplog.text
+        assert keys.owner(first) is not None
+        assert keys.owner(second) is not None
+    caplog.clear()
+    file.unlink()
+    while not caplog.text:
+        await asyncio.sleep(0.001)
+    assert keys.owner(first) is not None
+    watching.cancel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["create", "alice", "--file", "{file}"], "there is a key of the name alice"),
+        (["create", "a b", "--file", "{file}"], "name"),
+        (["create", "bob", "--file", "{file}", "--weight", "0"], "weight"),
+        (["create", "bob", "--file", "{file}", "--requests-per-minute", "-1"], "requests_per_minute"),
+        (["revoke", "bob", "--file", "{file}"], "there is no key of the name bob"),
+        (["create", "bob", "--file", "{plain}"], "plain keys"),
+        (["list", "--file", "{file}/x"], "Not a directory"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(
+    file: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    created(capsys, "alice", "--file", str(file))
+    plain = file.with_name("plain")
+    plain.write_text("sk-one\n")
+    before = file.read_text()
+    assert command(*(each.format(file=file, plain=plain) for each in arguments)) == 1
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.count("\n") == 1
+    assert (file.read_text(), plain.read_text()) == (before, "sk-one\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["make"], ["create"], ["create", "a"], ["create", "a", "--file", "f", "--scope", "root"]]
+)
+def test_bad_usage_of_the_command_is_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KAON_API_KEY_FILE", raising=False)
+    assert command(*arguments) == 2
+    assert capsys.readouterr().err.startswith("kaon key: ")
+
+
+def test_commands_at_the_same_time_lose_no_key_and_readers_find_whole_files(file: Path) -> None:
+    KeyFile(1, []).save(file)
+    seen: list[int] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(len(KeyFile.load(file).keys))
+
+    def write(name: str) -> None:
+        for number in range(10):
+            assert command("create", f"{name}{number}", "--file", str(file)) == 0
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert seen == sorted(seen)
+    assert len(KeyFile.load(file).keys) == 30
+
+
+def test_many_keys_are_looked_up_without_a_comparison_of_each(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = KeyFile(1, [])
+    made = [content.create(f"key{number}").encode() for number in range(3000)]
+    content.save(file)
+    keys = keys_of(file)
+    compared: list[object] = []
+    original = hmac.compare_digest
+    monkeypatch.setattr("server.limits.keys.hmac.compare_digest", lambda a, b: compared.append(a) or original(a, b))
+    assert all(keys.owner(key) is not None for key in made)
+    assert keys.owner(b"kaon-none") is None
+    assert len(compared) == len(made)
+
+
+def test_the_file_says_what_it_holds_in_json(file: Path) -> None:
+    content = KeyFile(1, [])
+    content.create("alice", group="team")
+    content.save(file)
+    record = json.loads(file.read_text())["keys"][0]
+    assert {"name", "digest", "created", "scopes", "group"} == record.keys()
+    assert time.time() - 3600 < KeyFile.load(file).keys[0].created.timestamp() <= time.time()

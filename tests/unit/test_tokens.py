@@ -1,0 +1,302 @@
+"""JSON Web Tokens in place of keys: what is accepted, which forgeries are not, how the issuer's keys are fetched."""
+
+import base64
+import hashlib
+import hmac
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+
+from engine.config.config import ServerConfig
+from server.errors import InvalidApiKey
+from server.limits.keys import ApiKeys
+from server.limits.owners import Owner
+from server.limits.tokens import KeySource, TokenVerifier
+
+ISSUER, AUDIENCE = "https://login.example", "kaon"
+RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+EC_KEY = ec.generate_private_key(ec.SECP256R1())
+OTHER_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+PUBLIC_PEM = RSA_KEY.public_key().public_bytes(
+    serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+)
+
+
+def public(key: Any, id: str, **members: Any) -> dict[str, Any]:
+    algorithm = RSAAlgorithm if isinstance(key, rsa.RSAPrivateKey) else ECAlgorithm
+    return {**algorithm.to_jwk(key.public_key(), as_dict=True), "kid": id, **members}
+
+
+KEYS = {
+    "keys": [
+        public(RSA_KEY, "rsa", use="sig"),
+        public(EC_KEY, "ec"),
+        public(OTHER_KEY, "encryption", use="enc"),
+        {"kty": "oct", "kid": "secret", "k": "AAAA"},
+    ]
+}
+
+
+def token(key: Any = RSA_KEY, algorithm: str = "RS256", id: str | None = "rsa", **claims: Any) -> bytes:
+    now = int(time.time())
+    body = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "iat": now, "exp": now + 600, **claims}
+    body = {name: value for name, value in body.items() if value is not None}
+    headers = {} if id is None else {"kid": id}
+    return jwt.encode(body, key, algorithm=algorithm, headers=headers).encode()
+
+
+def part(value: dict[str, Any]) -> bytes:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=")
+
+
+def forged(header: dict[str, Any], secret: bytes | None, **claims: Any) -> bytes:
+    """A token that no library would write: unsigned, or signed with the public key as if it were a secret."""
+    body = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 600, **claims}
+    signed = part(header) + b"." + part(body)
+    signature = b"" if secret is None else hmac.new(secret, signed, hashlib.sha256).digest()
+    return signed + b"." + base64.urlsafe_b64encode(signature).rstrip(b"=")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("jwks") / "keys.json"
+    path.write_text(json.dumps(KEYS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def verifier(file: Path) -> TokenVerifier:
+    found = TokenVerifier.of(ServerConfig(jwt_issuer=ISSUER, jwt_audience=AUDIENCE, jwt_jwks_file=str(file)))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "algorithm", "id"),
+    [(RSA_KEY, "RS256", "rsa"), (RSA_KEY, "PS384", "rsa"), (EC_KEY, "ES256", "ec")],
+)
+async def test_a_token_of_the_issuer_stands_for_its_subject(
+    verifier: TokenVerifier, key: Any, algorithm: str, id: str
+) -> None:
+    owner = await verifier.owner(token(key, algorithm, id))
+    assert (owner.name, owner.scopes) == ("alice", {"inference"})
+    assert owner.party == owner.key
+    other = await verifier.owner(token(key, algorithm, id, sub="bob"))
+    assert other.party != owner.party
+    again = await verifier.owner(token(key, algorithm, id, jti="2"))
+    assert again == owner
+
+
+@pytest.mark.parametrize(
+    ("claims", "scopes"),
+    [
+        ({}, {"inference"}),
+        ({"scope": "openid inference metrics"}, {"inference", "metrics"}),
+        ({"scp": ["admin", "else"]}, {"admin"}),
+        ({"scope": "openid"}, set()),
+        ({"scope": 7}, set()),
+    ],
+)
+async def test_the_claim_scope_says_what_a_token_opens(
+    verifier: TokenVerifier, claims: dict[str, Any], scopes: set[str]
+) -> None:
+    assert (await verifier.owner(token(**claims))).scopes == scopes
+
+
+async def test_a_subject_writes_nothing_of_its_own_into_a_log(verifier: TokenVerifier) -> None:
+    owner = await verifier.owner(token(sub="a b\n\x1b[31m" + "x" * 500))
+    assert owner.name == "a_b___31m" + "x" * 55
+
+
+NOW = int(time.time())
+HOSTILE = {
+    "unsigned": forged({"alg": "none", "kid": "rsa"}, None),
+    "unsigned in capitals": forged({"alg": "NONE", "kid": "rsa"}, None),
+    "signed with the public key as secret": forged({"alg": "HS256", "kid": "rsa"}, PUBLIC_PEM),
+    "signed with a secret of the set": forged({"alg": "HS256", "kid": "secret"}, b"\0\0\0"),
+    "algorithm that is no text": forged({"alg": ["RS256"], "kid": "rsa"}, b""),
+    "signed by another key": token(OTHER_KEY),
+    "signed by a key for encryption": token(OTHER_KEY, id="encryption"),
+    "unknown key": token(id="who"),
+    "no key id": token(id=None),
+    "key id of another kind of key": token(RSA_KEY, "RS256", "ec"),
+    "algorithm of another kind of key": token(EC_KEY, "ES256", "rsa"),
+    "expired": token(exp=NOW - 3600),
+    "not yet valid": token(nbf=NOW + 3600),
+    "without expiry": token(exp=None),
+    "without subject": token(sub=None),
+    "of another issuer": token(iss="https://evil.example"),
+    "for another audience": token(aud="else"),
+    "without audience": token(aud=None),
+    "changed after it was signed": token()[:-40] + b"A" * 40,
+    "key of its own in the header": jwt.encode(
+        {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": NOW + 600},
+        OTHER_KEY,
+        algorithm="RS256",
+        headers={"jwk": public(OTHER_KEY, "own"), "jku": "http://127.0.0.1:1/keys", "kid": "own"},
+    ).encode(),
+    "huge": token(pad="x" * 50_000),
+    "nonsense": b"a.b.c",
+    "empty parts": b"..",
+    "nested deeply": base64.urlsafe_b64encode(b'{"alg":' + b"[" * 5000 + b"]" * 5000 + b"}") + b".e30.x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_forged_token_is_accepted(verifier: TokenVerifier, name: str) -> None:
+    with pytest.raises(InvalidApiKey, match="the token is not accepted: ") as refused:
+        await verifier.owner(HOSTILE[name])
+    assert refused.value.status == 401
+    assert len(str(refused.value)) < 300
+
+
+async def test_clocks_may_differ_a_little(verifier: TokenVerifier) -> None:
+    await verifier.owner(token(exp=int(time.time()) - 5))
+    await verifier.owner(token(nbf=int(time.time()) + 5))
+
+
+async def test_keys_and_tokens_are_accepted_side_by_side(verifier: TokenVerifier) -> None:
+    keys = ApiKeys(["sk-one", "sk.two.dots"], tokens=verifier)
+    assert await keys.authenticate(b"sk-one") == keys.owner(b"sk-one")
+    assert await keys.authenticate(b"sk.two.dots") == keys.owner(b"sk.two.dots")
+    found = await keys.authenticate(token())
+    assert isinstance(found, Owner)
+    assert found.name == "alice"
+    assert await keys.authenticate(b"sk-two") is None
+    assert bool(ApiKeys(tokens=verifier))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"jwt_audience": "a"}, "jwt_issuer is not"),
+        ({"jwt_issuer": "i"}, "jwt_audience is not"),
+        ({"jwt_issuer": "i", "jwt_audience": "a"}, "set one of jwt_jwks_url and jwt_jwks_file"),
+        ({"jwt_issuer": "i", "jwt_audience": "a", "jwt_jwks_file": "/none"}, "jwt_jwks_file is /none"),
+        ({"jwt_issuer": "i", "jwt_audience": "a", "jwt_jwks_url": "http://login.example/k"}, "must begin with https"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_a_sentence(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TokenVerifier.of(ServerConfig(**settings))
+
+
+class KeyServer(ThreadingHTTPServer):
+    """Answers with a set of keys, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.content = json.dumps(KEYS).encode()
+        self.status = 200
+        self.asked = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/keys"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: KeyServer
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(self.server.content)))
+        self.end_headers()
+        self.wfile.write(self.server.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def key_server() -> Iterator[KeyServer]:
+    server = KeyServer()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Source:
+    """Keys from a server, with a clock of the test's own."""
+
+    def __init__(self, server: KeyServer) -> None:
+        self.now = 1000.0
+        self.keys = KeySource(server.url, None, lambda: self.now)
+        self.verifier = TokenVerifier(ISSUER, AUDIENCE, self.keys)
+
+    async def is_accepted(self, given: bytes) -> bool:
+        try:
+            await self.verifier.owner(given)
+        except InvalidApiKey:
+            return False
+        return True
+
+    async def settle(self) -> None:
+        if self.keys._fetching is not None:
+            await self.keys._fetching
+
+
+async def test_keys_are_fetched_once_and_again_when_they_are_old(key_server: KeyServer) -> None:
+    source = Source(key_server)
+    for _ in range(5):
+        assert await source.is_accepted(token())
+    assert key_server.asked == 1
+    source.now += 700
+    assert await source.is_accepted(token())
+    await source.settle()
+    assert key_server.asked == 2
+
+
+async def test_a_new_key_is_found_and_unknown_ones_do_not_make_the_server_fetch_all_the_time(
+    key_server: KeyServer,
+) -> None:
+    source = Source(key_server)
+    assert await source.is_accepted(token())
+    for number in range(50):
+        assert not await source.is_accepted(token(OTHER_KEY, id=f"guess{number}"))
+    assert key_server.asked == 1
+    key_server.content = json.dumps({"keys": [public(OTHER_KEY, "new")]}).encode()
+    source.now += 11
+    assert await source.is_accepted(token(OTHER_KEY, id="new"))
+    assert not await source.is_accepted(token())
+    assert key_server.asked == 2
+
+
+@pytest.mark.parametrize("fault", ["status", "content", "size", "gone"])
+async def test_while_the_issuer_fails_known_keys_stay_and_it_is_asked_ever_less_often(
+    key_server: KeyServer, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source(key_server)
+    assert await source.is_accepted(token())
+    if fault == "status":
+        key_server.status = 500
+    elif fault == "content":
+        key_server.content = b'{"keys": []}'
+    elif fault == "size":
+        key_server.content = b" " * (2**20 + 1) + key_server.content
+    else:
+        source.keys._url = "http://127.0.0.1:1/keys"
+    source.now += 700
+    fetches = 0
+    for _ in range(120):
+        source.now += 10
+        warned = len(caplog.records)
+        assert await source.is_accepted(token())
+        await source.settle()
+        fetches += len(caplog.records) > warned
+    assert 5 <= fetches <= 9
+    assert "the 2 known ones stay" in caplog.text
