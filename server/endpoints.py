@@ -51,7 +51,9 @@ class Endpoint(NamedTuple):
 class EndpointFamily:
     """The endpoints of one module. `get`, `post` and `delete` decorate their handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: type[msgspec.Struct] = ErrorBody) -> None:
+        """`error`: the body of answers that are not a success."""
+        self._error = error
         self.router = APIRouter()
         self.endpoints: list[Endpoint] = []
 
@@ -67,7 +69,7 @@ class EndpointFamily:
     ) -> Callable[[Handler], Handler]:
         """An endpoint that answers GET and HEAD. `parameters` describes those of the query, in OpenAPI's form."""
         self.endpoints.append(Endpoint(path, answer, is_probe=is_probe, scope=scope))
-        keywords = _keywords(answer)
+        keywords = _keywords(answer, self._error)
         if parameters:
             keywords["openapi_extra"] = {"parameters": list(parameters)}
 
@@ -89,7 +91,7 @@ class EndpointFamily:
     ) -> Callable[[Handler], Handler]:
         """An endpoint that reads `request` as its body. `streams`: whether it also answers with server-sent events."""
         self.endpoints.append(Endpoint(path, answer, request, example))
-        keywords = _keywords(answer)
+        keywords = _keywords(answer, self._error)
         if streams:
             keywords["responses"][200]["content"]["text/event-stream"] = {"schema": _EVENT}
         if request is not None:
@@ -99,7 +101,7 @@ class EndpointFamily:
     def delete(self, path: str, answer: Answer) -> Callable[[Handler], Handler]:
         """An endpoint that answers DELETE."""
         self.endpoints.append(Endpoint(path, answer))
-        return self._add("DELETE", path, _keywords(answer))
+        return self._add("DELETE", path, _keywords(answer, self._error))
 
     def _add(self, method: str, path: str, keywords: Mapping[str, Any]) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
@@ -116,6 +118,7 @@ ENDPOINTS: Registry[EndpointFamily] = Registry(
         "chat": "server.routes.chat",
         "responses": "server.routes.responses",
         "pooling": "server.routes.pooling",
+        "messages": "server.routes.messages",
         "models": "server.routes.models",
         "tokenize": "server.routes.tokenize",
         "health": "server.routes.health",
@@ -130,15 +133,15 @@ def all_endpoints() -> list[Endpoint]:
     return [endpoint for name in ENDPOINTS for endpoint in ENDPOINTS[name].endpoints]
 
 
-def _keywords(answer: Answer) -> dict[str, Any]:
-    """What FastAPI's decorators take to describe an endpoint that answers with `answer` or an error object."""
+def _keywords(answer: Answer, error: type[msgspec.Struct]) -> dict[str, Any]:
+    """What FastAPI's decorators take to describe an endpoint that answers with `answer` or the object `error`."""
     content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
     return {
         "response_model": None,
         "responses": {
             200: {"description": "Success.", "content": content},
-            "4XX": {"description": "The request is at fault.", "content": _json(ErrorBody)},
-            "5XX": {"description": "The server is at fault, or not ready.", "content": _json(ErrorBody)},
+            "4XX": {"description": "The request is at fault.", "content": _json(error)},
+            "5XX": {"description": "The server is at fault, or not ready.", "content": _json(error)},
         },
     }
 

@@ -16,7 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from server.endpoints import SCHEMA_REF, all_endpoints
-from server.errors import ErrorBody
+from server.errors import AnthropicError, ErrorBody
 from server.schemas.body import RequestModel
 
 _MAX_LISTED_VALUES = 8
@@ -32,7 +32,7 @@ def describe(app: FastAPI, model_names: Sequence[str], keyless_paths: Collection
     schemas = components["schemas"] = request_schemas()
     answers = {each.answer for each in all_endpoints() if not isinstance(each.answer, str)}
     _, answered = msgspec.json.schema_components(
-        [*sorted(answers, key=lambda answer: answer.__name__), ErrorBody], ref_template=SCHEMA_REF
+        [*sorted(answers, key=lambda answer: answer.__name__), ErrorBody, AnthropicError], ref_template=SCHEMA_REF
     )
     schemas.update(answered)
     for request, example in _examples().items():

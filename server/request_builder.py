@@ -28,7 +28,14 @@ from server.parsing.answer_format import AnswerFormat, tool_grammar
 from server.parsing.parser import AnswerParser
 from server.schemas.body import JSON, Model, parse_object, validate
 from server.schemas.chat import ChatCompletionRequest, ToolUse
-from server.schemas.generation import INT31, JsonObjectFormat, JsonSchemaFormat, ResponseFormat, SamplingFields
+from server.schemas.generation import (
+    INT31,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ModelRequest,
+    ResponseFormat,
+    SamplingFields,
+)
 from server.schemas.pooling import PoolingFields
 
 MAX_SEQUENCES = 2048
@@ -54,7 +61,7 @@ _TAIL_CHARACTERS = 256
 """Length of the prompt's end that shows whether the template opened the reasoning."""
 
 Result = TypeVar("Result")
-Accepted = TypeVar("Accepted", bound=SamplingFields | PoolingFields)
+Accepted = TypeVar("Accepted", bound=ModelRequest | PoolingFields)
 
 
 @asynccontextmanager
@@ -68,7 +75,7 @@ async def accept(http: Request, model: type[Accepted]) -> AsyncIterator[tuple[Ac
         request = await read_request(http, model, frontend.config.server_config)
         frontend.check_loaded()
         frontend.check_model(request.model)
-        if isinstance(request, SamplingFields):
+        if not isinstance(request, PoolingFields):
             frontend.check_generates()
         facts_of(http.scope).model = request.model
         yield request, frontend, owner_of(http.scope)

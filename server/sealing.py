@@ -1,4 +1,4 @@
-"""`Seal`: text that clients keep for the server and cannot read or change: reasoning, and summaries of compactions.
+"""`Seal`: text that clients keep for the server and cannot read or change: reasoning, summaries, signatures.
 
 AES-256-GCM. A sealed text is bound to its kind and to the API key that it was made for. It begins with the id of the
 server's key, so that a text of another server, or of this one before it was started again, is told from a changed one.
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from engine.config.config import ServerConfig
 from engine.config.paths import why_unreadable
 
-Kind: TypeAlias = Literal["reasoning", "compaction"]
+Kind: TypeAlias = Literal["reasoning", "compaction", "signature"]
 
 _VERSION = b"kaon1"
 _MIN_SECRET_BYTES = 16

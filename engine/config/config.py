@@ -182,6 +182,10 @@ class ServerConfig(Section):
     """What happens when `max_tokens` is more than the context has left after the prompt: `clamp` lowers it to what is
     left, because agents always send one large number; `error` answers 400."""
 
+    strip_billing_line: bool = True
+    """Leave out of `/v1/messages` the line `x-anthropic-billing-header: ...`, with which Claude Code begins its system
+    prompt: it differs between conversations, so that no prompt would find another's prefix in the cache."""
+
     max_request_bytes: Annotated[int, Field(ge=1024)] | None = None
     """Largest request body accepted, in bytes; a larger one is answered 413.
 

@@ -145,13 +145,17 @@ class StreamOptions(RequestModel):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class SamplingFields(RequestModel):
-    """Fields of every request that generates."""
-
-    place = ""
+class ModelRequest(RequestModel):
+    """Base of requests that name the model that they are for."""
 
     model: str
     """Name of a served model, as `/v1/models` lists it."""
+
+
+class SamplingFields(ModelRequest):
+    """Fields of the requests that generate in OpenAI's APIs."""
+
+    place = ""
 
     n: Annotated[int, Between(1, INT31)] = 1
     """Choices generated for each prompt."""

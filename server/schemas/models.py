@@ -25,6 +25,28 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
+class ModelInfo(msgspec.Struct, kw_only=True):
+    """One name under which the model is served, in Anthropic's form."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None = None
+    """Longest prompt plus completion in tokens, like `max_tokens`; null while the model loads."""
+    max_tokens: int | None = None
+
+
+class ModelInfoPage(msgspec.Struct, kw_only=True):
+    """Answer to `GET /v1/models` in Anthropic's form."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class Version(msgspec.Struct):
     """Answer to `GET /version`."""
 

@@ -88,7 +88,7 @@ class Generation:
         """
         if stream:
             self._facts = facts_of(http.scope)
-            return EventStream(self.events(renderer), self.end)
+            return EventStream(self.events(renderer), self.end, renderer.ping)
         await self.complete(renderer.head.id, http)
         if self._renders_in_thread:
             content = await asyncio.to_thread(self._whole, renderer)

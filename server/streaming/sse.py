@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgspec
-from sse_starlette import EventSourceResponse
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from engine.text.request_state import RequestDelta, RequestState
@@ -20,6 +20,9 @@ from server.schemas.generation import AnswerHead, StreamOptions, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
+
+_PING_SECONDS = 5
+"""Between two events that show a waiting client that its stream lives."""
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
@@ -31,9 +34,23 @@ class EventStream(EventSourceResponse):
     does not read, deltas merge.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], object] | None = None) -> None:
-        """`on_end` is called when the response has ended, even if the client left before its first event."""
-        super().__init__(events, headers={"Cache-Control": "no-cache"}, sep="\n")
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[], object] | None = None,
+        ping: ServerSentEvent | None = None,
+    ) -> None:
+        """`on_end` is called when the response has ended, even if the client left before its first event.
+
+        `ping` is sent every few seconds; by default a comment is, less often.
+        """
+        super().__init__(
+            events,
+            headers={"Cache-Control": "no-cache"},
+            sep="\n",
+            ping=None if ping is None else _PING_SECONDS,
+            ping_message_factory=None if ping is None else lambda: ping,
+        )
         self._events = events
         self._on_end = on_end
 
@@ -113,6 +130,8 @@ class Renderer(Protocol):
     """One request's answer in its endpoint's form, as `Generation` needs it. Choices are identified by their index."""
 
     head: AnswerHead
+    ping: ServerSentEvent | None = None
+    """Sent every few seconds while the stream lives; None: a comment, which clients do not see."""
 
     def opening(self) -> bytes:
         """Events before the first token."""

@@ -14,10 +14,11 @@ from server.app import create_app
 from server.limits.keys import ApiKeys
 from tests.e2e.kaon_server import MODEL, KaonServer
 
-GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+GENERATES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 POOLS = {"/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
 """Those that the shared server's model does not do: `test_http_embeddings` has servers of models that do."""
-READS = sorted({*GENERATES, *POOLS, "/v1/responses/input_tokens", "/tokenize", "/detokenize"})
+COUNTS = {"/v1/responses/input_tokens", "/v1/messages/count_tokens", "/tokenize"}
+READS = sorted({*GENERATES, *POOLS, *COUNTS, "/detokenize"})
 GETS = ["/", "/v1/models", "/v1/models/{model}", "/version", "/livez", "/readyz", "/health", "/ping", "/metrics"]
 STORED = {
     "/v1/responses/{response_id}",

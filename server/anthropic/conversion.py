@@ -1,0 +1,409 @@
+"""From a request of Anthropic's Messages API to the chat that the model answers.
+
+`prepare` converts and prepares it for an answer, `render` for a count of its tokens. Errors of the chat are reported
+with the names that the fields have in a message.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from engine.text.chat_template import ChatTemplate
+from engine.text.io_processor import DoesNotFit, InvalidRequest
+from server.errors import BadRequest, ContextLengthExceeded, refusal
+from server.frontend import Frontend
+from server.ignored import ignore
+from server.limits.owners import Owner
+from server.request_builder import PreparedChat, check_request_limits, in_thread, prepare_chat, render_prompt
+from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.messages import (
+    AnthropicTool,
+    Block,
+    ClientTool,
+    CompactionBlock,
+    CountTokensRequest,
+    DocumentBlock,
+    HostedBlock,
+    ImageBlock,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    ResultBlock,
+    SearchResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from server.sealing import Changed, Foreign, Kind
+
+Message: TypeAlias = dict[str, Any]
+
+OpenSeal: TypeAlias = Callable[[Kind, str], str]
+"""Reads a sealed text. Raises `Foreign` and `Changed`."""
+
+BILLING_LINE = "x-anthropic-billing-header:"
+"""Beginning of a line that Claude Code writes before everything else, and that differs between conversations."""
+
+NO_IMAGE = "[an image is left out here: this model reads text only]"
+"""What the model is shown in place of an image in a tool's result."""
+
+_FAILED = "The tool failed:\n"
+
+_FOREIGN_SIGNATURE = re.compile(r"(a2Fvbj|E)[A-Za-z0-9+/_-]{40,}=*")
+"""How signatures of other Kaon servers and of Anthropic's begin. Conversations may move from there to here."""
+_SHARED = ("seed", "priority", "timeout", "cache_salt", "temperature", "top_p", "top_k")
+
+_NAMES = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "stop holds": "stop_sequences holds",
+}
+"""Names of fields: in a chat, in a message."""
+_FUNCTION = re.compile(r"(tools\[\d+\])\.function\.parameters\b")
+
+
+async def prepare(
+    request: MessagesRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal
+) -> tuple[ChatCompletionRequest, PreparedChat]:
+    """The chat for `request`, and what runs for it. `open_seal` reads what was sealed for the owner.
+
+    Raises `BadRequest`.
+    """
+    chat = to_chat(request, frontend, open_seal)
+    try:
+        check_request_limits(chat, frontend)
+        return chat, await prepare_chat(chat, frontend, owner)
+    except BadRequest as error:
+        raise _renamed(error) from error
+
+
+async def count_tokens(request: CountTokensRequest, frontend: Frontend, owner: Owner, open_seal: OpenSeal) -> int:
+    """Length of the prompt of `request`. Raises `BadRequest`."""
+    chat, model = to_chat(request, frontend, open_seal), frontend.loaded
+
+    def count() -> int:
+        return len(model.processor.tokenize(render_prompt(chat, model, frontend), chat.add_special_tokens))
+
+    try:
+        return await in_thread(frontend.jobs.of(owner), None, count)
+    except InvalidRequest as error:
+        renamed = refusal(error)
+        renamed.__cause__ = error
+        raise _renamed(renamed) from error
+
+
+def _renamed(error: BadRequest) -> BadRequest:
+    """`error` of a chat with the names of a message's fields, and with the words by which Anthropic's clients know
+    that a conversation has become too long.
+    """
+    cause = error.__cause__
+    if isinstance(cause, DoesNotFit):
+        if cause.completion_tokens:
+            return ContextLengthExceeded(
+                f"input length and `max_tokens` exceed context limit: {cause.prompt_tokens} + "
+                f"{cause.completion_tokens} > {cause.limit}, decrease input length or `max_tokens` and try again"
+            )
+        return ContextLengthExceeded(
+            f"prompt is too long: {cause.prompt_tokens} tokens > {cause.limit} maximum; shorten the conversation"
+        )
+    text, param = str(error), error.param
+    if param == "continue_final_message":
+        text = (
+            "the last message is the assistant's, and the model's chat template does not show its content as it is; "
+            "end messages with one of the role user"
+        )
+    text = _FUNCTION.sub(r"\1.input_schema", text)
+    for chat, message in _NAMES.items():
+        text = text.replace(chat, message)
+    return BadRequest(text)
+
+
+def to_chat(request: CountTokensRequest, frontend: Frontend, open_seal: OpenSeal) -> ChatCompletionRequest:
+    """`request` as a chat request. Raises `BadRequest` for what cannot be converted."""
+    settings, template = frontend.config.server_config, frontend.loaded.processor.chat_template
+    shows_late_system = template is not None and any(each.role == "system" for each in request.messages)
+    if shows_late_system and template is not None:
+        shows_late_system = takes_late_system(template)
+    conversation = _Conversation(open_seal)
+    if system := _system_text(request.system, settings.strip_billing_line):
+        conversation.messages.append({"role": "system", "content": system})
+    for turn in _turns(request, shows_late_system):
+        conversation.add(turn)
+    continues = conversation.end()
+    format = request.output_config.format or request.output_format
+    choice = request.tool_choice
+    data: dict[str, Any] = {
+        "model": request.model,
+        "messages": conversation.messages,
+        "tools": _tools(request),
+        "tool_choice": {"type": "function", "function": {"name": choice.name}}
+        if choice.type == "tool"
+        else {"any": "required"}.get(choice.type, choice.type),
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "continue_final_message": continues,
+        "chat_template_kwargs": _template_variables(request),
+    }
+    if format is not None:
+        data["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": format.schema_},
+        }
+    if isinstance(request, MessagesRequest):
+        data |= {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
+        data |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
+        for name in ("compaction", "container", "fallbacks"):
+            if getattr(request, name) is not None:
+                ignore(name)
+    return validate(data, ChatCompletionRequest, allow_unknown=False)
+
+
+def wants_cache(request: CountTokensRequest) -> bool:
+    """Whether anything of the request is marked to be cached."""
+    if request.cache_control is not None:
+        return True
+    marked: Iterable[Any] = (
+        *request.system,
+        *(tool for tool in request.tools if isinstance(tool, ClientTool)),
+        *(block for message in request.messages for block in message.content if not isinstance(block, HostedBlock)),
+    )
+    return any(each.cache_control is not None for each in marked)
+
+
+def takes_late_system(template: ChatTemplate) -> bool:
+    """Whether a template shows a system message that follows another message; some refuse it, some leave it out."""
+    mark = "a late instruction"
+    messages = [{"role": "user", "content": "question"}, {"role": "system", "content": mark}]
+    try:
+        return mark in template.render(messages)
+    except ValueError:
+        return False
+
+
+def _template_variables(request: CountTokensRequest) -> dict[str, Any]:
+    """Templates know the switch of the reasoning by one of two names."""
+    is_on = request.thinking.is_on
+    variables: dict[str, Any] = {"enable_thinking": is_on, "thinking": is_on}
+    if request.output_config.effort is not None:
+        variables["reasoning_effort"] = request.output_config.effort
+    return {**variables, **request.chat_template_kwargs}
+
+
+def _tools(request: CountTokensRequest) -> list[dict[str, Any]]:
+    tools = []
+    for index, tool in enumerate(request.tools):
+        if isinstance(tool, AnthropicTool):
+            ignore(f"tools[{index}] ({tool.type})")
+            continue
+        function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.strict:
+            function["strict"] = True
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _system_text(blocks: Sequence[TextBlock], strip_billing_line: bool) -> str:
+    texts = []
+    for index, block in enumerate(blocks):
+        text = block.text
+        if strip_billing_line and text.startswith(BILLING_LINE):
+            text = text.partition("\n")[2]
+            ignore(f"system[{index}] (billing line)")
+        texts.append(text)
+    return "\n".join(filter(None, texts))
+
+
+# -- the conversation -------------------------------------------------------------------------------------------
+
+
+class _Turn(NamedTuple):
+    """Neighbouring messages of one role."""
+
+    role: str
+    blocks: list[tuple[str, Block]]
+    """The content, each block with its path in the request."""
+
+
+def _turns(request: CountTokensRequest, shows_late_system: bool) -> list[_Turn]:
+    turns: list[_Turn] = []
+    for index, message in enumerate(request.messages):
+        role = "user" if message.role == "system" and not shows_late_system else message.role
+        if not turns or turns[-1].role != role:
+            turns.append(_Turn(role, []))
+        turns[-1].blocks.extend(
+            (f"messages[{index}].content[{number}]", block) for number, block in enumerate(message.content)
+        )
+    return turns
+
+
+class _Conversation:
+    """The messages of a chat, from the turns of a request in their order."""
+
+    def __init__(self, open_seal: OpenSeal) -> None:
+        self.messages: list[Message] = []
+        self._open_seal = open_seal
+        self._names: dict[str, str] = {}
+        """Name of the tool, by the id of its call."""
+
+    def add(self, turn: _Turn) -> None:
+        """Append a turn. Raises `BadRequest` for what this server does not read."""
+        if turn.role == "assistant":
+            self._add_answer(turn)
+        else:
+            self._add_input(turn)
+
+    def end(self) -> bool:
+        """Whether the last message is an answer to continue. Raises `BadRequest` if it is one with calls."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            return False
+        last = self.messages[-1]
+        if "tool_calls" in last:
+            raise BadRequest(
+                "messages end with a tool_use of the assistant's, which the model has no result of; send a message of "
+                "the role user with its tool_result"
+            )
+        if not last["content"]:
+            self.messages.pop()
+        return bool(last["content"])
+
+    def _add_input(self, turn: _Turn) -> None:
+        """Results come first, as messages of their own, because they must follow their calls."""
+        texts: list[str] = []
+        for path, block in turn.blocks:
+            if isinstance(block, ToolResultBlock):
+                self.messages.append(self._result(path, block))
+            elif (text := _input_text(path, block)) is not None:
+                texts.append(text)
+        if texts or not any(isinstance(block, ToolResultBlock) for _, block in turn.blocks):
+            self.messages.append({"role": turn.role, "content": "\n".join(texts)})
+
+    def _result(self, path: str, block: ToolResultBlock) -> Message:
+        if block.tool_use_id not in self._names:
+            raise BadRequest(
+                f"{path}.tool_use_id is {block.tool_use_id[:60]!r}, and no `tool_use` block before it has this id"
+            )
+        if isinstance(block.content, str):
+            text = block.content
+        else:
+            parts = (_result_text(f"{path}.content[{i}]", part) for i, part in enumerate(block.content))
+            text = "\n".join(part for part in parts if part is not None)
+        name = self._names[block.tool_use_id]
+        content = _FAILED + text if block.is_error else text
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
+
+    def _add_answer(self, turn: _Turn) -> None:
+        texts: list[str] = []
+        reasoning: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for path, block in turn.blocks:
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case CompactionBlock():
+                    texts.append(block.content)
+                case ThinkingBlock() | RedactedThinkingBlock():
+                    reasoning.append(self._reasoning(path, block))
+                case ToolUseBlock():
+                    self._names[block.id] = block.name
+                    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+                case HostedBlock():
+                    ignore(f"{path} ({block.type})")
+                case _:
+                    raise BadRequest(f"{path} is of type {block.type}, which a message of the assistant's cannot hold")
+        message: Message = {"role": "assistant", "content": "".join(texts)}
+        if reasoning:
+            message["reasoning_content"] = "".join(reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        self.messages.append(message)
+
+    def _reasoning(self, path: str, block: ThinkingBlock | RedactedThinkingBlock) -> str:
+        """The reasoning of a block; empty if the block is of another server. Raises `BadRequest` if it was changed."""
+        if isinstance(block, RedactedThinkingBlock):
+            field, sealed, kind = "data", block.data, "redacted_thinking"
+        else:
+            field, sealed, kind = "signature", block.signature, "thinking"
+        try:
+            # Where the thinking was left out of the answer, the signature holds it.
+            if isinstance(block, RedactedThinkingBlock) or not block.thinking:
+                return self._open_seal("reasoning", sealed)
+            if self._open_seal("signature", sealed) == digest(block.thinking):
+                return block.thinking
+        except Foreign:
+            if _FOREIGN_SIGNATURE.fullmatch(sealed):
+                ignore(f"{path} ({kind} of another server)")
+                return ""
+        except Changed:
+            pass
+        raise BadRequest(f"{path}: Invalid `{field}` in `{kind}` block; send the block as it was received")
+
+
+def digest(thinking: str) -> str:
+    """What the signature of a block holds of its text."""
+    return hashlib.sha256(thinking.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _input_text(path: str, block: Block) -> str | None:
+    """The text of a block in a user's message; None if it is left out."""
+    match block:
+        case TextBlock():
+            return block.text
+        case DocumentBlock():
+            return _document_text(path, block)
+        case SearchResultBlock():
+            return _search_result_text(block)
+        case CompactionBlock():
+            return block.content
+        case HostedBlock():
+            ignore(f"{path} ({block.type})")
+            return None
+        case ImageBlock():
+            raise BadRequest(f"{path} is of type image; this server reads text only")
+    raise BadRequest(f"{path} is of type {block.type}, which only a message of the assistant's can hold")
+
+
+def _result_text(path: str, block: ResultBlock) -> str | None:
+    """The text of a block in a tool's result; None if it is left out.
+
+    An image is replaced: an agent whose tool reads one could otherwise never continue.
+    """
+    match block:
+        case TextBlock():
+            return block.text
+        case ImageBlock():
+            ignore(f"{path} (image)")
+            return NO_IMAGE
+        case DocumentBlock():
+            return _document_text(path, block)
+        case SearchResultBlock():
+            return _search_result_text(block)
+        case ToolReferenceBlock():
+            return f"tool: {block.tool_name}"
+        case HostedBlock():
+            ignore(f"{path} ({block.type})")
+            return None
+
+
+def _document_text(path: str, block: DocumentBlock) -> str:
+    source = block.source
+    text = source.get("data") if source.get("type") == "text" else source.get("content")
+    if isinstance(text, list):
+        parts = [part.get("text") for part in text if isinstance(part, dict) and part.get("type") == "text"]
+        text = "\n".join(part for part in parts if isinstance(part, str)) if len(parts) == len(text) else None
+    if source.get("type") not in ("text", "content") or not isinstance(text, str):
+        raise BadRequest(
+            f"{path}.source is of type {str(source.get('type'))[:60]}; this server reads documents whose source is of "
+            "type text, or of type content with text"
+        )
+    return "\n".join(filter(None, (block.title, block.context, text)))
+
+
+def _search_result_text(block: SearchResultBlock) -> str:
+    return "\n".join((block.title, block.source, *(part.text for part in block.content)))

@@ -1,0 +1,85 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's Messages API."""
+
+import re
+import time
+
+from fastapi import Request, Response
+
+from server.anthropic.conversion import count_tokens, prepare, wants_cache
+from server.anthropic.rendering import MessagesRenderer
+from server.endpoints import ENDPOINTS, EndpointFamily
+from server.errors import AnthropicError, BadRequest
+from server.frontend import Frontend, owner_of
+from server.request_builder import accept, new_sequences, read_request
+from server.responses.service import ResponsesService
+from server.schemas.body import as_json
+from server.schemas.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount
+from server.streaming.generation import Generation
+
+endpoints = ENDPOINTS.register("messages")(EndpointFamily(AnthropicError))
+
+_VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
+_EXAMPLE = {
+    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "temperature": 0,
+    "max_tokens": 32,
+}
+
+
+@endpoints.post("/v1/messages", MessageAnswer, request=MessagesRequest, example=_EXAMPLE, streams=True)
+async def create_message(http: Request) -> Response:
+    """Answer a conversation of Anthropic's Messages API."""
+    arrival_time = time.monotonic()
+    _check_version(http)
+    async with accept(http, MessagesRequest) as (request, frontend, owner):
+        frontend.admission.precheck(owner.party, 1)
+        responses = ResponsesService.of(http.app)
+        chat, prepared = await prepare(request, frontend, owner, responses.opener(owner))
+        sequences = new_sequences(
+            chat,
+            prepared.prompt,
+            prepared.grammar,
+            frontend,
+            owner,
+            arrival_time,
+            visible_token_ids=prepared.visible_token_ids,
+        )
+        prompt, config = prepared.prompt, frontend.config
+        reports_created = config.enable_prefix_caching and wants_cache(request)
+        renderer = MessagesRenderer(
+            request,
+            len(prompt.token_ids),
+            frontend.fingerprint,
+            prepared.new_parser(),
+            responses.sealer(owner),
+            is_clipped=prompt.max_tokens < prompt.params.max_tokens,
+            cache_block_size=config.kv_cache_block_size if reports_created else None,
+            request_id=http.scope["state"].get("request_id"),
+        )
+        generation = Generation(frontend.hub, config, sequences, 1, owner=owner, timeout=request.timeout)
+    return await generation.respond(http, renderer, stream=request.stream)
+
+
+@endpoints.post(
+    "/v1/messages/count_tokens",
+    TokenCount,
+    request=CountTokensRequest,
+    example={"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+)
+async def count_message_tokens(http: Request) -> Response:
+    """How many tokens the prompt of a message has."""
+    _check_version(http)
+    frontend = Frontend.of(http.app)
+    request = await read_request(http, CountTokensRequest, frontend.config.server_config)
+    frontend.check_loaded()
+    frontend.check_model(request.model)
+    owner = owner_of(http.scope)
+    opener = ResponsesService.of(http.app).opener(owner)
+    return as_json(TokenCount(await count_tokens(request, frontend, owner, opener)))
+
+
+def _check_version(http: Request) -> None:
+    """Refuse what is not a version of the API. Each one is answered alike; without the header, too."""
+    version = http.headers.get("anthropic-version")
+    if version is not None and not _VERSION.fullmatch(version):
+        raise BadRequest(f"anthropic-version is {version[:60]!r}; it must be a date, such as 2023-06-01")

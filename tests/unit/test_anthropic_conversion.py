@@ -1,0 +1,383 @@
+"""From requests of `/v1/messages` to chats: roles, blocks, tools, reasoning that comes back, what is left out."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engine.text.chat_template import ChatTemplate
+from server.anthropic.conversion import NO_IMAGE, digest, takes_late_system, to_chat, wants_cache
+from server.errors import BadRequest
+from server.frontend import Frontend
+from server.ignored import collect
+from server.schemas.body import validate
+from server.schemas.chat import ChatCompletionRequest
+from server.schemas.messages import MessagesRequest
+from server.sealing import Kind, Seal
+
+ANY_ROLE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+ONE_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning') }}{% endif %}{{ message.content }}{% endfor %}"
+)
+BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli;"
+SEAL, OTHER_SEAL = Seal(), Seal()
+TEMPORARY = {"type": "ephemeral", "ttl": "1h"}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a"}}
+TOOL = {"name": "read", "description": "Read a file", "input_schema": {"type": "object"}}
+
+
+def opened(kind: Kind, sealed: str) -> str:
+    return SEAL.open(kind, sealed, None)
+
+
+def sealed(words: str) -> str:
+    return SEAL.seal("reasoning", words, None)
+
+
+def signed(words: str) -> str:
+    return SEAL.seal("signature", digest(words), None)
+
+
+def request_of(*messages: dict[str, Any], **fields: Any) -> MessagesRequest:
+    body = {"model": "m", "max_tokens": 9000, "messages": list(messages) or [user("Hi")], **fields}
+    return validate(body, MessagesRequest, allow_unknown=False)
+
+
+def frontend_of(template: str = ANY_ROLE, strip: bool = True) -> Frontend:
+    """What of a front end a conversion reads."""
+    loaded = SimpleNamespace(processor=SimpleNamespace(chat_template=ChatTemplate({"default": template})))
+    config = SimpleNamespace(server_config=SimpleNamespace(strip_billing_line=strip))
+    return cast(Frontend, SimpleNamespace(loaded=loaded, config=config))
+
+
+def chat_of(
+    *messages: dict[str, Any], template: str = ANY_ROLE, strip: bool = True, **fields: Any
+) -> ChatCompletionRequest:
+    return to_chat(request_of(*messages, **fields), frontend_of(template, strip), opened)
+
+
+def shown(*messages: dict[str, Any], **fields: Any) -> list[tuple[str, str | None]]:
+    """Role and text of each message of the chat."""
+    return [(message.role, message.text) for message in chat_of(*messages, **fields).messages]
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {**user(*content), "role": "assistant"}
+
+
+def text(words: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **fields}
+
+
+def result(content: Any = "fine", id: str = "toolu_1", **fields: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": content, **fields}
+
+
+def refusal(*messages: dict[str, Any], **fields: Any) -> str:
+    with pytest.raises(BadRequest) as raised:
+        chat_of(*messages, **fields)
+    return str(raised.value)
+
+
+def ignored_of(*messages: dict[str, Any], **fields: Any) -> list[str]:
+    with collect() as ignored:
+        chat_of(*messages, **fields)
+    return ignored
+
+
+# -- messages ---------------------------------------------------------------------------------------------------
+
+
+def test_text_and_blocks_of_it_become_messages() -> None:
+    blocks = [text("One.", cache_control=TEMPORARY, citations=None), text("Two.")]
+    assert shown(user(*blocks), assistant("Three."), user("Four."), system="Be brief.") == [
+        ("system", "Be brief."),
+        ("user", "One.\nTwo."),
+        ("assistant", "Three."),
+        ("user", "Four."),
+    ]
+
+
+def test_neighbours_of_one_role_are_one_message() -> None:
+    messages = [user("One."), user("Two."), assistant("Three"), assistant(" and four."), user("Five.")]
+    assert shown(*messages) == [("user", "One.\nTwo."), ("assistant", "Three and four."), ("user", "Five.")]
+
+
+def test_results_come_right_after_their_calls_and_text_after_them() -> None:
+    calls = [CALL, {**CALL, "id": "toolu_2", "name": "write", "caller": None}]
+    results = [text("Also:"), result(id="toolu_2"), result([text("a"), text("b")])]
+    chat = chat_of(user("Go."), assistant(text("I read."), *calls), user(*results))
+    made = chat.messages[1].for_template()
+    assert [call["function"] for call in made["tool_calls"]] == [
+        {"name": "read", "arguments": {"path": "a"}},
+        {"name": "write", "arguments": {"path": "a"}},
+    ]
+    assert [(each.role, each.tool_call_id, each.name, each.text) for each in chat.messages[2:]] == [
+        ("tool", "toolu_2", "write", "fine"),
+        ("tool", "toolu_1", "read", "a\nb"),
+        ("user", None, None, "Also:"),
+    ]
+
+
+def test_a_failed_call_is_said_to_have_failed() -> None:
+    made = shown(user("Go."), assistant(CALL), user(result("no such file", is_error=True)))
+    assert made[-1] == ("tool", "The tool failed:\nno such file")
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (
+            {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}},
+            "T\nD",
+        ),
+        ({"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}}, "a\nb"),
+        ({"type": "document", "source": {"type": "content", "content": "c"}, "context": "about"}, "about\nc"),
+        ({"type": "search_result", "source": "http://x", "title": "T", "content": [text("a")]}, "T\nhttp://x\na"),
+    ],
+)
+def test_documents_and_search_results_of_text_are_shown(block: dict[str, Any], words: str) -> None:
+    assert shown(user(block)) == [("user", words)]
+    assert shown(user("Go."), assistant(CALL), user(result([block])))[-1] == ("tool", words)
+
+
+def test_an_image_in_a_result_is_replaced_by_a_note() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    messages = [user("Go."), assistant(CALL), user(result([text("a"), image]))]
+    assert shown(*messages)[-1] == ("tool", f"a\n{NO_IMAGE}")
+    assert ignored_of(*messages) == ["messages[2].content[0].content[1] (image)"]
+
+
+def test_what_anthropics_own_tools_left_in_a_conversation_is_left_out() -> None:
+    search = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []}
+    messages = [user("Go."), assistant(search, found, text("It is so.")), user("Thanks.")]
+    assert shown(*messages)[1] == ("assistant", "It is so.")
+    assert ignored_of(*messages) == [
+        "messages[1].content[0] (server_tool_use)",
+        "messages[1].content[1] (web_search_tool_result)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (
+            [user({"type": "image", "source": {"type": "url", "url": "http://x"}})],
+            "messages[0].content[0] is of type image",
+        ),
+        (
+            [user({"type": "document", "source": {"type": "base64", "data": ""}})],
+            "messages[0].content[0].source is of",
+        ),
+        ([user(CALL)], "messages[0].content[0] is of type tool_use, which only"),
+        ([user("Hi"), assistant(result())], "messages[1].content[0] is of type tool_result, which a message of the"),
+        ([user(result())], "messages[0].content[0].tool_use_id is 'toolu_1', and no"),
+        ([user("Hi"), assistant(CALL)], "messages end with a tool_use"),
+        ([user({"type": "hologram"})], "messages[0].content[0] is of type hologram"),
+        ([user({"type": "text", "text": "a", "colour": 1})], "messages[0].content[0].colour is not a known field"),
+        ([user(7)], "messages[0].content[0] is 7; it must be an object"),
+        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        (
+            [user("Hi"), assistant(CALL), user(result([{"type": "thinking"}]))],
+            "messages[2].content[0].content[0] is of",
+        ),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_its_place(messages: list[dict[str, Any]], words: str) -> None:
+    assert words in refusal(*messages)
+
+
+# -- system -----------------------------------------------------------------------------------------------------
+
+
+def test_the_billing_line_is_left_out_so_that_prompts_begin_alike() -> None:
+    blocks = [text(BILLING), text("You help.", cache_control=TEMPORARY)]
+    assert shown(system=blocks)[0] == ("system", "You help.")
+    assert shown(system=f"{BILLING}\nYou help.")[0] == ("system", "You help.")
+    assert shown(system=BILLING)[0][0] == "user"
+    assert ignored_of(system=blocks) == ["system[0] (billing line)"]
+    assert shown(system=blocks, strip=False)[0] == ("system", f"{BILLING}\nYou help.")
+
+
+def test_a_late_system_message_stays_where_the_template_shows_it_and_is_the_users_where_not() -> None:
+    late = [user("Hi"), {"role": "system", "content": [text("Now hurry.")]}]
+    assert takes_late_system(ChatTemplate({"default": ANY_ROLE}))
+    assert not takes_late_system(ChatTemplate({"default": ONE_SYSTEM}))
+    assert shown(*late) == [("user", "Hi"), ("system", "Now hurry.")]
+    assert shown(*late, template=ONE_SYSTEM) == [("user", "Hi\nNow hurry.")]
+    between = [*late, assistant(CALL), user(result())]
+    assert [role for role, _ in shown(*between, template=ONE_SYSTEM)] == ["user", "assistant", "tool"]
+
+
+# -- reasoning --------------------------------------------------------------------------------------------------
+
+
+def thinking(words: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": words, "signature": signature}
+
+
+def test_reasoning_comes_back_with_its_signature() -> None:
+    redacted = {"type": "redacted_thinking", "data": sealed(" Yes.")}
+    blocks = [thinking("Hm.", signed("Hm.")), thinking("", sealed(" So.")), redacted, text("It is.")]
+    chat = chat_of(user("Go."), assistant(*blocks), user("Why?"))
+    assert (chat.messages[1].reasoning_content, chat.messages[1].text) == ("Hm. So. Yes.", "It is.")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        thinking("Hm!", signed("Hm.")),
+        thinking("Hm.", signed("Hm.")[:-4] + "AAAA"),
+        thinking("Hm.", "x" + signed("Hm.")[1:]),
+        thinking("Hm.", signed("Hm.")[::-1]),
+        thinking("Hm.", sealed("Hm.")),
+        thinking("Hm.", ""),
+        thinking("", "\u00e9"),
+        thinking("", sealed("Hm.")[:-4]),
+        {"type": "redacted_thinking", "data": "abc"},
+    ],
+)
+def test_reasoning_that_was_changed_is_refused(block: dict[str, Any]) -> None:
+    words = refusal(user("Go."), assistant(block, text("It is.")), user("Why?"))
+    assert "messages[1].content[0]: Invalid `" in words
+
+
+@pytest.mark.parametrize("signature", [OTHER_SEAL.seal("signature", "x", None), "Eo8BCkYIBxgC" + "Ab3/" * 20])
+def test_reasoning_of_another_server_is_left_out(signature: str) -> None:
+    messages = [user("Go."), assistant(thinking("Hm.", signature), text("It is.")), user("Why?")]
+    assert chat_of(*messages).messages[1].reasoning_content in (None, "")
+    assert ignored_of(*messages) == ["messages[1].content[0] (thinking of another server)"]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "is_on"),
+    [
+        (None, False),
+        ({"type": "disabled"}, False),
+        ({"type": "adaptive"}, True),
+        ({"type": "between_tools"}, True),
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+    ],
+)
+def test_thinking_becomes_variables_of_the_template(thinking: Any, is_on: bool) -> None:
+    chat = chat_of(thinking=thinking, output_config={"effort": "max"}, chat_template_kwargs={"a": 1})
+    assert chat.template_variables == {"enable_thinking": is_on, "thinking": is_on, "reasoning_effort": "max", "a": 1}
+
+
+# -- continued answers ------------------------------------------------------------------------------------------
+
+
+def test_a_last_message_of_the_assistants_is_continued() -> None:
+    assert chat_of(user("Go."), assistant("It is")).continue_final_message
+    assert not chat_of(user("Go."), assistant("It is"), user("Why?")).continue_final_message
+    assert shown(user("Go."), assistant("")) == [("user", "Go.")]
+
+
+# -- tools ------------------------------------------------------------------------------------------------------
+
+
+def test_tools_become_functions_and_those_of_anthropics_are_left_out() -> None:
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    custom = {
+        **TOOL,
+        "type": "custom",
+        "name": "write",
+        "strict": True,
+        "cache_control": TEMPORARY,
+        "input_examples": [],
+    }
+    chat = chat_of(tools=[TOOL, *hosted, custom])
+    assert [tool.function.model_dump(exclude_unset=True) for tool in chat.tools] == [
+        {"name": "read", "description": "Read a file", "parameters": {"type": "object"}},
+        {"name": "write", "description": "Read a file", "parameters": {"type": "object"}, "strict": True},
+    ]
+    assert ignored_of(tools=[TOOL, *hosted]) == ["tools[1] (web_search_20250305)", "tools[2] (bash_20250124)"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "made", "parallel"),
+    [
+        ({"type": "auto"}, "auto", True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+    ],
+)
+def test_a_choice_of_tools_is_the_chats(choice: dict[str, Any], made: str, parallel: bool) -> None:
+    chat = chat_of(tools=[TOOL], tool_choice=choice)
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (made, parallel)
+
+
+def test_a_tool_can_be_named() -> None:
+    choice = chat_of(tools=[TOOL], tool_choice={"type": "tool", "name": "read"}).tool_choice
+    assert not isinstance(choice, str)
+    assert choice.model_dump() == {"type": "function", "function": {"name": "read"}}
+
+
+# -- other fields -----------------------------------------------------------------------------------------------
+
+
+def test_sampling_and_the_form_of_the_answer_are_the_chats() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for field in ("output_config", "output_format"):
+        form: Any = {"type": "json_schema", "schema": schema}
+        chat = chat_of(**{field: {"format": form} if field == "output_config" else form})
+        assert chat.response_format is not None
+        assert chat.response_format.model_dump(by_alias=True)["json_schema"]["schema"] == schema
+    chat = chat_of(temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["END"], seed=3, cache_salt="s", timeout=9)
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.stop) == (0.5, 0.9, 7, ["END"])
+    assert (chat.seed, chat.cache_salt, chat.timeout, chat.token_limit) == (3, "s", 9.0, 9000)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 1.5}, "temperature is 1.5"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"thinking": {"type": "enabled"}}, "thinking is of type enabled and has no budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens is 10; it must be at least"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9000}}, "max_tokens is 9000; it must be above"),
+        ({"mcp_servers": [{"type": "url"}]}, "this server connects to no MCP servers"),
+        ({"tools": [{"type": "teleport_20270101"}]}, "tools[0] is of type teleport_20270101"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [{"name": "read"}]}, "tools[0].input_schema is missing"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice must have a name"),
+        ({"messages": []}, "messages"),
+        ({"frequency_penalty": 1}, "frequency_penalty is not a known field"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(**fields)
+
+
+def test_hints_of_agents_are_accepted_whatever_they_hold() -> None:
+    hints: dict[str, Any] = {
+        "metadata": {"user_id": "u", "more": 1},
+        "service_tier": "standard_only",
+        "speed": "fast",
+        "cache_control": {"type": "ephemeral", "scope": "global"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "diagnostics": {"previous_message_id": None},
+        "inference_geo": "eu",
+        "mcp_servers": [],
+    }
+    assert ignored_of(**hints) == []
+    assert ignored_of(container="c", fallbacks=[{}]) == ["container", "fallbacks"]
+
+
+def test_where_anything_is_marked_to_be_cached() -> None:
+    mark = {"cache_control": TEMPORARY}
+    assert not wants_cache(request_of(tools=[TOOL], system="s"))
+    for fields in (mark, {"tools": [{**TOOL, **mark}]}, {"system": [text("s", **mark)]}):
+        assert wants_cache(request_of(**fields))
+    assert wants_cache(request_of(user("Go."), assistant(CALL), user(result(**mark))))
