@@ -26,6 +26,7 @@ from engine.distributed.rank_steps import RankGroup
 from engine.runner.loaded_model import LoadedModel, load_model, start_operators
 from engine.runner.memory_sizing import GIB, MAX_CPU_BYTES
 from models.architectures.config import CheckpointConfig, ModelConfig
+from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig, read_pooling
 from models.attention.backend import require_backend
 from models.loading.checkpoint import read_checkpoint_config
@@ -292,7 +293,7 @@ def _require_rounding(wanted: str, model_config: CheckpointConfig, device: torch
         found = f"the device is {device.type}; set device to cpu"
     elif type_name != "bfloat16":
         found = f"dtype is {type_name}; set it to bfloat16"
-    elif not isinstance(model_config, ModelConfig):
+    elif not isinstance(model_config, ModelConfig | EncoderConfig):
         found = f"{model_config.architecture} runs by transformers' own code, which has no place for them"
     elif library.load_library() is None:
         found = "Kaon was installed without a C compiler; install one, then Kaon again"

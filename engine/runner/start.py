@@ -72,7 +72,7 @@ def run_worst_case(loaded: LoadedModel, num_seqs: int) -> None:
 
 def _activation_bytes(loaded: LoadedModel) -> int:
     """What the largest step may commit besides weights and cache, as far as it is known before one has run."""
-    if loaded.operators is None:
+    if loaded.operators is None or loaded.is_encoder:
         return 0
     set_kv_cache_data(loaded.layer_caches().allocate(1, 1))
     try:

@@ -100,7 +100,7 @@ class ModelConfig(CheckpointConfig):
             attention_bias=config.boolean("attention_bias", False),
             mlp_bias=facts.has_mlp_bias and config.boolean("mlp_bias", False),
             tie_word_embeddings=config.boolean("tie_word_embeddings", False),
-            dtype=_dtype(config),
+            dtype=checkpoint_dtype(config),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
             sliding_windows=_sliding_windows(config, facts, num_layers),
@@ -154,7 +154,8 @@ def _sliding_windows(config: Fields, facts: ConfigFacts, num_layers: int) -> tup
     return tuple(window if here else None for here in windowed)
 
 
-def _dtype(config: Fields) -> str:
+def checkpoint_dtype(config: Fields) -> str:
+    """The dtype that config.json names. Raises `CheckpointError` for one that no model has."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.string(name, "float32").removeprefix("torch.")
     if dtype not in DTYPES:

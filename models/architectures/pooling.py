@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from models.architectures.registry import ARCHITECTURES
+from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.config.fields import Fields, read_config
 from models.errors import CheckpointError
 
@@ -22,9 +22,6 @@ Function: TypeAlias = Literal["none", "normalize", "sigmoid", "softmax"]
 
 ACTIVATIONS = ("identity", "tanh", "gelu", "relu", "sigmoid")
 """Functions between the layers of a head."""
-
-ENCODERS = {"Bert": "BertModel", "Roberta": "RobertaModel", "XLMRoberta": "XLMRobertaModel"}
-"""Bodies of encoders by the family that their architectures' names begin with."""
 
 _KINDS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForCausalLM")
 _MODE_FIELDS: tuple[tuple[str, Mode | None], ...] = (
@@ -151,7 +148,8 @@ def read_pooling(
 
 def _encoder(name: str) -> str | None:
     """The encoder's body in an architecture of this name; None for another model's."""
-    return next((ENCODERS[name.removesuffix(kind)] for kind in _KINDS if name.removesuffix(kind) in ENCODERS), None)
+    bodies = (f"{name.removesuffix(kind)}Model" for kind in _KINDS if name.endswith(kind))
+    return next((body for body in bodies if body in ENCODERS), None)
 
 
 def _body(config: Fields, name: str) -> tuple[str, bool]:
@@ -169,7 +167,7 @@ def _body(config: Fields, name: str) -> tuple[str, bool]:
             return body, False
     raise CheckpointError(
         f"architectures of {config.where} is {name or 'missing'}, whose prompts this release cannot pool; it pools "
-        f"those of {', '.join(ENCODERS.values())} and of the language models that it has itself"
+        f"those of {', '.join(ENCODERS)} and of the language models that it has itself"
     )
 
 
@@ -201,6 +199,12 @@ def _classifier(config: Fields, name: str, body: str, is_encoder: bool) -> Pooli
     head: tuple[HeadLayer, ...]
     if body == "BertModel":
         head = (HeadLayer("pooler.dense", "tanh"), HeadLayer("classifier"))
+    elif body == "ModernBertModel":
+        if config.string("classifier_pooling", "cls") == "mean":
+            modes = ("mean",)
+        activation = _activation(config, "classifier_activation", "gelu")
+        norm = HeadLayer("head.norm", norm_eps=config.number("norm_eps", 1e-5))
+        head = (HeadLayer("head.dense", activation), norm, HeadLayer("classifier"))
     elif is_encoder:
         head = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
     else:

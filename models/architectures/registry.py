@@ -69,6 +69,18 @@ ARCHITECTURES: Registry[Architecture] = Registry(
 )
 
 
+ENCODERS: "Registry[type[nn.Module]]" = Registry(
+    "encoder",
+    {
+        "BertModel": "models.architectures.bert",
+        "RobertaModel": "models.architectures.bert",
+        "XLMRobertaModel": "models.architectures.bert",
+        "ModernBertModel": "models.architectures.modernbert",
+    },
+)
+"""Models whose tokens see their whole prompt; called with `EncoderConfig` and `TensorParallel`."""
+
+
 def architecture(name: str, facts: ConfigFacts = ConfigFacts()) -> Callable[[Model], Model]:
     """A class decorator: the class is the model of checkpoints of this architecture. A class may have several."""
 

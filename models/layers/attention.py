@@ -1,12 +1,15 @@
-"""`Attention`: calls the attention backend with a layer's KV cache."""
+"""`Attention`: calls the attention backend with a layer's KV cache. `EncoderAttention` needs none."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models.attention.context import get_forward_context
 from models.layers.base import KVCacheSpec
+from models.ops.torch_ops import rotate
 from models.ops.types import AttentionInputs, AttentionOptions, HeadNorms, KVCacheTensor, Rotation
 
 
@@ -57,3 +60,53 @@ class Attention(nn.Module):
         assert isinstance(cache, KVCacheTensor)
         inputs = AttentionInputs(self.options, sinks, norms, rotation)
         return metadata.backend.forward(q, k, v, cache, metadata, inputs)
+
+
+_QUERIES = 256
+"""Queries of a windowed layer that are computed together: the scores of a long prompt would take too much memory."""
+
+
+class EncoderAttention(nn.Module):
+    """Attention of each token to all of its prompt, or to a window on both sides, by torch; nothing is cached.
+
+    A step's prompts are computed one after the other, so that none depends on its company.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, window: int | None = None) -> None:
+        """Heads are this rank's. `window`: tokens on each side that a token sees; None: all."""
+        super().__init__()
+        self.num_heads, self.head_dim, self.window = num_heads, head_dim, window
+
+    def forward(self, qkv: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
+        """# [tokens, 3 * heads * head_dim] -> [tokens, heads * head_dim]"""
+        q, k, v = qkv.view(len(qkv), 3, self.num_heads, self.head_dim).unbind(1)  # 3 x [tokens, heads, head_dim]
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        prompts = get_forward_context().context.prompts
+        lengths = [len(qkv)] if prompts is None else prompts.lengths
+        out = q.new_empty(q.shape)
+        start = 0
+        for length in lengths:
+            prompt = slice(start, start + length)
+            # [heads, length, head_dim]
+            own_q, own_k, own_v = (part[prompt].transpose(0, 1) for part in (q, k, v))
+            for queries, keys, mask in self._spans(length, q.device):
+                attended = F.scaled_dot_product_attention(
+                    own_q[None, :, queries], own_k[None, :, keys], own_v[None, :, keys], attn_mask=mask
+                )
+                out[prompt][queries] = attended[0].transpose(0, 1)
+            start += length
+        return out.view(len(qkv), -1)
+
+    def _spans(self, length: int, device: torch.device) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+        """Spans of queries with the keys that they see, and which of these each query sees; None: all."""
+        window = self.window
+        if window is None or length <= window + 1:
+            yield slice(0, length), slice(0, length), None
+            return
+        for first in range(0, length, _QUERIES):
+            queries = slice(first, min(first + _QUERIES, length))
+            keys = slice(max(0, queries.start - window), min(length, queries.stop + window))
+            rows = torch.arange(queries.start, queries.stop, device=device)
+            columns = torch.arange(keys.start, keys.stop, device=device)
+            yield queries, keys, (rows[:, None] - columns).abs() <= window

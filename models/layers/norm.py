@@ -93,12 +93,12 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Shifts the last dimension to mean 0, scales it to variance 1, then by a weight, and adds a bias."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__()
         self.shape = (size,)
         self.eps = eps
         self.weight = empty_parameter(size, weight_loader=load_whole)
-        self.bias = empty_parameter(size, weight_loader=load_whole)
+        self.bias = empty_parameter(size, weight_loader=load_whole) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """# [..., size] -> [..., size]"""

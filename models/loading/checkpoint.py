@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from models.architectures.config import DTYPES, CheckpointConfig, ModelConfig
+from models.architectures.encoder_config import EncoderConfig
 from models.architectures.pooling import PoolingConfig
 from models.architectures.registry import ARCHITECTURES, INDEXED_LAYERS
 from models.config.fields import Fields, read_config, read_generation_config
@@ -140,7 +141,8 @@ def read_checkpoint_config(
                 f"model_impl is transformers, but a model that is served to {pooling.task} runs by Kaon's own code; "
                 "set it to auto"
             )
-        return ModelConfig.from_checkpoint(path, pooling.body)
+        config_class = EncoderConfig if pooling.is_encoder else ModelConfig
+        return config_class.from_checkpoint(path, pooling.body)
     names = config.values.get("architectures")
     is_ours = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
     if model_impl == "kaon" or (model_impl == "auto" and is_ours):

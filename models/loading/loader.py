@@ -19,7 +19,8 @@ from torch import nn
 from tqdm import tqdm
 
 from models.architectures.config import CheckpointConfig, ModelConfig
-from models.architectures.registry import ARCHITECTURES
+from models.architectures.encoder_config import EncoderConfig
+from models.architectures.registry import ARCHITECTURES, ENCODERS
 from models.errors import CheckpointError, first_line
 from models.layers.attention import Attention
 from models.layers.base import CausalLM
@@ -99,14 +100,14 @@ def load_model(
 
         _require_one_rank(config, parallel)
         return load_transformers_model(path, config, dtype=dtype, device=device, progress=progress)
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, ModelConfig | EncoderConfig)
     files = weight_files(path)
     has_operators = dtype is torch.bfloat16 and device.type == "cpu" and runtime.active()
     assert has_operators or weight_bits == 16, "weights are rounded for the CPU operators only"
     may_keep = config.quantization is not None and triton.takes("linear")
     try:
         with _default_dtype(dtype), device, products_without_memory() if may_keep else nullcontext():
-            model = ARCHITECTURES[config.architecture].model_class(config, parallel)
+            model = _model_class(config)(config, parallel)
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit the memory of device {device} ({first_line(error)})") from error
     if not generates and hasattr(model, "lm_head"):
@@ -138,6 +139,12 @@ def load_model(
     return cast(CausalLM, model.eval())
 
 
+def _model_class(config: ModelConfig | EncoderConfig) -> type[nn.Module]:
+    if isinstance(config, EncoderConfig):
+        return ENCODERS[config.architecture]
+    return ARCHITECTURES[config.architecture].model_class
+
+
 def _require_one_rank(config: CheckpointConfig, parallel: TensorParallel) -> None:
     """Raise `CheckpointError` where a model of transformers would be shared by several ranks."""
     if parallel.experts is not None:
@@ -156,7 +163,7 @@ def _read(
     path: Path,
     files: list[Path],
     model: nn.Module,
-    config: ModelConfig,
+    config: ModelConfig | EncoderConfig,
     wanted: dict[str, "_Target"],
     kept: frozenset[str],
     *,
@@ -349,16 +356,18 @@ def _fill(target: _Target, tensor: torch.Tensor, name: str, file: Path) -> None:
         raise CheckpointError(f"{name} in {file} has {error} by config.json") from error
 
 
-def _mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+def _mtp_prefixes(config: ModelConfig | EncoderConfig) -> tuple[str, ...]:
     """Prefixes of the tensors for multi-token prediction, which are not loaded: further layers, or modules of their
     own.
     """
+    if isinstance(config, EncoderConfig):
+        return ()
     first, count = config.num_hidden_layers, config.fields.integer("num_nextn_predict_layers", 0, minimum=0)
     past = (f"model.layers.{layer}." for layer in range(first, first + count))
     return (*past, *ARCHITECTURES[config.architecture].facts.mtp_prefixes)
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
+def _is_redundant(name: str, config: ModelConfig | EncoderConfig) -> bool:
     """Whether a tensor repeats what is known: computed frequencies, or a copy of the tied embedding."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 

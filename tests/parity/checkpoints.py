@@ -78,7 +78,7 @@ def make_checkpoint(
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
         for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name.lower():
                 parameter.copy_(family.norm_mean + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * noise)

@@ -5,6 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+    ModernBertModel,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
 
 from tests.parity.checkpoints import Family, edit_json, make_checkpoint
 
@@ -63,8 +81,6 @@ def qwen3_embedding(directory: Path, **overrides: Any) -> Path:
 
 def qwen3_classifier(directory: Path, num_labels: int = 1, **overrides: Any) -> Path:
     """As the conversion of Qwen3-Reranker to a classifier, or as any classifier over a language model."""
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
-
     family = Family(Qwen3Config, Qwen3ForSequenceClassification)
     return make_checkpoint(directory, family, num_labels=num_labels, **overrides)
 
@@ -73,4 +89,36 @@ def qwen3_reranker(directory: Path, **overrides: Any) -> Path:
     """As Qwen3-Reranker: a language model whose answers no and yes, here the letters n and y, make the score."""
     make_checkpoint(directory, "qwen3", **{"tie_word_embeddings": True, **overrides})
     edit_json(directory / "config.json", classifier_from_token=["n", "y"])
+    return directory
+
+
+_NARROW = {"hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 3, "intermediate_size": 80}
+_ROBERTA = {**_NARROW, "pad_token_id": 1, "bos_token_id": 0, "type_vocab_size": 1, "max_position_embeddings": 130}
+_MODERN = {**_NARROW, "num_hidden_layers": 4, "local_attention": 16, "pad_token_id": 0, "cls_token_id": 1}
+_ENCODERS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "bert": (BertConfig, BertModel, BertForSequenceClassification, {**_NARROW, "max_position_embeddings": 128}),
+    "roberta": (RobertaConfig, RobertaModel, RobertaForSequenceClassification, _ROBERTA),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel, XLMRobertaForSequenceClassification, _ROBERTA),
+    "modernbert": (ModernBertConfig, ModernBertModel, ModernBertForSequenceClassification, _MODERN),
+}
+ENCODER_FAMILIES = tuple(_ENCODERS)
+
+
+def encoder(directory: Path, family: str, num_labels: int | None = None, **overrides: Any) -> Path:
+    """An encoder of odd sizes; with `num_labels`, a classifier or, with one label, a cross-encoder."""
+    config_class, model_class, classifier_class, fields = _ENCODERS[family]
+    fields = {**fields, **overrides, **({} if num_labels is None else {"num_labels": num_labels})}
+    chosen = Family(config_class, model_class if num_labels is None else classifier_class, fields)
+    make_checkpoint(directory, chosen, num_key_value_heads=None, head_dim=None)
+    file = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    # As RoBERTa has it: the token before the padding begins a text.
+    first, last = "<|endoftext|>", "<|im_end|>"
+    second = 1 if family == "bert" else 0
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:{second} {last}:{second}",
+        special_tokens=[(first, 0), (last, 2)],
+    )
+    tokenizer.save(file)
     return directory
