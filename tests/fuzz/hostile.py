@@ -301,6 +301,69 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "max_output_tokens is -1": {"max_output_tokens": -1},
 }
 
+MESSAGES: dict[str, dict[str, Any]] = {
+    **{
+        f"{field} is {name}": {field: value}
+        for field in ("temperature", "top_p", "max_tokens")
+        for name, value in NUMBERS.items()
+    },
+    **{
+        f"output_config.format, {name}": {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        for name, schema in SCHEMAS.items()
+    },
+    **{
+        f"a tool's input_schema, {name}": {
+            "tools": [{"name": "f", "input_schema": schema, "strict": True}],
+            "tool_choice": {"type": "any"},
+        }
+        for name, schema in SCHEMAS.items()
+    },
+    "content has a lone surrogate": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "system has a lone surrogate": {"system": [{"type": "text", "text": "\udfff"}]},
+    "messages are a number": {"messages": 5},
+    "messages are empty": {"messages": []},
+    "a hundred thousand messages": {"messages": [{"role": "user", "content": "a"}] * 100_000},
+    "a hundred thousand blocks": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}]
+    },
+    "content of 9 MB": {"messages": [{"role": "user", "content": "x" * 9 * MEBIBYTE}]},
+    "results in results": {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}]}]}]
+    },
+    "a result of no call": {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b"}]}]
+    },
+    "thinking with a signature of 9 MB": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "", "signature": "a2Fvbj" + "A" * 9 * MEBIBYTE}],
+            },
+            {"role": "user", "content": 5},
+        ]
+    },
+    "a document by URL": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "document", "source": {"type": "url", "url": "file:///etc/hostname"}}],
+            }
+        ]
+    },
+    "an image by URL": {
+        "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/"}}]}]
+    },
+    "an MCP server": {"mcp_servers": [{"type": "url", "url": "http://x/", "name": "x"}]},
+    "a hundred thousand tools": {"tools": [{"name": "f", "input_schema": {}}] * 100_000},
+    "a tool that is none": {"tools": [{"type": "robot", "name": "f"}]},
+    "a named tool that is not there": {"tool_choice": {"type": "tool", "name": "g"}},
+    "a call is required without tools": {"tool_choice": {"type": "any"}},
+    "a budget above max_tokens": {"thinking": {"type": "enabled", "budget_tokens": 2**31 - 1}},
+    "stop sequences that are empty": {"stop_sequences": [""]},
+    "template variables that are reserved": {"chat_template_kwargs": {"messages": []}},
+}
+
 TOKENIZE: dict[str, dict[str, Any]] = {
     "a lone surrogate": {"prompt": "\ud800"},
     "a number": {"prompt": 5},
@@ -337,6 +400,10 @@ _ENDPOINTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         CHAT,
     ),
     "/v1/responses": ({"model": MODEL, "input": "Hi", "max_output_tokens": 16}, RESPONSES),
+    "/v1/messages": (
+        {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
+        MESSAGES,
+    ),
     "/tokenize": ({"model": MODEL, "prompt": "Hi"}, TOKENIZE),
     "/detokenize": ({"model": MODEL, "tokens": [5]}, DETOKENIZE),
 }

@@ -1,9 +1,12 @@
 """From requests of `/v1/messages` to chats: roles, blocks, tools, reasoning that comes back, what is left out."""
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.text.chat_template import ChatTemplate
 from server.anthropic.conversion import NO_IMAGE, digest, takes_late_system, to_chat, wants_cache
@@ -14,6 +17,7 @@ from server.schemas.body import validate
 from server.schemas.chat import ChatCompletionRequest
 from server.schemas.messages import MessagesRequest
 from server.sealing import Kind, Seal
+from tests.unit.anthropic_bodies import BODIES
 
 ANY_ROLE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 ONE_SYSTEM = (
@@ -381,3 +385,14 @@ def test_where_anything_is_marked_to_be_cached() -> None:
     for fields in (mark, {"tools": [{**TOOL, **mark}]}, {"system": [text("s", **mark)]}):
         assert wants_cache(request_of(**fields))
     assert wants_cache(request_of(user("Go."), assistant(CALL), user(result(**mark))))
+
+
+@given(BODIES, st.booleans())
+def test_any_body_becomes_a_chat_or_is_refused_in_anthropics_form(body: dict[str, Any], allow_unknown: bool) -> None:
+    try:
+        chat = to_chat(validate(body, MessagesRequest, allow_unknown=allow_unknown), frontend_of(), opened)
+        json.dumps([message.for_template() for message in chat.messages])
+    except BadRequest as error:
+        told = json.loads(error.anthropic_body("req_1"))
+        assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+        assert told["error"]["message"]

@@ -1,18 +1,23 @@
 """Pre-rendered events are, byte for byte, events that hold OpenAI's chunk objects."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
+from starlette.types import Message
 
+from server.anthropic.rendering import PING
 from server.routes.chat import ChatChunkWriter
 from server.routes.completions import CompletionChunkWriter
 from server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from server.schemas.completions import CompletionLogprobs
 from server.schemas.generation import AnswerHead, PromptTokensDetails, StreamOptions, Usage
-from server.streaming.sse import DONE, error_event
+from server.streaming import sse
+from server.streaming.sse import DONE, EventStream, error_event
 
 TEXTS = ["Hi", "", '"\\/\b\f\n\r\t\x00\x1f', "漢字 😀 é", "\u2028\u2029", "data: x\n\ndata: y", "</script>"]
 HEAD = AnswerHead("x-1", 5, 'a"b', "kaon")
@@ -98,3 +103,30 @@ def test_log_probabilities_ride_on_their_chunk() -> None:
 
 def test_an_error_event_holds_the_error_object() -> None:
     assert events(error_event(b'{"error":{"message":"x"}}')) == [{"error": {"message": "x"}}]
+
+
+async def test_a_stream_that_waits_sends_its_ping_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its first event; each ping is a body of its own, between whole events."""
+    monkeypatch.setattr(sse, "_PING_SECONDS", 0.01)
+    go_on = asyncio.Event()
+    bodies: list[bytes] = []
+
+    async def waits() -> AsyncGenerator[bytes, None]:
+        await go_on.wait()
+        yield b"event: a\ndata: 1\n\n"
+
+    async def send(message: Message) -> None:
+        bodies.append(message.get("body", b""))
+        if len(bodies) == 4:
+            go_on.set()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    await EventStream(waits(), ping=PING)({"type": "http", "method": "POST"}, receive, send)
+    begun, *pings, event, end = bodies
+    assert (begun, end) == (b"", b"")
+    assert event == b"event: a\ndata: 1\n\n"
+    assert len(pings) >= 3
+    assert set(pings) == {b'event: ping\ndata: {"type": "ping"}\n\n'}

@@ -1,0 +1,71 @@
+"""Any body of `/v1/messages` is answered or refused in Anthropic's form, and a neighbour's stream stays the same."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.e2e.kaon_server import PLAIN_HTTP, START_SECONDS, KaonServer
+from tests.fuzz.test_hostile_requests import neighbour
+from tests.unit.anthropic_bodies import BODIES
+
+NUM_BODIES = 500
+_AT_A_TIME = 16
+
+
+def drawn(count: int) -> list[bytes]:
+    """That many bodies."""
+    bodies: list[bytes] = []
+
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(BODIES)
+    def draw(body: dict[str, Any]) -> None:
+        bodies.append(json.dumps(body).encode())
+
+    draw()
+    return bodies
+
+
+async def test_any_body_is_answered_or_refused_and_disturbs_nobody(server: KaonServer) -> None:
+    bodies = await asyncio.to_thread(drawn, NUM_BODIES)
+    async with httpx.AsyncClient(base_url=server.url, timeout=START_SECONDS, verify=PLAIN_HTTP) as http:
+        alone = await neighbour(http)
+        is_over = asyncio.Event()
+        told: list[str] = []
+
+        async def neighbours() -> None:
+            while not is_over.is_set():
+                told.append(await neighbour(http))
+
+        streams = asyncio.create_task(neighbours())
+        statuses: list[int] = []
+        for first in range(0, len(bodies), _AT_A_TIME):
+            sent = bodies[first : first + _AT_A_TIME]
+            for body, answer in zip(
+                sent, await asyncio.gather(*(http.post("/v1/messages", content=body) for body in sent)), strict=True
+            ):
+                statuses.append(answer.status_code)
+                _check(body, answer)
+        is_over.set()
+        await streams
+    assert len(statuses) >= NUM_BODIES * 0.9
+    assert set(told) == {alone}
+    assert 200 in statuses
+    assert 400 in statuses
+
+
+def _check(body: bytes, answer: httpx.Response) -> None:
+    what = f"{body[:500]!r} got {answer.status_code} {answer.text[:300]}"
+    if answer.status_code == 200:
+        is_stream = answer.headers["content-type"].startswith("text/event-stream")
+        assert is_stream == (json.loads(body).get("stream") is True), what
+        assert ("event: message_stop" in answer.text) if is_stream else answer.json()["type"] == "message", what
+        return
+    assert 400 <= answer.status_code < 500, what
+    error = answer.json()
+    assert error["type"] == "error", what
+    assert error["error"]["type"] in ("invalid_request_error", "not_found_error"), what
+    assert error["error"]["message"], what
+    assert error["request_id"] == answer.headers["request-id"], what
