@@ -7,7 +7,7 @@ the same cases, which `models.ops.triton.cases` declares next to each family's r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -67,6 +67,23 @@ class Problems:
     def distinct_rows(self, below: int, rows: int, count: int) -> torch.Tensor:
         """Rows of distinct numbers below a bound. # [rows, count] int64"""
         return torch.rand(rows, below, generator=self._generator).topk(count).indices.to(self.device)
+
+
+class PagedRows:
+    """Rows of a paged cache whose blocks lie in random order; block 0 belongs to no row."""
+
+    def __init__(self, problems: Problems, lengths: Sequence[int], block_size: int) -> None:
+        """`lengths`: tokens of each row."""
+        counts = [-(-length // block_size) for length in lengths]
+        order = 1 + problems.permutation(sum(counts))
+        self.num_blocks = len(order) + 1
+        self.tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)  # [rows, max(counts)], on the host
+        self.slots: list[torch.Tensor] = []
+        """By row, the slot of each token: block times `block_size` plus offset. # [length] int64, on the host"""
+        for row, (blocks, length) in enumerate(zip(torch.split(order, counts), lengths, strict=True)):
+            self.tables[row, : len(blocks)] = blocks
+            positions = torch.arange(length)
+            self.slots.append(blocks[positions // block_size] * block_size + positions % block_size)
 
 
 class Case(ABC):

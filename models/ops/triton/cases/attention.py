@@ -9,7 +9,16 @@ import numpy.typing as npt
 import torch
 
 from models.ops import paged_attention as reference
-from models.ops.self_test import Case, Finding, Problems, exact_match, fp8_bounds, relative_error, rounding_bound
+from models.ops.self_test import (
+    Case,
+    Finding,
+    PagedRows,
+    Problems,
+    exact_match,
+    fp8_bounds,
+    relative_error,
+    rounding_bound,
+)
 from models.ops.torch_ops import rotate
 from models.ops.triton.attention import paged_attention, tokens_of_tile
 from models.ops.triton.cache_store import as_hardware_reads, store
@@ -91,7 +100,7 @@ class AttentionCase(Case):
 
 
 class _Step:
-    """A step over a cache with scattered blocks, with NaN around them."""
+    """A step over a paged cache, with NaN around its rows."""
 
     def __init__(self, form: AttentionCase, problems: Problems) -> None:
         self._form, self._numbers = form, problems
@@ -107,26 +116,18 @@ class _Step:
         queries = [form.query_len] * len(decodes) + [count for count, _ in spans]
         lengths = decodes + [each for _, each in spans]
         block = form.block_size
-        counts = [-(-length // block) for length in lengths]
-        order = 1 + problems.permutation(sum(counts)).numpy()
-        tables = np.zeros((len(lengths), max(counts)), np.int32)
-        places, is_of_step = [], []
-        for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-            tables[row, :count], order = order[:count], order[count:]
-            tokens = np.arange(length)
-            places.append(tables[row, tokens // block].astype(np.int64) * block + tokens % block)
-            is_of_step.append(tokens >= length - queries[row])
-        slots, now = np.concatenate(places), np.concatenate(is_of_step)
-        self.slots = torch.from_numpy(slots[now]).to(problems.device)
-        self.plan = _plan(np.array(queries), np.array(lengths), tables, len(decodes), tile_tokens, problems.device)
-        shape = sum(counts) + 1, 4 * form.kv_heads, block, form.head_dim
+        rows = PagedRows(problems, lengths, block)
+        self.slots = _joined(rows.slots, [slice(-count, None) for count in queries], problems.device)
+        arrays = np.array(queries), np.array(lengths), rows.tables.numpy()
+        self.plan = _plan(*arrays, len(decodes), tile_tokens, problems.device)
+        shape = rows.num_blocks, 4 * form.kv_heads, block, form.head_dim
         self.pool = torch.full(shape, torch.nan, dtype=form.dtype, device=problems.device).to(form.cache_dtype)
         pages = (slice(nth * form.kv_heads, (nth + 1) * form.kv_heads) for nth in (1, 2))
         self.cache = KVCacheTensor(*(self.pool[:, some] for some in pages))
         self.sinks = problems.normal(form.heads, dtype=form.dtype) if form.has_sinks else None
-        self._num_tokens = int(now.sum())
+        self._num_tokens = len(self.slots)
         cache, options = as_hardware_reads(self.cache, form.options, problems.device)
-        earlier = torch.from_numpy(slots[~now]).to(problems.device)
+        earlier = _joined(rows.slots, [slice(0, -count) for count in queries], problems.device)
         k, v = (problems.normal(len(earlier), form.kv_heads, form.head_dim, dtype=form.dtype) for _ in range(2))
         reference.store(k, k, v, cache, earlier, options)
 
@@ -168,6 +169,11 @@ class _Step:
     @property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.slots // self._form.block_size, self.slots % self._form.block_size
+
+
+def _joined(slots: list[torch.Tensor], parts: list[slice], device: torch.device) -> torch.Tensor:
+    """A part of each row's slots. # -> [tokens] int64"""
+    return torch.cat([of_row[part] for of_row, part in zip(slots, parts, strict=True)]).to(device)
 
 
 def _moved(x: torch.Tensor, norm: NormWeight | None, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:

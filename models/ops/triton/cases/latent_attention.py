@@ -6,7 +6,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from models.ops.self_test import FLOAT32, Case, Exact, Finding, Problems, fp8_bounds, relative_error, rounding_bound
+from models.ops.self_test import (
+    FLOAT32,
+    Case,
+    Exact,
+    Finding,
+    PagedRows,
+    Problems,
+    fp8_bounds,
+    relative_error,
+    rounding_bound,
+)
 from models.ops.torch_ops import deinterleave, rotate
 from models.ops.triton.cache_store import latent_store, vector_store, vectors_as_hardware_reads
 from models.ops.triton.configs import launch_of
@@ -246,19 +256,14 @@ class LatentCase(Case):
 
 
 class _Pages:
-    """Rows of a paged cache with scattered blocks; NaN everywhere else."""
+    """A layer's paged vectors; NaN everywhere else."""
 
     def __init__(self, problems: Problems, lengths: list[int], dim: int, block_size: int, dtype: torch.dtype) -> None:
         self.lengths, self._device = lengths, problems.device
-        width = -(-max(lengths) // block_size)
-        order = problems.permutation(len(lengths) * width)
-        tables = order.view(len(lengths), width)
-        self.tables = tables.int().to(problems.device)
-        places = [torch.arange(length) for length in lengths]
-        slots = [tables[row][at // block_size] * block_size + at % block_size for row, at in enumerate(places)]
-        self.slots = torch.cat(slots).to(problems.device)
+        rows = PagedRows(problems, lengths, block_size)
+        self.tables, self.slots = rows.tables.to(problems.device), torch.cat(rows.slots).to(problems.device)
         # Rows of another layer lie in between.
-        shape = len(order), 2, block_size, dim
+        shape = rows.num_blocks, 2, block_size, dim
         self.vectors = torch.full(shape, torch.nan, device=problems.device).to(dtype)[:, 1]
 
     def ints(self, values: Iterable[int]) -> torch.Tensor:
