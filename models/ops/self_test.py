@@ -138,10 +138,14 @@ def exact_match(is_equal: bool) -> float:
 def first_failure(cases: Iterable[Case], device: torch.device, seed: int = 0) -> str | None:
     """What is wrong with kernels, in words; None: nothing. Raises what they raise, and `torch.OutOfMemoryError`."""
     with torch.inference_mode():
-        for case in cases:
-            for problem, error in case.compare(Problems(device, seed)):
-                if not error <= FAILURE_FACTOR:
-                    times = "are not the right ones" if error == float("inf") else f"are off by {error:.3g} times"
-                    why = "" if error == float("inf") else " what rounding explains"
-                    return f"its numbers {times}{why}: {problem}"
+        return failure_among(finding for case in cases for finding in case.compare(Problems(device, seed)))
+
+
+def failure_among(findings: Iterable[Finding]) -> str | None:
+    """What the first failure among comparisons is, in words; None: there is none."""
+    for problem, error in findings:
+        if error == float("inf"):
+            return f"its numbers are not the right ones: {problem}"
+        if not error <= FAILURE_FACTOR:
+            return f"its numbers are off by {error:.3g} times what rounding explains: {problem}"
     return None

@@ -9,6 +9,7 @@ from models.layers.routing import grouped_top_k, softmax_top_k
 from models.ops.triton import elementwise, expert_products, expert_routing
 from models.ops.triton.cases import elementwise as elementwise_reference
 from models.ops.triton.cases import experts as experts_reference
+from models.ops.types import CLAMPED_SILU, GELU_TANH, SILU
 from tests.parity.triton_interpreter import DEVICE
 
 # A rounding to bfloat16 or float16 may fall to either side, twice where two numbers were rounded.
@@ -52,7 +53,7 @@ def test_rms_norm_of_rows_that_lie_apart() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("features", [8, 33, 96])
-@pytest.mark.parametrize("activation", [elementwise.SILU, elementwise.GELU_TANH, elementwise.CLAMPED_SILU])
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED_SILU])
 def test_gated(activation: int, features: int, dtype: torch.dtype) -> None:
     gate_up = random(3, 2 * features, dtype=dtype) * 4
     compute = functools.partial(elementwise_reference.reference_gated, gate_up, activation, alpha=1.702, limit=7.0)
@@ -140,9 +141,7 @@ def test_moe_sort(tokens: int, top_k: int, experts: int, block: int, held: float
     ("tokens", "top_k", "experts", "hidden", "inner"), [(1, 2, 4, 32, 16), (5, 3, 7, 24, 20), (30, 2, 3, 16, 17)]
 )
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize(
-    "gating", [expert_products.Gating(elementwise.SILU), expert_products.Gating(elementwise.CLAMPED_SILU, 1.702, 7.0)]
-)
+@pytest.mark.parametrize("gating", [expert_products.Gating(SILU), expert_products.Gating(CLAMPED_SILU, 1.702, 7.0)])
 def test_moe_gemm_both_ways_and_combine(
     tokens: int,
     top_k: int,
@@ -154,7 +153,7 @@ def test_moe_gemm_both_ways_and_combine(
     dtype: torch.dtype,
 ) -> None:
     x = random(tokens, hidden, dtype=dtype)
-    has_bias = gating.activation == elementwise.CLAMPED_SILU
+    has_bias = gating.activation == CLAMPED_SILU
     w13, w2 = random(experts, 2 * inner, hidden, dtype=dtype), random(experts, hidden, inner, dtype=dtype)
     b13, b2 = (
         random(*shape, dtype=dtype) if has_bias else None for shape in ((experts, 2 * inner), (experts, hidden))

@@ -20,7 +20,7 @@ __all__ = ["library"]
 CPU = torch.device("cpu")
 SMALL = Sizes(hidden=128, inner=256, heads=4, kv_heads=2, head_dim=32, experts=4, expert_inner=64)
 ATTENTION = "ops/triton/attention/unified_attention.py"
-OFF = "its numbers are off by "
+OFF = "its numbers are "
 
 
 class Clock:
@@ -60,7 +60,7 @@ def test_what_is_wrong_with_one_operator_is_told_of_it_alone(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("import sys\nprint('not for you')\nsys.exit(0)", "exit code 0: it said nothing"),
+        ("import sys\nprint('not for you')\nsys.exit(0)", "exit code 0: it wrote nothing to stderr"),
         ("import subprocess, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)", "took longer than 2 s"),
     ],
     ids=["exits as if all were well", "hangs and its compiler too"],
@@ -110,8 +110,8 @@ def test_a_sound_library_computes_everything(operator: str) -> None:
 @pytest.mark.parametrize(
     ("operator", "file", "before", "after", "words"),
     [
-        ("norm", "__init__.py", "residual_out.copy_(input +", "residual_out.copy_(input -", "with a sum"),
-        ("norm", "__init__.py", "    return F.rms_norm(input,", "    return 2 * F.rms_norm(input,", "alone"),
+        ("norm", "__init__.py", "residual_out.copy_(input +", "residual_out.copy_(input -", ": a norm with a sum"),
+        ("norm", "__init__.py", "    return F.rms_norm(input,", "    return 2 * F.rms_norm(input,", ": a norm"),
         ("activation", "__init__.py", "F.silu(gate)", "gate", "SwiGLU"),
         ("activation", "__init__.py", 'gate, approximate="tanh"', "-gate", "GeGLU"),
         ("linear", "__init__.py", "* scales).to(dtype)", ").to(dtype)", "of 1 tokens"),
@@ -119,11 +119,17 @@ def test_a_sound_library_computes_everything(operator: str) -> None:
         ("moe", "fused_moe.py", "plain(w1).float()", "w1.float()", "of 1 tokens"),
         ("moe", "fused_moe.py", "F.silu(gate) * up", "F.silu(up) * gate", "of 1 tokens"),
         # Blocks are taken to follow each other, as those of one layer alone would.
-        ("attention", ATTENTION, "assert causal", "k = k.as_strided(k.shape, k.contiguous().stride())", "inf, plain"),
+        (
+            "attention",
+            ATTENTION,
+            "assert causal",
+            "k = k.as_strided(k.shape, k.contiguous().stride())",
+            "not the right ones: attention without options",
+        ),
         ("attention", ATTENTION, "1 + window_size[0]", "(1 + window_size[0]) // 2", "with a window"),
         ("attention", ATTENTION, "softcap, k_descale", "0.0, k_descale", "with a soft cap"),
         ("attention", ATTENTION, "v_descale, sinks", "v_descale, None", "with sinks"),
-        ("attention", ATTENTION, "softcap, k_descale", "softcap, None", "of a cache in FP8"),
+        ("attention", ATTENTION, "softcap, k_descale", "softcap, None", "over a cache in FP8"),
         ("decode", "__init__.py", 'layout == "HND"', 'layout == "NHD"', ""),
         ("decode", "__init__.py", "scale, sliding_window,", "scale, 0,", "with a window"),
         (
@@ -131,7 +137,7 @@ def test_a_sound_library_computes_everything(operator: str) -> None:
             "__init__.py",
             "logits_soft_cap,\n        k_scale",
             "logits_soft_cap,\n        None",
-            "of a cache in FP8",
+            "over a cache in FP8",
         ),
     ],
 )
@@ -170,7 +176,7 @@ def test_releases_that_have_other_arguments_or_modules_are_told_or_taken(library
     library.replace("fused_moe.py", ("quant_type", "quantization"))
     library.replace("__init__.py", ("    kv_cache_layout: str,\n", ""), ("def silu_and_mul", "def other"))
     forget()
-    way = "of this aiter is called in another way: got an unexpected keyword argument"
+    way = "of this aiter has another signature: got an unexpected keyword argument"
     assert wrong("moe", SMALL, CPU) == f"fused_moe {way} 'quant_type'"
     assert wrong("decode", SMALL, CPU) == f"paged_attention_v1 {way} 'kv_cache_layout'"
     assert wrong("activation", SMALL, CPU) == "this aiter has no silu_and_mul"

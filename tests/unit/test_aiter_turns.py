@@ -104,7 +104,7 @@ def test_a_turn_ends_with_its_process(place: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", call, str(place.parent)], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"asks\n"
-        words = f"process {other.pid} has been probing it for more than 0.5 s"
+        words = f"process {other.pid} has been probing aiter for more than 0.5 s"
         with pytest.raises(turns.ProbeLockTimeout, match=words):
             turns.answered("the same", dict, 0.5)
         other.kill()
@@ -120,7 +120,7 @@ def test_what_another_has_left_is_no_answer(place: Path, left: str) -> None:
 
 def ask(monkeypatch: pytest.MonkeyPatch, *operators: str, sizes: Sizes = Sizes()) -> dict[str, str | None]:  # noqa: B008
     """Of a probe of which only the way to its child is of interest."""
-    monkeypatch.setattr(probe, "_found_wrong", lambda *_: dict.fromkeys(operators))
+    monkeypatch.setattr(probe, "_probe_in_children", lambda *_: dict.fromkeys(operators))
     return probe.probe("cpu", operators, sizes)
 
 
@@ -129,15 +129,15 @@ def test_a_probe_that_has_no_turn_leaves_operators_to_others(place: Path, monkey
     place.mkdir(0o755)
     found = ask(monkeypatch, "norm", "moe")
     assert set(found) == {"norm", "moe"}
-    assert str(found["moe"]).endswith(f"{place} is not a directory of this user's alone; remove it")
+    assert str(found["moe"]).endswith(f"{place} is not a directory to which only this user has access; remove it")
     place.chmod(0o700)
     assert ask(monkeypatch, "norm") == {"norm": None}
 
     def never(*_: object) -> turns.Answer:
-        raise turns.ProbeLockTimeout("process 7 has been probing it for more than 1800 s")
+        raise turns.ProbeLockTimeout("process 7 has been probing aiter for more than 1800 s")
 
     monkeypatch.setattr(turns, "answered", never)
-    assert ask(monkeypatch, "norm") == {"norm": "process 7 has been probing it for more than 1800 s"}
+    assert ask(monkeypatch, "norm") == {"norm": "process 7 has been probing aiter for more than 1800 s"}
 
 
 @pytest.mark.usefixtures("copied")
@@ -177,9 +177,7 @@ def test_a_probe_that_hangs_may_remove_its_lock_file(copied: Library, tmp_path: 
         (other / "lock_module_moe.steal").touch()
         assert folder.left_locks() is None
         (other / "lock_module_norm").touch()
-        assert folder.left_locks() == (
-            f"{other}/lock_module_norm is left, which builds wait for: remove it if nothing else builds"
-        )
+        assert folder.left_locks() == (f"{other}/lock_module_norm blocks builds: remove it if no build is running")
 
 
 IN_CHILD = f"""
@@ -297,7 +295,7 @@ def test_what_the_environment_says_of_the_folder_stays(
 def test_a_cache_that_cannot_be_written_is_told(own: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("no folder")
     folder.prepare()
-    assert "aiter may have nowhere to compile to: [Errno 20] Not a directory" in caplog.text
+    assert "aiter may have no folder to compile into: [Errno 20] Not a directory" in caplog.text
     assert "AITER_JIT_DIR" not in os.environ
 
 
@@ -305,6 +303,6 @@ def test_a_cache_that_cannot_be_written_is_told(own: Path, tmp_path: Path, caplo
 def test_the_folder_is_named_before_the_library_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(folder, "prepare", lambda: events.append("folder"))
-    monkeypatch.setattr(probe, "_found_wrong", lambda *_: events.append("probe") or {})
+    monkeypatch.setattr(probe, "_probe_in_children", lambda *_: events.append("probe") or {})
     probe.probe("cpu", ["norm"])
     assert events == ["folder", "probe"]

@@ -12,9 +12,9 @@ _decodes_apart = False
 
 
 def start(operators: frozenset[str], *, decodes_apart: bool = False) -> None:
-    """Have the library compute these operators, which passed the probe, from here on.
+    """Have the library compute these operators, which passed the probe, from now on.
 
-    `decodes_apart`: what attends to spans leaves decodes to another.
+    `decodes_apart`: another operator than that of prompts attends for decodes.
     """
     global _started, _decodes_apart
     for operator in operators:
@@ -34,7 +34,7 @@ def takes(operator: str) -> bool:
 
 
 def decodes_apart() -> bool:
-    """Whether decodes are computed apart from spans."""
+    """Whether another operator than that of prompts attends for decodes."""
     return _decodes_apart
 
 

@@ -1,6 +1,6 @@
-"""The library's sums over the ranks of one host, through memory of the GPUs that all of them read.
+"""The library's all-reduce over the ranks of one host, through memory of the GPUs that all ranks can read.
 
-Called by `models.parallel.process_group`. The ranks try it out in processes of their own first, and use it where
+Called by `models.parallel.process_group`. The ranks first compare it with torch in child processes, and use it where
 all of them found it right.
 """
 
@@ -43,7 +43,7 @@ class FastSum:
             raise RuntimeError("sums of this release cannot be in graphs")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The sum of all ranks' `x`; None where it is another's, on all ranks alike."""
+        """The sum of all ranks' `x`; None, on all ranks alike, where the library does not compute it."""
         if x.dtype not in _TYPES or not x.is_contiguous():
             return None
         summed: torch.Tensor | None = self._custom.custom_all_reduce(x)
@@ -51,10 +51,10 @@ class FastSum:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """See `Collectives`. At its end the ranks tell each other what memory the graph's sums read.
+        """See `Collectives`. At its end the ranks exchange the addresses that the graph's all-reduces read.
 
-        Left by an exception they do not, and all sums from here on are RCCL's. Raises `RuntimeError` where the library
-        cannot tell.
+        After an exception they do not, and RCCL computes all further sums. Raises `RuntimeError` where the library
+        cannot exchange them.
         """
         failure: BaseException | None = None
         try:
@@ -62,7 +62,7 @@ class FastSum:
                 try:
                     yield
                 except BaseException as error:
-                    # Of a graph that not all ranks have, they would tell of memory that is nobody's.
+                    # The addresses of a graph that not all ranks captured would be invalid.
                     self._custom.disabled = True
                     failure = error
                     _log.warning("all_reduce by RCCL (not aiter: a graph of its sums was not captured)")
@@ -79,9 +79,9 @@ class FastSum:
 
 
 def join(rank: int, size: int, device: torch.device, store: Path, agree: Callable[[bool], bool]) -> FastSum | None:
-    """This rank's end, once all ranks have found their sums right; None, with a warning, where one did not.
+    """This rank's `FastSum`, once all ranks have found their sums right; None, with a warning, where one did not.
 
-    `store` is a path that no other group uses. `agree`: whether something is so on all ranks.
+    `store` is a path that no other group uses. `agree`: whether a condition holds on all ranks.
     """
     reason = try_out(rank, size, device, store)
     if not agree(reason is None):
@@ -105,10 +105,10 @@ def join(rank: int, size: int, device: torch.device, store: Path, agree: Callabl
 
 
 def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: float = _SECONDS) -> str | None:
-    """What is wrong with sums over ranks' own processes, which meet at `store`; None: nothing."""
+    """What is wrong with sums over child processes of the ranks, which meet at `store`; None: nothing."""
     arguments = f"{rank}, {size}, {str(device)!r}, {str(store)!r}"
     call = f"from models.ops.aiter import all_reduce; all_reduce.report({arguments})"
-    # A file: a pipe that a compiler it started holds open would be waited for.
+    # A file, because reading a pipe would wait for compilers that inherited it.
     with tempfile.TemporaryFile() as errors:
         process = child.start(call, subprocess.DEVNULL, errors)
         try:
@@ -118,11 +118,11 @@ def try_out(rank: int, size: int, device: torch.device, store: Path, seconds: fl
         finally:
             child.end(process)
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
+        stderr = errors.read().decode(errors="replace").strip().splitlines()
     if process.returncode < 0:
         return f"its sums over {size} ranks were ended by signal {-process.returncode}"
     if process.returncode:
-        return said[-1] if said else f"its sums over {size} ranks ended with exit code {process.returncode}"
+        return stderr[-1] if stderr else f"its sums over {size} ranks ended with exit code {process.returncode}"
     return None
 
 
@@ -138,7 +138,7 @@ def report(rank: int, size: int, device: str, store: str) -> None:
     assert group is not None
     library.bind("all_reduce")
     fast = FastSum(group, on)
-    # Both, whatever the first says: the other ranks make them too.
+    # Both, whatever the first finds: the other ranks compute both too.
     reasons = _wrong(fast, rank, size, on), _wrong_in_graph(fast, rank, size, on)
     reason = reasons[0] or reasons[1]
     if reason is not None:
@@ -150,39 +150,39 @@ def report(rank: int, size: int, device: str, store: str) -> None:
 
 
 def _wrong(fast: FastSum, rank: int, size: int, device: torch.device) -> str | None:
-    """What is wrong with some sums: each several times, for its flags are used again. All ranks make all of them."""
+    """What is wrong with some sums. Each is repeated, since its flags are reused; all ranks compute all of them."""
     reasons = [_wrong_sum(fast, rank, size, device, elements, shift) for elements in _SIZES for shift in range(3)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def _wrong_sum(fast: FastSum, rank: int, size: int, device: torch.device, elements: int, shift: int) -> str | None:
-    places = torch.arange(elements, device=device) % 7 + shift
-    return _off(fast((places * (rank + 1)).to(torch.bfloat16)), places, size)
+    values = torch.arange(elements, device=device) % 7 + shift
+    return _off(fast((values * (rank + 1)).to(torch.bfloat16)), values, size)
 
 
 def _wrong_in_graph(fast: FastSum, rank: int, size: int, device: torch.device) -> str | None:
     """What is wrong with a sum that a graph replays, of other numbers than it was captured with."""
-    places = torch.arange(_SIZES[1], device=device) % 7
-    given = torch.zeros_like(places, dtype=torch.bfloat16)
+    values = torch.arange(_SIZES[1], device=device) % 7
+    given = torch.zeros_like(values, dtype=torch.bfloat16)
     if device.type == "cpu":  # A graph is the call itself.
         with fast.capturing():
             fast(given)
-        given.copy_(places * (rank + 1))
-        return _off(fast(given), places, size, " in a graph")
+        given.copy_(values * (rank + 1))
+        return _off(fast(given), values, size, " in a graph")
     graph = torch.cuda.CUDAGraph()
     with fast.capturing(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         summed = fast(given)
-    given.copy_(places * (rank + 1))
+    given.copy_(values * (rank + 1))
     graph.replay()
-    return _off(summed, places, size, " in a graph")
+    return _off(summed, values, size, " in a graph")
 
 
-def _off(summed: torch.Tensor | None, places: torch.Tensor, size: int, where: str = "") -> str | None:
-    """What is wrong with the ranks' sum of `places` times their number from 1."""
+def _off(summed: torch.Tensor | None, values: torch.Tensor, size: int, where: str = "") -> str | None:
+    """What is wrong with `summed`, which is the sum of `values * (rank + 1)` over all ranks; None: nothing."""
     if summed is None:
-        return f"it left a sum of {len(places)} elements{where} to others"
-    expected = places * (size * (size + 1) // 2)
+        return f"it does not compute a sum of {len(values)} elements{where}"
+    expected = values * (size * (size + 1) // 2)
     error = (summed.float() - expected).abs().max().item()
     if error <= 0.01 * expected.max().item():
         return None
-    return f"its sum of {len(places)} elements{where} over {size} ranks is off by {error:.3g}"
+    return f"its sum of {len(values)} elements{where} over {size} ranks is off by {error:.3g}"

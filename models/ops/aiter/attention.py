@@ -1,8 +1,8 @@
 """The library's attention over Kaon's paged cache. Called by `models.attention.aiter`, and by the probe.
 
-Of the library's functions, two read the cache as it lies, [num_blocks, kv_heads, block, head_dim] with any stride from
-block to block: `unified_attention`, to which it is a view of [num_blocks, block, kv_heads, head_dim], and
-`paged_attention_v1`, which calls it HND. `paged_attention_rocm`, `pa_fwd_asm` and `pa_persistent_fwd` want keys as
+Two of the library's functions read the cache in its layout, [num_blocks, kv_heads, block, head_dim] with any stride
+from block to block: `unified_attention`, to which it is a view of [num_blocks, block, kv_heads, head_dim], and
+`paged_attention_v1`, which calls it HND. `paged_attention_rocm`, `pa_fwd_asm` and `pa_persistent_fwd` need keys as
 [num_blocks, kv_heads, head_dim / x, block, x], and values with the head before the block.
 """
 
@@ -19,7 +19,7 @@ _NO_WINDOW = (-1, -1)
 
 
 class Rows(NamedTuple):
-    """The rows of a step, or some of them, and what the host knows of them."""
+    """Rows of a step, and bounds that the host knows."""
 
     starts: torch.Tensor  # [B + 1] int32, where each row's tokens begin
     lengths: torch.Tensor  # [B] int32
@@ -47,7 +47,7 @@ def unified(
     options: AttentionOptions,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Spans and decodes, in any mix, causally. # q and out [T, Hq, D]"""
+    """Causal attention of any mix of prompts and decodes. # q and out [T, Hq, D]"""
     k_scale, v_scale = _scales(cache, options)
     window = _NO_WINDOW if options.sliding_window is None else (options.sliding_window - 1, 0)
     function("unified_attention")(
@@ -72,7 +72,7 @@ def unified(
 
 
 def paged(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, rows: Rows, options: AttentionOptions) -> None:
-    """Decodes. # q and out [B, Hq, D]"""
+    """Attention of decodes. # q and out [B, Hq, D]"""
     num_rows, heads, head_dim = q.shape
     parts = num_rows * heads * -(-rows.most_keys // _PARTITION)
     workspace = q.new_empty(parts * (head_dim * q.element_size() + 2 * 4), dtype=torch.uint8)
@@ -101,7 +101,7 @@ def paged(q: torch.Tensor, out: torch.Tensor, cache: KVCacheTensor, rows: Rows, 
 
 
 def _scales(cache: KVCacheTensor, options: AttentionOptions) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of keys and values in FP8; None each where they are not."""
+    """Scales of keys and values in FP8; None each for other types."""
     if cache.k_cache.dtype.itemsize > 1:
         return None, None
     device = cache.k_cache.device
@@ -112,7 +112,7 @@ _kept: dict[tuple[float, torch.device], torch.Tensor] = {}
 
 
 def _scale(value: float, device: torch.device) -> torch.Tensor:
-    """A number on the device, which is kept because captured graphs refer to it. # [1] float32"""
+    """A number on the device, which stays allocated because captured graphs refer to it. # [1] float32"""
     if (value, device) not in _kept:
         _kept[value, device] = torch.full((1,), value, dtype=torch.float32, device=device)
     return _kept[value, device]

@@ -1,6 +1,6 @@
-"""Small problems for each aiter operator, compared with torch by the probe.
+"""Small problems for each operator of aiter, which the probe compares with torch.
 
-`Sizes` describes a model's problems, so that the probe computes problems of the model's own sizes.
+`Sizes` describes the served model, so that the probe computes problems of the model's own sizes.
 """
 
 import functools
@@ -15,46 +15,37 @@ from models.ops import paged_attention as reference
 from models.ops.aiter import attention
 from models.ops.aiter import operators as dense
 from models.ops.aiter import operators as experts
+from models.ops.self_test import FAILURE_FACTOR, Finding, relative_error
 from models.ops.types import FP8_GROUP, AttentionOptions, KVCacheTensor
 
 
 class Sizes(NamedTuple):
-    """Of one rank's part of a model; as here where nothing is known of it."""
+    """Sizes of one rank's part of a model; the defaults are for models whose configuration does not name them."""
 
     hidden: int = 1024
     inner: int = 3072
-    """Of the feed-forward layers that are dense."""
+    """Features of the dense feed-forward layers."""
     heads: int = 8
     kv_heads: int = 2
     head_dim: int = 128
     block: int = 16
-    """Tokens of a block of the cache."""
+    """Tokens of a KV-cache block."""
     experts: int = 8
     top_k: int = 2
     expert_inner: int = 512
     has_fp8_experts: bool = False
-    """Whether they are stored in FP8 with a scale for each block of 128 x 128."""
+    """Whether the experts are stored in FP8 with a scale for each block of 128 x 128."""
 
-
-# The problems of each operator, and how much their results differ from torch's.
 
 _EPS = 1e-6
 _ROUNDED = 0.05
-"""Largest difference, of numbers about 1, between sums of 16-bit products in two orders."""
+"""Largest difference between sums of 16-bit products in two orders, for numbers of about 1."""
 _ROUNDED_TO_FP8 = 0.1
 _BEYOND_32_BITS = 2**31
-"""Elements, behind which a block's place does not fit a 32-bit number."""
+"""Elements of a cache beyond which offsets need 64 bits."""
 
-
-class Finding(NamedTuple):
-    """How far one problem's numbers are off."""
-
-    problem: str
-    error: float
-    limit: float = _ROUNDED
-
-
-Check = Callable[[Sizes, torch.device], Iterator[Finding]]
+Comparison = Callable[[Sizes, torch.device], Iterator[Finding]]
+"""Computes the problems of one operator by the library and by torch."""
 _Attend = Callable[[KVCacheTensor, AttentionOptions, torch.Tensor | None], torch.Tensor]
 
 
@@ -63,9 +54,9 @@ def _norm(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
         x, residual = (_small(4, size, dtype=dtype, device=device, shift=shift) for shift in (0, 3))
         weight = residual[1].contiguous()
         normed, summed = dense.add_rms_norm(x, residual, weight, _EPS)
-        yield Finding("with a sum", _apart(normed, _rms_norm(x + residual, weight)))
-        yield Finding("the sum", _apart(summed, x + residual))
-        yield Finding("alone", _apart(dense.rms_norm(x, weight, _EPS), _rms_norm(x, weight)))
+        yield _finding("a norm with a sum", normed, _rms_norm(x + residual, weight))
+        yield _finding("the sum of a norm", summed, x + residual)
+        yield _finding("a norm", dense.rms_norm(x, weight, _EPS), _rms_norm(x, weight))
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,22 +66,22 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _activation(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     for size, dtype in _widths(sizes.inner):
         gate, up = (_small(4, size, dtype=dtype, device=device, shift=shift) for shift in (0, 3))
-        side_by_side = torch.cat((gate, up), 1)
-        yield Finding("SwiGLU", _apart(dense.silu_and_mul(side_by_side), F.silu(gate.float()) * up.float()))
+        gate_up = torch.cat((gate, up), 1)
+        yield _finding("SwiGLU", dense.silu_and_mul(gate_up), F.silu(gate.float()) * up.float())
         by_tanh = F.gelu(gate.float(), approximate="tanh") * up.float()
-        yield Finding("GeGLU", _apart(dense.gelu_tanh_and_mul(side_by_side), by_tanh))
+        yield _finding("GeGLU", dense.gelu_tanh_and_mul(gate_up), by_tanh)
 
 
 def _attention(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
-    """Decodes and spans with and without keys before them, in one batch; then decodes alone, one of a long context,
-    for which the library has other kernels.
+    """A batch of decodes, prompts and chunks of prompts; then a batch of decodes, one of them with a long context, for
+    which the library has other kernels.
     """
     mixed = _Step(sizes, [1, 1, 1, 7, 40], [5, 300, 17, 30, 40], device)
     yield from mixed.findings(functools.partial(_attend_unified, mixed), attention.takes_unified)
     decodes = _Step(sizes, [1] * 4, [5, 300, 17, 1500], device)
-    for what, options, sinks in decodes.ways():
+    for what, options, sinks in decodes.options():
         if attention.takes_unified(options, sinks):
-            yield decodes.finding(f"{what}, of decodes", functools.partial(_attend_unified, decodes), options, sinks)
+            yield decodes.finding(f"{what}, decodes only", functools.partial(_attend_unified, decodes), options, sinks)
 
 
 def _attend_unified(
@@ -113,14 +104,14 @@ def _decode(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
 
 
 class _Step:
-    """A step over a cache whose blocks lie apart, with other layers' between them, as Kaon's do."""
+    """A step over a paged cache in which other layers' blocks lie between this layer's, as in Kaon's."""
 
     def __init__(self, sizes: Sizes, queries: list[int], lengths: list[int], device: torch.device) -> None:
         self._sizes, self._device, self._lengths = sizes, device, lengths
         starts = torch.tensor([0, *queries]).cumsum(0)
         counts = [-(-length // sizes.block) for length in lengths]
         self._num_blocks = sum(counts) + 1
-        # Backwards, so that no row's blocks are neighbours in order.
+        # In descending order, so that blocks of a row are not contiguous.
         blocks = iter(range(self._num_blocks - 1, 0, -1))
         tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for row, count in enumerate(counts):
@@ -141,7 +132,7 @@ class _Step:
         return values.view(tokens, heads, self._sizes.head_dim)
 
     def cache(self, dtype: torch.dtype = torch.bfloat16) -> KVCacheTensor:
-        """Keys and values of one layer; those of the layers around it are no numbers. # [blocks, Hkv, block, D] x 2"""
+        """Keys and values of one layer; those of the layers around it are NaN. # [blocks, Hkv, block, D] x 2"""
         heads, block, head_dim = self._sizes.kv_heads, self._sizes.block, self._sizes.head_dim
         shape = self._num_blocks, 4 * heads, block, head_dim
         pool = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self._device).to(dtype)
@@ -150,10 +141,10 @@ class _Step:
             pool[:, part] = values.view(self._num_blocks, heads, block, head_dim).to(dtype)
         return KVCacheTensor(pool[:, heads : 2 * heads], pool[:, 2 * heads : 3 * heads])
 
-    def ways(self) -> Iterator[tuple[str, AttentionOptions, torch.Tensor | None]]:
-        """How models attend."""
+    def options(self) -> Iterator[tuple[str, AttentionOptions, torch.Tensor | None]]:
+        """The options of attention that models use."""
         scale = self._sizes.head_dim**-0.5
-        yield "plain", AttentionOptions(scale), None
+        yield "without options", AttentionOptions(scale), None
         yield "with a window", AttentionOptions(scale, sliding_window=20), None
         yield "with a soft cap", AttentionOptions(scale, soft_cap=2.0), None
         sinks = _small(1, self._sizes.heads, dtype=torch.bfloat16, device=self._device)[0]
@@ -164,12 +155,12 @@ class _Step:
         attend: _Attend,
         takes: Callable[[AttentionOptions, torch.Tensor | None], bool],
     ) -> Iterator[Finding]:
-        """Of all ways, of a cache in FP8, and of one with blocks far apart."""
-        for what, options, sinks in self.ways():
+        """Comparisons with all options, over a cache in FP8, and over one with blocks far apart."""
+        for what, options, sinks in self.options():
             if takes(options, sinks):
                 yield self.finding(what, attend, options, sinks)
         options = AttentionOptions(self._sizes.head_dim**-0.5, k_scale=0.5, v_scale=2.0)
-        yield self.finding("of a cache in FP8", attend, options, None, _fp8(self._device))
+        yield self.finding("over a cache in FP8", attend, options, None, _fp8(self._device))
         yield from self.far_finding(attend)
 
     def finding(
@@ -180,13 +171,13 @@ class _Step:
         sinks: torch.Tensor | None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Finding:
-        """Of one way."""
+        """The comparison with these options."""
         cache, rows = self.cache(dtype), self.rows
         expected = reference.attend(self.q, cache, rows.starts, rows.lengths, rows.tables, options, sinks)
-        return Finding(what, _apart(attend(cache, options, sinks), expected))
+        return _finding(f"attention {what}", attend(cache, options, sinks), expected)
 
     def far_finding(self, attend: _Attend) -> Iterator[Finding]:
-        """Of a cache so large that places in it take 64 bits, where the device has memory for one."""
+        """A comparison over a cache whose offsets need 64 bits, where the device has memory for one."""
         page = self._sizes.kv_heads * self._sizes.block * self._sizes.head_dim
         stride = _BEYOND_32_BITS // (self._num_blocks - 1) + 2 * page
         elements = stride * self._num_blocks
@@ -202,11 +193,11 @@ class _Step:
         far.v_cache.copy_(near.v_cache)
         options, rows = AttentionOptions(self._sizes.head_dim**-0.5), self.rows
         expected = reference.attend(self.q, near, rows.starts, rows.lengths, rows.tables, options)
-        yield Finding("of a cache of more than 4 GiB", _apart(attend(far, options, None), expected))
+        yield _finding("attention over a cache of more than 4 GiB", attend(far, options, None), expected)
 
 
 def _moe(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
-    """Few tokens and many, since the library chooses among kernels by them."""
+    """Few tokens and many: the library selects kernels by their number."""
     hidden, inner, num = sizes.hidden, sizes.expert_inner, sizes.experts
     made = torch.Generator(device).manual_seed(0)
     w13 = torch.randn(num, 2 * inner, hidden, generator=made, device=device) * hidden**-0.5
@@ -221,7 +212,7 @@ def _moe(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
 
 
 def _experts_of(weights: experts.ExpertWeights, top_k: int, limit: float) -> Iterator[Finding]:
-    """Of weights that are not shuffled yet."""
+    """Comparisons with these weights, which are not shuffled yet and are shuffled here."""
     num, hidden, _ = weights.w2.shape
     device = weights.w2.device
     made = torch.Generator(device).manual_seed(1)
@@ -234,8 +225,8 @@ def _experts_of(weights: experts.ExpertWeights, top_k: int, limit: float) -> Ite
         experts.shuffle(weight)
     for x, routed, ids, expected in problems:
         found = experts.experts(x, weights, routed, ids)
-        what = f"of {len(x)} tokens" + ("" if weights.w2_scales is None else " in FP8")
-        yield Finding(what, _apart_of_largest(found, expected), limit)
+        what = f"experts of {len(x)} tokens" + ("" if weights.w2_scales is None else " in FP8")
+        yield _finding_of_largest(what, found, expected, limit)
 
 
 def _by_torch(
@@ -243,31 +234,31 @@ def _by_torch(
 ) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
-        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
         w13, w2 = (
             weight[expert].float() * (1.0 if scales is None else _spread(scales[expert]))
             for weight, scales in ((weights.w13, weights.w13_scales), (weights.w2, weights.w2_scales))
         )
         gate, up = F.linear(x[tokens].float(), w13).chunk(2, -1)
         inner = (F.silu(gate) * up).to(x.dtype).float()
-        out.index_add_(0, tokens, F.linear(inner, w2) * routed[tokens, places, None])
+        out.index_add_(0, tokens, F.linear(inner, w2) * routed[tokens, slots, None])
     return out
 
 
 def _in_blocks(weight: torch.Tensor, made: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 and scales. # [..., outputs, inputs]"""
+    """A weight in FP8, and random scales of its blocks. # [..., outputs, inputs]"""
     *stack, outputs, inputs = weight.shape
     shape = *stack, outputs // FP8_GROUP, inputs // FP8_GROUP
     return weight.to(_fp8(weight.device)), torch.rand(shape, generator=made, device=weight.device) + 0.5
 
 
 def _spread(blocks: torch.Tensor) -> torch.Tensor:
-    """The scale of each number. # [outputs / 128, inputs / 128] -> [outputs, inputs]"""
+    """Expand the scale of each block to its numbers. # [outputs / 128, inputs / 128] -> [outputs, inputs]"""
     return blocks.repeat_interleave(FP8_GROUP, 0).repeat_interleave(FP8_GROUP, 1)
 
 
 def _linear(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
-    """FP8 with scales of blocks."""
+    """Products of FP8 with scales of blocks."""
     inputs, outputs = (-(-size // FP8_GROUP) * FP8_GROUP for size in (sizes.hidden, sizes.inner))
     made = torch.Generator(device).manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=made, device=device)
@@ -277,7 +268,7 @@ def _linear(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
         scales = torch.rand(rows, inputs // FP8_GROUP, generator=made, device=device) + 0.5
         expected = F.linear(x.float() * scales.repeat_interleave(FP8_GROUP, 1), codes.float() * _spread(blocks))
         found = dense.fp8_linear(x, scales, codes, blocks, torch.bfloat16)
-        yield Finding(f"of {rows} tokens", _apart_of_largest(found, expected), _ROUNDED_TO_FP8)
+        yield _finding_of_largest(f"an FP8 product of {rows} tokens", found, expected, _ROUNDED_TO_FP8)
 
 
 def _gemm(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
@@ -287,46 +278,49 @@ def _gemm(sizes: Sizes, device: torch.device) -> Iterator[Finding]:
     for rows in (1, 7, 257):
         x = torch.randn(rows, sizes.hidden, generator=made, device=device).bfloat16()
         expected = F.linear(x.float(), weight.float())
-        yield Finding(f"of {rows} tokens", _apart_of_largest(dense.linear(x, weight, None), expected))
-        yield Finding(
-            f"of {rows} tokens with a bias", _apart_of_largest(dense.linear(x, weight, bias), expected + bias)
+        yield _finding_of_largest(f"a product of {rows} tokens", dense.linear(x, weight, None), expected)
+        yield _finding_of_largest(
+            f"a product of {rows} tokens with a bias", dense.linear(x, weight, bias), expected + bias
         )
 
 
 def _all_reduce(_sizes: Sizes, _device: torch.device) -> Iterator[Finding]:
-    """What ranks find out together, in `reduce`."""
+    """None: the ranks compare their sums together, in `all_reduce`."""
     return iter(())
 
 
 def _widths(own: int) -> tuple[tuple[int, torch.dtype], ...]:
-    """Sizes and types to compute: libraries choose among kernels by them."""
+    """Sizes and types to compare: the library selects kernels by them."""
     return (128, torch.bfloat16), (896, torch.float16), (8192, torch.bfloat16), (own, torch.bfloat16)
 
 
 def _small(rows: int, size: int, *, dtype: torch.dtype, device: torch.device, shift: int = 0) -> torch.Tensor:
     """Small numbers, never all zero in a row. # [rows, size]"""
-    places = torch.arange(rows * size, device=device).view(rows, size)
-    return (((places + shift) % 11 - 4) / 4).to(dtype)
+    indices = torch.arange(rows * size, device=device).view(rows, size)
+    return (((indices + shift) % 11 - 4) / 4).to(dtype)
 
 
 def _fp8(device: torch.device) -> torch.dtype:
-    """The hardware's."""
+    """The FP8 type of the hardware."""
     if device.type == "cpu" or not torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx942"):
         return torch.float8_e4m3fn
     return torch.float8_e4m3fnuz
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (found.float() - expected.float()).abs().max()
-    # A difference that is no number is as wrong as can be.
-    return float(difference) if difference == difference else float("inf")
+def _finding(problem: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = _ROUNDED) -> Finding:
+    """A comparison that fails where a number is off by more than `tolerance`."""
+    bound = torch.full_like(expected, tolerance / FAILURE_FACTOR, dtype=torch.float32)
+    return Finding(problem, relative_error(found, expected, bound))
 
 
-def _apart_of_largest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return _apart(found, expected) / float(expected.abs().max())
+def _finding_of_largest(
+    problem: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float = _ROUNDED
+) -> Finding:
+    """As `_finding`, with the tolerance as a share of the largest number."""
+    return _finding(problem, found, expected, tolerance * float(expected.abs().max()))
 
 
-CHECKS: Mapping[str, Check] = MappingProxyType(
+COMPARISONS: Mapping[str, Comparison] = MappingProxyType(
     {
         "norm": _norm,
         "activation": _activation,
@@ -338,4 +332,4 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "all_reduce": _all_reduce,
     }
 )
-"""By operator; most common first, so that a library that is broken is found soon."""
+"""By operator; the most common ones first, so that a broken library is found soon."""

@@ -1,6 +1,7 @@
-"""Child processes that call the library: how one is started, and how it is ended so that its lock files are removed.
+"""Child processes that call the library, and their end, at which the library must remove its lock files.
 
-The library puts a lock file beside what it compiles, and waits for one that it finds there; older releases for ever.
+The library writes a lock file next to what it compiles, and waits for one that it finds there; older releases wait
+forever.
 """
 
 import ctypes
@@ -14,33 +15,33 @@ from typing import IO
 from models.child_environment import code_environment
 
 _GRACE = 10.0
-"""Seconds to clean up before SIGKILL."""
-_LOOK_AGAIN = 0.05
+"""Seconds for cleaning up before SIGKILL."""
+_POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
 def start(call: str, stdout: IO[bytes] | int, stderr: IO[bytes] | int) -> "subprocess.Popen[bytes]":
-    """A process, and the group of those that it starts, which runs some Python after `begin`."""
+    """Start a process, in a new process group, that runs the Python code `call` after `begin`."""
     command = [sys.executable, "-P", "-c", f"from models.ops.aiter import child; child.begin(); {call}"]
     return subprocess.Popen(command, stdout=stdout, stderr=stderr, env=code_environment(), start_new_session=True)
 
 
 def begin() -> None:
-    """In the child: what ends it, its parent's death too, is an exception, after which the library cleans up."""
-    # A shell that starts the server in the background has it ignore SIGINT, and that is inherited.
+    """In the child: have signals, and the parent's death, raise an exception, after which the library cleans up."""
+    # A server that a shell started in the background ignores SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def end(child: "subprocess.Popen[bytes]", grace: float = _GRACE) -> None:
-    """End a child that runs, and the compilers that it started."""
+    """End a child, if it runs, and the compilers that it started."""
     if child.poll() is not None:
         return
     os.killpg(child.pid, signal.SIGINT)
     late = time.monotonic() + grace
-    # Not taken note of before its group is ended: until then the number is nobody else's.
+    # WNOWAIT: while the child is not reaped, no other process can get the number of its group.
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < late:
-        time.sleep(_LOOK_AGAIN)
+        time.sleep(_POLL_SECONDS)
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()

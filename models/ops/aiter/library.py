@@ -1,7 +1,7 @@
-"""Where each release of the library has the functions that Kaon calls, and whether their signatures fit.
+"""The functions of the library that Kaon calls, by release, and a check of their signatures.
 
-Read from the sources of github.com/ROCm/aiter between its first release and July 2026; argument names as they stand
-there. A function that moved has several homes; arguments that only later releases have are asked for by `accepts`.
+Names and arguments are those of github.com/ROCm/aiter from its first release to July 2026. A function that moved has
+several homes; `accepts` says whether a release has an argument that only later ones have.
 """
 
 import importlib
@@ -75,7 +75,7 @@ _bound: dict[str, Callable[..., Any]] = {}
 
 
 class DoesNotFit(Exception):
-    """The library lacks a function, or its signature differs; in words."""
+    """The library lacks a function, or the function has another signature; the message says which."""
 
 
 def bind(operator: str) -> None:
@@ -103,18 +103,18 @@ def accepts(name: str, keyword: str) -> bool:
 
 
 def member(name: str) -> Any:
-    """Something of the library's own, `ActivationType.Silu`. Raises `DoesNotFit`."""
+    """A member of the library, such as `ActivationType.Silu`. Raises `DoesNotFit`."""
     return _reached(importlib.import_module("aiter"), name, "aiter")
 
 
 def version() -> str:
-    """The installed one's name and version."""
+    """Name and version of the installed library."""
     found = release()
     return "this aiter" if found is None else f"aiter {found}"
 
 
 def release() -> str | None:
-    """The installed one's version; None where it was not installed as a package."""
+    """Version of the installed library; None where it is not installed as a package."""
     for name in ("amd-aiter", "aiter"):
         try:
             return importlib.metadata.version(name)
@@ -155,4 +155,4 @@ def _require_fit(found: Callable[..., Any], call: Call) -> None:
     try:
         signature.bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
     except TypeError as error:
-        raise DoesNotFit(f"{call.name} of {version()} is called in another way: {error}") from None
+        raise DoesNotFit(f"{call.name} of {version()} has another signature: {error}") from None

@@ -38,7 +38,7 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias`, by what was tuned for the sizes. # [rows, inputs] -> [rows, outputs]"""
+    """`x @ weight.T + bias`, by the kernel that was tuned for the sizes. # [rows, inputs] -> [rows, outputs]"""
     out: torch.Tensor = function("tgemm.mm")(x, weight, bias)
     return out
 
@@ -58,7 +58,7 @@ def fp8_linear(
 
 
 def scale_blocks(scales: torch.Tensor) -> torch.Tensor | None:
-    """Scales of blocks, from scales of each row that are the same in all rows of a block; else None.
+    """Scales of blocks, from scales of rows that are equal within each block; None where they are not.
 
     # [..., outputs, groups] float32 -> [..., outputs / 128, groups]
     """
@@ -73,13 +73,13 @@ def scale_blocks(scales: torch.Tensor) -> torch.Tensor | None:
 # Mixtures of experts, with weights in the library's shuffled layout.
 
 TILE = 16, 32
-"""Rows and columns that weights are shuffled in."""
+"""Rows and columns of a tile in which weights are shuffled."""
 _LAYOUT = 16, 16
-"""What the library calls these tiles."""
+"""The library's name for these tiles."""
 
 
 class ExpertWeights(NamedTuple):
-    """Shuffled weights of a stack of experts; with scales of blocks of 128 x 128 where they are FP8."""
+    """Shuffled weights of a stack of experts; FP8 weights have a scale for each block of 128 x 128."""
 
     w13: torch.Tensor  # [experts, 2 * inner, hidden], gate before up
     w2: torch.Tensor  # [experts, hidden, inner]
@@ -88,24 +88,24 @@ class ExpertWeights(NamedTuple):
 
 
 def can_shuffle(weight: torch.Tensor) -> bool:
-    """Whether a stack has whole tiles. # [experts, rows, columns]"""
+    """Whether a stack divides into whole tiles. # [experts, rows, columns]"""
     _, rows, columns = weight.shape
     return rows % TILE[0] == 0 and columns % TILE[1] == 0
 
 
 def shuffle(weight: torch.Tensor) -> None:
-    """Put each expert's weight in the order that the library's kernels load it in, in its place.
+    """Reorder each expert's weight, in place, as the library's kernels load it.
 
     # [experts, rows, columns]
     """
     for one in weight:
         one.copy_(function("shuffle_weight")(one.clone(), layout=_LAYOUT))
-    # The library's own mark, without which some of its releases take the order for the plain one.
+    # An attribute of the library, without which some releases assume that weights are not shuffled.
     weight.is_shuffled = True  # type: ignore[attr-defined]
 
 
 def experts(hidden: torch.Tensor, weights: ExpertWeights, routed: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The sum of each token's experts, of gates by SiLU, by their weights. # [tokens, hidden] -> [tokens, hidden]
+    """The weighted sum of each token's experts, whose gates are SiLU. # [tokens, hidden] -> [tokens, hidden]
 
     `routed` [tokens, top_k] float32; `ids` [tokens, top_k] int32.
     """

@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -23,17 +23,16 @@ import torch
 
 from models.ops.aiter import child, library
 from models.ops.aiter.cases import Sizes
+from models.ops.self_test import failure_among
 
 if TYPE_CHECKING:
     import subprocess
 
-    from models.ops.aiter.cases import Finding
 
-
-# One probe at a time on a host, and one for all ranks with the same question.
+# One probe runs at a time on a host, and all ranks with the same question share its answer.
 #
-# The ranks and replicas of a server start together, and each needs the answer. Two that compile the library's kernels
-# at once would race for its folder; probing one after the other would multiply the time.
+# The ranks and replicas of a server start together, and each needs the answer. Two processes that compile
+# the library's kernels at the same time would race for its folder; probing one after the other would take longer.
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +44,13 @@ Answer = dict[str, str | None]
 
 
 class ProbeLockTimeout(Exception):
-    """Another process has been probing for too long; in words."""
+    """Another process has been probing for too long; the message says which."""
 
 
 def answered(question: str, ask: Callable[[], Answer], longest: float = _LONGEST) -> Answer:
-    """The answer of `ask`, called under the lock, or of another process of this user to the same question meanwhile.
+    """The answer of `ask`, which is called under a lock, or another process's answer to the same question meanwhile.
 
-    The lock ends with its process. Raises `ProbeLockTimeout`, and `OSError` where no lock can be had.
+    The lock is released when its process ends. Raises `ProbeLockTimeout`, and `OSError` where no lock can be had.
     """
     since = time.monotonic()
     descriptor = os.open(_folder() / "aiter-probe", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -70,12 +69,12 @@ def answered(question: str, ask: Callable[[], Answer], longest: float = _LONGEST
 
 
 def _folder() -> Path:
-    """A folder that only this user can write to."""
+    """The folder of the lock, to which only this user can write."""
     folder = Path(tempfile.gettempdir(), f"kaon-{os.getuid()}")
     folder.mkdir(0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a directory of this user's alone; remove it")
+        raise PermissionError(f"{folder} is not a directory to which only this user has access; remove it")
     return folder
 
 
@@ -87,7 +86,7 @@ def _take(descriptor: int, late: float, longest: float) -> None:
         except BlockingIOError:
             pid = _lock_record(os.pread(descriptor, 4096, 0).decode(errors="replace")).get("pid", "another")
             if time.monotonic() > late:
-                raise ProbeLockTimeout(f"process {pid} has been probing it for more than {longest:g} s") from None
+                raise ProbeLockTimeout(f"process {pid} has been probing aiter for more than {longest:g} s") from None
             if not has_logged:
                 _log.info("Waiting for process %s, which probes aiter", pid)
                 has_logged = True
@@ -97,7 +96,7 @@ def _take(descriptor: int, late: float, longest: float) -> None:
 
 
 def _lock_record(text: str) -> dict[str, Any]:
-    """What is in the file; nothing where its writer was ended."""
+    """The record in the lock file; empty where its writer was killed."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -110,19 +109,19 @@ def _write_lock_record(descriptor: int, what: dict[str, Any]) -> None:
     os.pwrite(descriptor, json.dumps(what).encode(), 0)
 
 
-# The folder into which the library compiles: writable for this user, and used by one release only.
+# The folder into which the library compiles must be writable for this user, and belong to one release only.
 #
-# The library uses `AITER_JIT_DIR`, else the folder `jit` of its own package. Where that is not writable, as in an
-# image whose server is not root, it copies everything to ~/.aiter, from which its modules are not imported again.
+# The library uses `AITER_JIT_DIR`, or else the folder `jit` of its package. Where that is not writable, as in an image
+# whose server does not run as root, it copies everything to ~/.aiter and then does not import its modules from there.
 
 _VARIABLE = "AITER_JIT_DIR"
 
 
 def prepare() -> None:
-    """Name a folder that may be written, with what came compiled in it; what the environment says stays.
+    """Set `AITER_JIT_DIR`, unless it is set, to a writable folder with links to the package's compiled modules.
 
-    The library does not look whether what it finds was compiled for this release of it, of torch and of Python: they
-    are in the folder's name.
+    The library does not check that a module was compiled for the installed releases of itself, torch and Python;
+    therefore the name of the folder contains these.
     """
     own, release = _own(), library.release()
     if _VARIABLE in os.environ or own is None or release is None or os.access(own, os.W_OK):
@@ -134,27 +133,27 @@ def prepare() -> None:
         for compiled in own.glob("*.so"):
             if not (folder / compiled.name).exists():
                 _link(folder / compiled.name, compiled)
-    # The second of a user whom the system does not know, as one by number in a container.
+    # `RuntimeError` for a user without an entry in the system, such as a numeric user in a container.
     except (OSError, RuntimeError) as error:
-        _log.warning("aiter may have nowhere to compile to: %s", error)
+        _log.warning("aiter may have no folder to compile into: %s", error)
         return
     os.environ[_VARIABLE] = str(folder)
 
 
 def left_locks() -> str | None:
-    """In words, where a build has left a lock file that others wait for; None: nowhere."""
+    """A sentence that names a lock file which a build has left behind and others wait for; None: there is none."""
     named = os.environ.get(_VARIABLE)
     folder = Path(named) if named else _own()
     if folder is None:
         return None
     found = [*folder.glob("build/lock_*"), *folder.glob("build/*/build/lock")]
-    # Newer releases look whether a lock's owner lives, and leave a file for that, which nobody waits for.
+    # Newer releases check whether the owner of a lock lives, by a file on which no build waits.
     locks = [lock for lock in found if lock.suffix != ".steal"]
-    return f"{locks[0]} is left, which builds wait for: remove it if nothing else builds" if locks else None
+    return f"{locks[0]} blocks builds: remove it if no build is running" if locks else None
 
 
 def _own() -> Path | None:
-    """The package's own folder."""
+    """The folder `jit` of the package."""
     found = importlib.util.find_spec("aiter")
     if found is None or not found.submodule_search_locations:
         return None
@@ -163,29 +162,29 @@ def _own() -> Path | None:
 
 
 def _link(place: Path, target: Path) -> None:
-    """In one step, also where a link to what is gone is in the way: other ranks do the same."""
-    beside = place.with_name(f".{place.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target)
-    beside.replace(place)
+    """Make a link atomically, also where a broken link exists: other ranks do the same at the same time."""
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    temporary.replace(place)
 
 
 _SECONDS = 300.0
-"""Of one operator: some of the library's kernels are compiled when they are first called."""
+"""Most seconds for one operator: some of the library's kernels are compiled when they are first called."""
 _ARCHITECTURES = ("gfx942", "gfx950")
-"""That the library is made for."""
+"""Architectures that the library supports."""
 _MARK = "kaon-aiter:"
-"""Before what the probe found; around it is what the library prints."""
+"""Precedes each message of the child, which the library's own output may surround."""
 _IMPORT = "import"
 _MISSING = "aiter is not installed"
-_LOOK_AGAIN = 0.05
+_POLL_SECONDS = 0.05
 
 
 def unfit(arch: str) -> str | None:
-    """Why the library computes nothing on such a GPU; None: it may."""
+    """Why the library cannot compute on a GPU of this architecture; None: it can."""
     if arch in _ARCHITECTURES:
         return None
-    return f"aiter is made for {' and '.join(_ARCHITECTURES)}, and the GPU is {arch}"
+    return f"aiter supports {' and '.join(_ARCHITECTURES)}, and the GPU is {arch}"
 
 
 def probe(
@@ -194,34 +193,34 @@ def probe(
     sizes: Sizes = Sizes(),  # noqa: B008, immutable
     seconds: float = _SECONDS,
 ) -> dict[str, str | None]:
-    """By operator, None where the library gave the right numbers, else what was wrong, in words.
+    """By operator, None where the library's numbers were right, else a reason, in words.
 
-    Processes of a host ask one at a time, and those that ask the same share what the first of them found.
+    Processes of a host probe one at a time, and those with the same question share the first one's answer.
     """
     wanted = list(operators)
     found = importlib.util.find_spec("aiter")
-    if found is None:  # Spares a process its seconds.
+    if found is None:  # Starting a process would take seconds.
         return dict.fromkeys(wanted, _MISSING)
     prepare()
-    told = {name: value for name, value in sorted(os.environ.items()) if name.startswith("AITER_")}
-    question = library.version(), torch.__version__, found.origin, told, _kind(device), wanted, sizes, seconds
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("AITER_")}
+    question = library.version(), torch.__version__, found.origin, settings, _kind(device), wanted, sizes, seconds
     try:
-        return answered(json.dumps(question), lambda: _found_wrong(device, wanted, sizes, seconds))
+        return answered(json.dumps(question), lambda: _probe_in_children(device, wanted, sizes, seconds))
     except ProbeLockTimeout as error:
         return dict.fromkeys(wanted, str(error))
     except OSError as error:
-        return dict.fromkeys(wanted, f"its probe could not be run: {error}")
+        return dict.fromkeys(wanted, f"its probe could not run: {error}")
 
 
 def _kind(device: str) -> str:
-    """What GPUs have in common of which one is as good as the other."""
+    """A description that is equal for GPUs whose probes give the same answers."""
     if torch.device(device).type == "cpu":
         return device
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} {properties.gcnArchName}"
 
 
-def _found_wrong(device: str, operators: Sequence[str], sizes: Sizes, seconds: float) -> dict[str, str | None]:
+def _probe_in_children(device: str, operators: Sequence[str], sizes: Sizes, seconds: float) -> dict[str, str | None]:
     """See `probe`."""
     left = list(operators)
     reasons: dict[str, str | None] = {}
@@ -232,8 +231,8 @@ def _found_wrong(device: str, operators: Sequence[str], sizes: Sizes, seconds: f
         left = [operator for operator in left if operator not in found.reasons]
         if not left:
             break
-        if ended is None:  # A child that ends well has told of all.
-            ended = "its probe ended before it had told"
+        if ended is None:  # A child that ends well has reported all operators.
+            ended = "its probe ended before it reported a result"
         if found.is_imported and found.at is not None:
             reasons[found.at] = ended
             left.remove(found.at)
@@ -244,48 +243,48 @@ def _found_wrong(device: str, operators: Sequence[str], sizes: Sizes, seconds: f
 
 
 class _Found(NamedTuple):
-    """What a child told until its end."""
+    """What a child reported before it ended."""
 
     reasons: dict[str, str | None]
     is_imported: bool
     at: str | None
-    """The operator that it was at."""
+    """The operator that it was computing."""
 
 
 def _watched(call: str, seconds: float) -> tuple[_Found, str | None]:
-    """Run a probe's call; what it told, and how it ended where it did not end well."""
-    # Files: a pipe that a compiler it started holds open would be waited for.
+    """Run a probe's call in a child; what it reported, and how it ended where it did not end well."""
+    # Files, because reading a pipe would wait for compilers that inherited it.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = child.start(call, out, errors)
         try:
             is_late = _is_late(process, lambda: os.fstat(out.fileno()).st_size, seconds)
         finally:
             child.end(process)
-        found, said = _told(_text(out)), _text(errors)
+        found, stderr = _reported(_text(out)), _text(errors)
     if is_late:
         locks = left_locks()
         return found, f"its probe took longer than {seconds:g} s" + (f"; {locks}" if locks else "")
     if process.returncode < 0:
         return found, f"its probe was ended by signal {-process.returncode}"
     if process.returncode or not found.reasons:
-        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        last = stderr.strip().splitlines()[-1:] or ["it wrote nothing to stderr"]
         return found, f"its probe ended with exit code {process.returncode}: {last[0]}"
     return found, None
 
 
-def _is_late(process: "subprocess.Popen[bytes]", told: Callable[[], int], seconds: float) -> bool:
-    """Wait for its end, or until it has told nothing for so long. Before it tells anything, it is loading torch."""
+def _is_late(process: "subprocess.Popen[bytes]", output_size: Callable[[], int], seconds: float) -> bool:
+    """Wait until the child ends; True if it reported nothing for `seconds`, or at first for the time to load torch."""
     before, since = 0, time.monotonic()
     while process.poll() is None:
-        if told() != before:
-            before, since = told(), time.monotonic()
+        if output_size() != before:
+            before, since = output_size(), time.monotonic()
         if time.monotonic() - since > (seconds if before else max(seconds, _SECONDS)):
             return True
-        time.sleep(_LOOK_AGAIN)
+        time.sleep(_POLL_SECONDS)
     return False
 
 
-def _told(printed: str) -> _Found:
+def _reported(printed: str) -> _Found:
     reasons: dict[str, str | None] = {}
     begun: list[str] = []
     decoder = json.JSONDecoder()
@@ -304,52 +303,46 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _tell(*words: str | None) -> None:
+def _report(*words: str | None) -> None:
     sys.stdout.write(f"\n{_MARK}{json.dumps(words)}\n")
     sys.stdout.flush()
 
 
 def report(device: str, operators: Sequence[str], sizes: Sequence[int | bool]) -> None:
-    """The child's work: tell of each operator when it begins, and what was wrong when it is done."""
-    _tell(_IMPORT)
+    """The child's work: report each operator when it begins, and the reason, or None, when it is done."""
+    _report(_IMPORT)
     try:
         importlib.import_module("aiter")
     except ModuleNotFoundError as error:
         missing = _MISSING if error.name == "aiter" else f"it could not be imported: {error}"
-        _tell_all(operators, missing)
+        _report_all(operators, missing)
         return
     # A library that is broken may raise anything.
     except Exception as error:  # noqa: BLE001
-        _tell_all(operators, f"it could not be imported: {type(error).__name__}: {error}")
+        _report_all(operators, f"it could not be imported: {type(error).__name__}: {error}")
         return
     on = torch.device(device)
     if on.index is not None:
         torch.cuda.set_device(on)
     for operator in operators:
-        _tell(operator)
-        _tell(operator, wrong(operator, Sizes._make(sizes), on))
+        _report(operator)
+        _report(operator, wrong(operator, Sizes._make(sizes), on))
 
 
-def _tell_all(operators: Sequence[str], reason: str) -> None:
+def _report_all(operators: Sequence[str], reason: str) -> None:
     for operator in operators:
-        _tell(operator, reason)
+        _report(operator, reason)
 
 
 def wrong(operator: str, sizes: Sizes, device: torch.device) -> str | None:
-    """What is wrong with one operator, found in this process; None: nothing."""
-    from models.ops.aiter.cases import CHECKS
+    """What is wrong with one operator, compared in this process; None: nothing."""
+    from models.ops.aiter.cases import COMPARISONS
 
     try:
         library.bind(operator)
         with torch.inference_mode():
-            return next(_too_far(CHECKS[operator](sizes, device)), None)
+            return failure_among(COMPARISONS[operator](sizes, device))
     except library.DoesNotFit as error:
         return str(error)
     except Exception as failure:  # noqa: BLE001, as above
         return f"it failed: {type(failure).__name__}: {failure}".splitlines()[0]
-
-
-def _too_far(findings: Iterator["Finding"]) -> Iterator[str]:
-    for problem, error, limit in findings:
-        if not error <= limit:
-            yield f"its numbers are off by {error:.3g}, {problem}"
