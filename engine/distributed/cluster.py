@@ -100,6 +100,7 @@ _OF_ONE_HOST = {
     "model",
     "server_config",
     "node_rank",
+    "cluster_interface",
     "cluster_key_file",
     "generation_config",
     "cpu_threads",

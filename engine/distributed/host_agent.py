@@ -139,6 +139,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ToHost)
 
 
+def _with_own_settings(first: Config, own: Config) -> Config:
+    """The first host's configuration, with those settings of this host's own that its ranks compute by."""
+    interface = {"cluster_interface": own.parallel_config.cluster_interface}
+    parallel = first.parallel_config.model_copy(update=interface)
+    return first.model_copy(update={"cpu_threads": own.cpu_threads, "parallel_config": parallel})
+
+
 def host_of(config: Config, path: Path) -> "HostAgent":
     """The agent of this host. Raises `ValueError`, a sentence, where it cannot join, and `OSError`."""
     parallel = config.parallel_config
@@ -226,8 +233,7 @@ class HostAgent:
         if isinstance(message, RankLaunch):
             # The memory, threads and checkpoint are those of this host.
             shard = message.shard._replace(available_bytes=available_host_memory() // message.shard.local_size)
-            threads = {"cpu_threads": self._config.cpu_threads}
-            config = Config.model_validate_json(message.config).model_copy(update=threads).model_dump_json()
+            config = _with_own_settings(Config.model_validate_json(message.config), self._config).model_dump_json()
             core.start(msgspec.structs.replace(message, path=str(self._path), shard=shard, config=config))
         elif rank in core.procs:
             core.procs[rank].send(message)

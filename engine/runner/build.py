@@ -259,7 +259,8 @@ def _collectives(config: Config, shard: Shard, device: torch.device, world: Worl
         assert shard.memory is not None
         return SharedMemoryCollectives(operators, shard.rank, shard.size, shard.memory)
     assert not isinstance(world, SharedMemoryExchange), "ranks share memory where replicas do"
-    rendezvous = Rendezvous(shard.store, config.parallel_config.rank_start_timeout, shard.listener)
+    parallel = config.parallel_config
+    rendezvous = Rendezvous(shard.store, parallel.rank_start_timeout, shard.listener, parallel.cluster_interface)
     return ProcessGroupCollectives(shard.rank, shard.size, device, rendezvous, world)
 
 

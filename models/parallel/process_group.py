@@ -42,14 +42,18 @@ _ANY_PORT = 9
 class Rendezvous:
     """Where the ranks of a group meet: a file on one host, or a TCP store that rank 0 serves."""
 
-    def __init__(self, address: str, timeout: float, listener: int | None = None) -> None:
+    def __init__(
+        self, address: str, timeout: float, listener: int | None = None, interface: str | None = None
+    ) -> None:
         """`address` is `file://` and a path that no other group uses, or `tcp://`, a host and a port.
 
         `timeout`: seconds to meet, and of each collective. `listener`, on rank 0, is the descriptor of the socket that
-        listens at a TCP address, and there only; the store takes it over.
+        listens at a TCP address, and there only; the store takes it over. `interface`: the network interface that
+        ranks on several hosts use; None: the one of the route to the address.
         """
         self._address = urlsplit(address)
         self._listener = listener
+        self._interface = interface
         self.timeout = timedelta(seconds=timeout)
 
     @property
@@ -64,7 +68,23 @@ class Rendezvous:
 
     def interface(self) -> str:
         """The network interface by which this host reaches the others. Raises `RuntimeError` where there is none."""
-        return _LOOPBACK if self.is_local else interface_to(self._address.hostname or "")
+        if self.is_local:
+            return _LOOPBACK
+        if self._interface is None:
+            return interface_to(self._address.hostname or "")
+        present = [name for _, name in socket.if_nameindex()]
+        if self._interface not in present:
+            raise RuntimeError(
+                f"cluster_interface is {self._interface}, which this host does not have; it has {', '.join(present)}"
+            )
+        return self._interface
+
+    def set_interface(self, variable: str) -> None:
+        """Have collectives use the interface, by a variable of theirs that is kept where nobody named an interface."""
+        if self._interface is not None and not self.is_local:
+            os.environ[variable] = self.interface()
+        else:
+            os.environ.setdefault(variable, self.interface())
 
     def store(self, rank: int, size: int) -> Store:
         """The store, after all ranks have connected. Raises `RuntimeError` where one does not in time."""
@@ -146,12 +166,11 @@ class ProcessGroupCollectives:
         if self._world is not None:
             self._group = self._world.tensor_group
             return
-        interface = self._rendezvous.interface()
         if self._device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            self._rendezvous.set_interface("GLOO_SOCKET_IFNAME")
         else:
             if not self._rendezvous.is_local:
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+                self._rendezvous.set_interface("NCCL_SOCKET_IFNAME")
             set_nccl_defaults(self._device)
         dist.init_process_group(
             "gloo" if self._device.type == "cpu" else "nccl",

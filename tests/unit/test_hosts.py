@@ -270,6 +270,7 @@ def core(address: str) -> Iterator[Core]:
 
 def host_at(address: str, timeout: float = WAIT_MS / 1e3, cpu_threads: int | None = None) -> HostAgent:
     parallel = ParallelConfig(rank_start_timeout=timeout)
+    parallel = parallel.model_copy(update={"cluster_interface": "wg0"})
     config = Config(cpu_threads=cpu_threads, parallel_config=parallel)
     return HostAgent(config, CHECKPOINT_DIR, node=1, address=address, keys=KEYS)
 
@@ -326,6 +327,7 @@ def test_a_host_s_ranks_have_its_own_checkpoint_and_threads(
     assert got.shard.available_bytes > 1
     settings = json.loads(got.config)
     assert settings["cpu_threads"] == 3
+    assert settings["parallel_config"]["cluster_interface"] == "wg0"
     assert settings["max_num_seqs"] == 7
 
 
